@@ -1,0 +1,40 @@
+# make demo: see it.  make test: lint, types and tests.  Each makes .venv first, if there is none.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test lint types tests format gpu pictures clean
+
+demo: $(INSTALLED)
+	$(BIN)/attnscale claims
+
+test: lint types tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+tests: $(INSTALLED)
+	$(BIN)/pytest
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# On a machine with a CUDA device and torch, triton and pytest of its own.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+pictures: $(INSTALLED)
+	$(BIN)/python docs/pictures/make.py
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,41 @@
+"""attnscale keeps attention scores in range."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnscale import reference, rules, theory
+    from attnscale.errors import AttnscaleError
+    from attnscale.modules import MultiheadAttention
+    from attnscale.operator import attention, attention_weights
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttnscaleError",
+    "MultiheadAttention",
+    "attention",
+    "attention_weights",
+    "reference",
+    "rules",
+    "theory",
+]
+
+# Loaded when first used, so that the command line answers without importing torch.
+_HOME = {
+    "AttnscaleError": "attnscale.errors",
+    "MultiheadAttention": "attnscale.modules",
+    "attention": "attnscale.operator",
+    "attention_weights": "attnscale.operator",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'attnscale' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name) if name in _HOME else import_module(f"attnscale.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

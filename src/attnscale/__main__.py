@@ -1,0 +1,5 @@
+"""`python -m attnscale`."""
+
+from attnscale.cli import main
+
+main()

@@ -1,0 +1,6 @@
+"""What four public texts on attention scaling claim, recomputed and judged."""
+
+from attnscale.claims.judging import VERDICTS, Claim
+from attnscale.claims.ledger import SOURCES, changed, ledger, record
+
+__all__ = ["SOURCES", "VERDICTS", "Claim", "changed", "ledger", "record"]

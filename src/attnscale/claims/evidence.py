@@ -1,0 +1,114 @@
+"""Computations that several sources' claims share: exact enumerations, expectations, one seeded sample."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from attnscale.claims.judging import Evidence
+from attnscale.claims.settings import CLIPPED_AT, DIVERGED, GROWN, T5
+from attnscale.reference import Array, RowStatistics, row_statistics
+from attnscale.theory import Prediction, predict, regime, saturation_point, score_variance
+from attnscale.theory.limits import SATURATED_TOP1
+
+DIM = 64  # the head dimension of the sources' examples, and of GPT-2
+KEYS = 1024  # GPT-2's context
+DIMS = (16, 32, 64, 128, 256, 512)
+SPREAD = math.sqrt(DIM)  # of unscaled scores
+TINY_GAIN = 1 - SATURATED_TOP1**2  # the most that 1 − Σp² can be once one weight has reached 0.99
+NEAR_ONE = 0.05  # a spread this close to one counts as one
+SAMPLED_ROWS = 2000
+CONFIDENCE = 1.96  # standard errors either side, for 95%
+
+# Two distributions of mean 0 and variance 1, as lists of equally likely values.
+SIGNS = (-1.0, 1.0)
+SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
+
+
+def products(values: Sequence[float], dim: int) -> Array:
+    """Every q_i k_i of every pair of vectors with components from `values`: (pairs, dim)."""
+    vectors = np.array(list(itertools.product(values, repeat=dim)))
+    return np.asarray((vectors[:, None] * vectors[None]).reshape(-1, dim))
+
+
+def average_terms(dim: int) -> Array:
+    """The average of each of the dim² terms of (q·k)², over every pair of ±1 vectors: (dim, dim)."""
+    terms = products(SIGNS, dim)
+    return np.asarray(terms.T @ terms / len(terms))
+
+
+def layer_norm(x: Array) -> Array:
+    """LayerNorm without gain and bias."""
+    return np.asarray((x - x.mean()) / x.std())
+
+
+def normal_product_moment(power: int) -> float:
+    """E[(XY)^power] for independent standard normal X and Y, by Gauss–Hermite quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
+    weights = weights / weights.sum()
+    return float(weights @ np.outer(nodes, nodes) ** power @ weights)
+
+
+def below(x: float) -> float:
+    """The standard normal distribution function."""
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+@cache
+def gpt2() -> Prediction:
+    """GPT-2's attention as initialised, with weights from N(0, 0.02²)."""
+    return predict(768, 12, KEYS, initialisation="normal:0.02")
+
+
+def t5_spread() -> float:
+    """Spread of T5's scores as initialised: its query weights have variance 1/(d_model · d_kv), its keys' 1/d_model."""
+    return T5.multiplier * math.sqrt(score_variance(T5.head_dim, query_variance=1 / T5.head_dim))
+
+
+def leading_row(keys: int) -> RowStatistics:
+    """A row whose first key has just reached a weight of 0.99, the others sharing the rest evenly."""
+    return row_statistics([saturation_point(keys)] + [0.0] * (keys - 1))
+
+
+@cache
+def sampled_rows(spread: float) -> RowStatistics:
+    """Statistics of seeded rows of independent N(0, spread²) scores over 1024 keys."""
+    return row_statistics(spread * np.random.default_rng(0).standard_normal((SAMPLED_ROWS, KEYS)))
+
+
+def interval(sample: Array) -> tuple[float, float]:
+    """The mean of a sample, and half the width of its confidence interval."""
+    return float(sample.mean()), float(CONFIDENCE * sample.std(ddof=1) / math.sqrt(sample.size))
+
+
+def mostly_one_hot() -> Evidence:
+    """Whether most rows of unscaled scores at d_k = 64 give one key a weight of 0.99."""
+    share, margin = interval((sampled_rows(SPREAD).top1 > SATURATED_TOP1).astype(np.float64))
+    return Evidence(share - margin > 0.5, f"{share:.1%} ± {margin:.1%} of rows over {KEYS} keys give one key 0.99")
+
+
+def unit_spread_at_start() -> Evidence:
+    """Whether 1/√d_k gives independent unit-variance components a unit spread, healthy for softmax, at every width."""
+    spreads = [math.sqrt(score_variance(dim) / dim) for dim in DIMS]
+    holds = all(spread == 1.0 and regime(spread, KEYS) == "healthy" for spread in spreads)
+    return Evidence(holds, f"spread {max(spreads):g} for d_k from {DIMS[0]} to {DIMS[-1]} at initialisation")
+
+
+def gpt2_scaled_spread() -> Evidence:
+    """Whether GPT-2's scaled scores start with unit spread."""
+    spread = gpt2()["inverse_sqrt"].spread
+    return Evidence(abs(spread - 1) < NEAR_ONE, f"spread {spread:.3f} at GPT-2's initialisation")
+
+
+def bounded_in_training() -> Evidence:
+    """Whether a published run's scores stayed under the size its authors clip them at."""
+    shown = f"published: the largest score of {GROWN.name} passed {GROWN.max_score:,.0f}"
+    return Evidence(GROWN.max_score < CLIPPED_AT, shown)
+
+
+def trained_to_the_end() -> Evidence:
+    """Whether the published runs with large scores went on training."""
+    shown = f"published: runs whose largest score passed {DIVERGED.max_score:,.0f} diverged ({DIVERGED.name})"
+    return Evidence(not DIVERGED.diverged, shown)

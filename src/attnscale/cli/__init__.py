@@ -1,0 +1,49 @@
+"""The front door: one command a file, each importing what it needs only when it runs."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from attnscale import __version__
+from attnscale.cli.claims import claims
+from attnscale.cli.predict import predict
+from attnscale.cli.rules import rules
+from attnscale.errors import AttnscaleError
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+app.command()(predict)
+app.command()(rules)
+app.command()(claims)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnscale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def attnscale(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Keep attention scores in range: predict their spread, choose a scale, check what is claimed about it."""
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one sentence on stderr and status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √ shows a question mark
+    try:
+        app(prog_name="attnscale")
+    except AttnscaleError as error:
+        typer.echo(f"attnscale: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

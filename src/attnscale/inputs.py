@@ -1,0 +1,105 @@
+"""What attention accepts: the checks that torch's kernels leave out or word badly, before any work is done."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
+from attnscale.shapes import broadcasts_to, scores_shape
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float = 0.0,
+) -> None:
+    """Raise the error that says what does not fit, if anything does not."""
+    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    _check_kind(tensors)
+    _check_shapes(tensors, enable_gqa)
+    if attn_mask is not None:
+        _check_mask(query, attn_mask, scores_shape(query, key, enable_gqa), is_causal)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise SettingError(f"Expected dropout_p between 0 and 1, got {dropout_p}.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise SettingError(f"Expected a positive, finite softcap, got {softcap}; pass None for no soft-cap.")
+
+
+def _check_kind(tensors: dict[str, Tensor]) -> None:
+    query = tensors["query"]
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise DtypeError(f"Expected floating-point tensors, got {name} of {tensor.dtype}; convert it first.")
+        if tensor.device != query.device:
+            raise DeviceError(
+                f"Expected every tensor on one device, got query on {query.device} and {name} on {tensor.device}; "
+                f"move {name} with {name}.to(query.device)."
+            )
+        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise DtypeError(
+                f"Expected one dtype, got query of {query.dtype} and {name} of {tensor.dtype}; "
+                f"convert one, or run under torch.autocast({query.device.type!r})."
+            )
+
+
+def _check_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2:
+            raise ShapeError(f"Expected {name} as (…, heads, length, head_dim), got shape {tuple(tensor.shape)}.")
+    query, key, value = tensors["query"], tensors["key"], tensors.get("value")
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
+        raise ShapeError(
+            "Expected query and key with the same head dimension of at least 1, "
+            f"got {query.shape[-1]} and {key.shape[-1]} from shapes {tuple(query.shape)} and {tuple(key.shape)}."
+        )
+    if value is not None and key.shape[-2] != value.shape[-2]:
+        raise ShapeError(
+            f"Expected one value a key, got {key.shape[-2]} keys and {value.shape[-2]} values from shapes "
+            f"{tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    _check_leading(tensors, enable_gqa)
+
+
+def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
+    query = tensors["query"]
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    for name, tensor in tensors.items():
+        found = tensor.shape[-3] if tensor.dim() > 2 else 1
+        if found == 0 and heads > 0:
+            raise ShapeError(f"Expected at least one head in {name}, got none in shape {tuple(tensor.shape)}.")
+        if enable_gqa and heads % max(found, 1):
+            raise ShapeError(
+                f"Expected {name} heads that divide the query's {heads}, got {found} in shape {tuple(tensor.shape)}."
+            )
+        if not enable_gqa and found not in (1, heads) and heads != 1:
+            raise ShapeError(
+                f"Expected the query's {heads} heads in {name}, got {found} in shape {tuple(tensor.shape)}; "
+                "pass enable_gqa=True if queries share key heads."
+            )
+    try:
+        torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ShapeError(f"Expected batch dimensions that broadcast, got {shapes}.") from None
+
+
+def _check_mask(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...], is_causal: bool) -> None:
+    if is_causal:
+        raise InputError("Expected attn_mask or is_causal, got both; put the causal triangle into the mask.")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise DtypeError(
+            f"Expected attn_mask as booleans (True: visible) or floats (added to the scores), got {attn_mask.dtype}."
+        )
+    if attn_mask.device != query.device:
+        raise DeviceError(f"Expected attn_mask on the query's device, {query.device}, got {attn_mask.device}.")
+    if attn_mask.dim() < 2 or not broadcasts_to(attn_mask.shape, scores):
+        raise ShapeError(
+            f"Expected attn_mask to broadcast to {scores}, one entry a query and key, "
+            f"got shape {tuple(attn_mask.shape)}."
+        )

@@ -1,0 +1,61 @@
+"""One attention in the shape every kernel takes: four dimensions, one batch, the scale a float."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """An attention to run; query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, kv_len, …)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None  # (batch or 1, heads or 1, q_len or 1, kv_len)
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    softcap: float | None
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // max(self.key.shape[1], 1)
+
+    @property
+    def mask_learns(self) -> bool:
+        """Whether a gradient must reach the mask."""
+        return self.attn_mask is not None and self.attn_mask.requires_grad and torch.is_grad_enabled()
+
+
+def fold(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Fold any leading dimensions into one batch: given fewer or more, torch's kernels fall back to the full matrix."""
+    query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    heads = [query.shape[-3], key.shape[-3], value.shape[-3]]
+    if not enable_gqa:
+        heads = list(torch.broadcast_shapes(*((count,) for count in heads))) * 3
+    elif heads[1] != heads[2]:  # no kernel takes groups of two sizes: give every query head its own key and value
+        key, value = key.repeat_interleave(heads[0] // heads[1], -3), value.repeat_interleave(heads[0] // heads[2], -3)
+        heads = [heads[0]] * 3
+    query, key, value = (
+        tensor.expand(*lead, count, *tensor.shape[-2:]).reshape(math.prod(lead), count, *tensor.shape[-2:])
+        for tensor, count in zip((query, key, value), heads, strict=True)
+    )
+    return query, key, value, None if attn_mask is None else _fold_mask(attn_mask, lead, key.shape[-2])
+
+
+def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
+    if attn_mask.dim() < 3:
+        attn_mask = attn_mask.unsqueeze(0)
+    if attn_mask.shape[-1] != kv_len:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:-1], kv_len)
+    block = attn_mask.shape[-3:]
+    if math.prod(attn_mask.shape[:-3]) == 1:
+        return attn_mask.reshape(1, *block)
+    return attn_mask.expand(*lead, *block).reshape(math.prod(lead), *block)

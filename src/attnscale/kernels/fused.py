@@ -1,0 +1,63 @@
+"""Torch's fused kernels, given what they need so that they do not fall back to the full matrix."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscale.kernels.call import Call
+
+MASK_ROWS = 512
+CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this
+
+
+def materialises(call: Call) -> bool:
+    """Whether torch has no fused kernel for this and would form the full matrix of scores."""
+    if call.query.device.type == "cpu":
+        return call.dropout_p > 0.0 or call.mask_learns
+    return call.query.device.type == "cuda" and call.query.dtype == torch.float64
+
+
+def attend(call: Call) -> Tensor:
+    """F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool or mask.shape[-2] <= MASK_ROWS:
+        return _attend(call)
+    # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
+    blocks = zip(call.query.split(MASK_ROWS, dim=-2), mask.split(MASK_ROWS, dim=-2), strict=True)
+    return torch.cat([_attend(replace(call, query=query, attn_mask=rows)) for query, rows in blocks], dim=-2)
+
+
+def _attend(call: Call) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    head_dim, value_dim = _widths(query, value)
+    output = F.scaled_dot_product_attention(
+        _padded(query, head_dim),
+        _padded(key, head_dim),
+        _padded(value, value_dim),
+        call.attn_mask,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+    )
+    return output[..., : value.shape[-1]]
+
+
+def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
+    """The head dimensions that the device's fused kernels take."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if query.device.type == "cpu":  # one width for all
+        return max(head_dim, value_dim), max(head_dim, value_dim)
+    if query.device.type == "cuda":
+        return _aligned(head_dim), _aligned(value_dim)
+    return head_dim, value_dim
+
+
+def _aligned(width: int) -> int:
+    return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

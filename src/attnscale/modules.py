@@ -1,0 +1,186 @@
+"""MultiheadAttention: nn.MultiheadAttention with any scale rule and an optional soft-cap."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnscale.errors import ShapeError
+from attnscale.operator import attention, attention_weights
+from attnscale.rules import get_rule
+from attnscale.rules.apply import Scale
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention plus `scale` (a number, a tensor, a rule or its name) and `softcap`.
+
+    Its state dict is nn.MultiheadAttention's, with `rule.…` added where the rule learns; one without `rule.…` loads
+    too, and leaves the rule as it was made.
+
+    >>> layer = MultiheadAttention(64, 4, batch_first=True, scale="QKNorm")
+    >>> x = torch.randn(2, 5, 64)
+    >>> layer(x, x, x, need_weights=False)[0].shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scale: Scale = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        if isinstance(scale, str | type):
+            scale = get_rule(scale, head_dim=self.head_dim, heads=num_heads)
+            if isinstance(scale, nn.Module):
+                scale = scale.to(device=device, dtype=dtype)
+        if isinstance(scale, Tensor) and not isinstance(scale, nn.Parameter):
+            self.register_buffer("rule", scale, persistent=False)
+        else:
+            self.rule = scale
+        self.softcap = softcap
+        if scale is not None or softcap is not None:
+            # nn.TransformerEncoderLayer's fused inference path would compute 1/√d_k without calling this module;
+            # it leaves alone a module whose projections are not declared alike.
+            self._qkv_same_embed_dim = False
+        self.register_load_state_dict_pre_hook(_keep_rule_if_absent)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention: True in a boolean mask hides a key; weights are returned where they are asked for.
+
+        `is_causal` says that attn_mask is the causal one, and stands for it where attn_mask is None.
+        """
+        if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+            raise ShapeError(f"Expected query, key and value of 2 or 3 dimensions each, got {shapes}.")
+        batched = query.dim() == 3
+        heads = self._project(*(self._batch_first(tensor) for tensor in (query, key, value)))
+        mask, is_causal = self._sdpa_mask(heads[0], heads[1], key_padding_mask, attn_mask, is_causal)
+        output, weights = self._attend(*self._append_keys(*heads, mask), is_causal, need_weights)
+        output = self.out_proj(output.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2:
+            return tensor.unsqueeze(0)
+        return tensor if self.batch_first else tensor.transpose(0, 1)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each head: (batch, heads, length, head_dim)."""
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(
+            F.linear(tensor, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+
+    def _sdpa_mask(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[Tensor | None, bool]:
+        """Both masks as the one that attention() takes, or none and the word that it is causal."""
+        batch, _, q_len, _ = query.shape
+        kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
+        if is_causal and key_padding_mask is None and not appends:
+            return None, True
+        if is_causal and attn_mask is None:
+            attn_mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            _expect_shape("attn_mask", attn_mask, (batch * self.num_heads, q_len, kv_len))
+            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        elif attn_mask is not None:
+            _expect_shape("attn_mask", attn_mask, (q_len, kv_len))
+        if key_padding_mask is not None:
+            padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask.unsqueeze(0)
+            _expect_shape("key_padding_mask", padding, (batch, kv_len))
+            key_padding_mask = padding[:, None, None, :]
+        return _merged(attn_mask, key_padding_mask, query.dtype), False
+
+    def _append_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
+        if self.bias_k is not None and self.bias_v is not None:
+            key, value = (
+                torch.cat(
+                    [rows, bias.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand_as(rows[:, :, :1])], -2
+                )
+                for rows, bias in ((key, self.bias_k), (value, self.bias_v))
+            )
+        if self.add_zero_attn:
+            key, value = (F.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
+        if attn_mask is not None:
+            visible = True if attn_mask.dtype == torch.bool else 0.0
+            attn_mask = F.pad(attn_mask, (0, key.shape[-2] - attn_mask.shape[-1]), value=visible)
+        return query, key, value, attn_mask
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        dropout_p = self.dropout if self.training else 0.0
+        if not need_weights:
+            output = attention(query, key, value, mask, dropout_p, is_causal, scale=self.rule, softcap=self.softcap)
+            return output, None
+        weights = attention_weights(query, key, mask, is_causal, scale=self.rule, softcap=self.softcap)
+        weights = F.dropout(weights, dropout_p) if dropout_p > 0.0 else weights
+        return weights @ value, weights
+
+
+def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Masks in which True hides, as one in which True shows; as one float mask where either is a float mask."""
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if all(mask.dtype == torch.bool for mask in masks):
+        masks = [~mask for mask in masks]
+        return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
+    floats = [
+        torch.zeros((), dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else mask.to(dtype)
+        for mask in masks
+    ]
+    return floats[0] + floats[1] if len(floats) == 2 else floats[0]
+
+
+def _expect_shape(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(mask.shape) != shape:
+        raise ShapeError(f"Expected {name} of shape {shape}, got {tuple(mask.shape)}.")
+
+
+def _keep_rule_if_absent(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Let a state dict without a rule, such as nn.MultiheadAttention's, load into a module whose rule learns."""
+    own = {prefix + name: value for name, value in module.state_dict().items() if name.startswith("rule")}
+    if not own.keys() & state_dict.keys():
+        state_dict.update(own)

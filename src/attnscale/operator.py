@@ -1,0 +1,90 @@
+"""The operator: scaled dot-product attention with any scale rule and an optional soft-cap."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnscale.inputs import check_inputs
+from attnscale.kernels import blocks, flex, fused
+from attnscale.kernels.call import Call, fold
+from attnscale.kernels.weights import row_weights
+from attnscale.masks import row_bias, visible_keys
+from attnscale.rules.apply import Scale, apply_scale
+from attnscale.rules.rule import wide_dtype
+from attnscale.shapes import attention_shape, scores_shape
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Scale = None,
+    enable_gqa: bool = False,
+    *,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) V: `F.scaled_dot_product_attention` with any scale and an optional soft-cap.
+
+    `scale` is None (1/√d_k), a number, a tensor that broadcasts to (…, heads, q_len, 1), a rule of
+    `attnscale.rules` or its name; `softcap` bounds the scores to softcap · tanh(score / softcap) before the mask.
+    It runs on torch's fused kernels, and never forms the full matrix of scores.
+
+    >>> q = k = v = torch.eye(4)[None, None]
+    >>> attention(q, k, v, scale="unscaled", is_causal=True)[0, 0, 1].round(decimals=3)
+    tensor([0.2690, 0.7310, 0.0000, 0.0000])
+    """
+    check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
+    shape = attention_shape(query, key, value, enable_gqa)
+    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
+    call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
+    return _run(call).reshape(shape)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: Scale = None,
+    enable_gqa: bool = False,
+    *,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at."""
+    check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
+    shape = scores_shape(query, key, enable_gqa)
+    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
+    dtype = query.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
+        query, key = query.to(wide_dtype(query)), key.to(wide_dtype(key))
+        bias = row_bias(attn_mask, is_causal, slice(0, query.shape[-2]), key.shape[-2], query)
+        return row_weights(query, key, bias, factor, softcap).to(dtype).reshape(shape)
+
+
+def _run(call: Call) -> Tensor:
+    """Choose the kernel: torch's fused ones wherever they serve, then FlexAttention, then blocks of rows."""
+    in_one_block = call.query.shape[-2] <= blocks.BLOCK_ROWS
+    if call.softcap is None and (in_one_block or not fused.materialises(call)):
+        return fused.attend(call)
+    call = _as_autocast(call)
+    with torch.autocast(call.query.device.type, enabled=False):
+        return flex.attend(call) if flex.serves(call) else blocks.attend(call)
+
+
+def _as_autocast(call: Call) -> Call:
+    """What autocast does to SDPA's arguments, for the kernels it does not know."""
+    device = call.query.device.type
+    if not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    mask = None if call.attn_mask is None else cast(call.attn_mask)
+    return replace(call, query=cast(call.query), key=cast(call.key), value=cast(call.value), attn_mask=mask)

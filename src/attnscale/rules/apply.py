@@ -1,0 +1,60 @@
+"""Whatever a caller may pass as `scale` -> query, key and the float that multiplies their dot products."""
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.errors import DeviceError, SettingError, ShapeError
+from attnscale.rules.catalogue import get_rule
+from attnscale.rules.inverse_sqrt import inverse_sqrt
+from attnscale.rules.rule import Rule, Scaled, about_rule, multiply
+from attnscale.shapes import broadcasts_to
+
+Scale: TypeAlias = float | Tensor | str | Rule | None
+
+
+def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], Tensor | None]) -> Scaled:
+    """Apply None (1/√d_k), a number, a tensor, a rule or a rule's name; `visible` is asked only where it is needed."""
+    if scale is None:
+        return inverse_sqrt(query, key)
+    if isinstance(scale, Tensor):
+        return multiply(query, _checked(scale, query)), key, 1.0
+    if isinstance(scale, bool):
+        raise SettingError(f"Expected a scale as a number, a tensor, a rule or a rule's name, got {scale}.")
+    if isinstance(scale, Real | torch.SymFloat | float):
+        if not math.isfinite(scale):
+            raise SettingError(f"Expected a finite scale, got {scale}; the default, None, is 1/√d_k.")
+        return query, key, float(scale)
+    rule = get_rule(scale)
+    known = about_rule(rule)
+    return rule(query, key, visible() if known is None or known.needs_visible else None)
+
+
+def _checked(scale: Tensor, query: Tensor) -> Tensor:
+    rows = (*query.shape[:-1], 1)
+    if scale.dim() == 0 and isinstance(scale, nn.Parameter):
+        raise SettingError(
+            "A learned scale must have at least one dimension, got a zero-dimensional parameter, which FSDP cannot "
+            "shard; make it nn.Parameter(torch.full((1,), …))."
+        )
+    if not broadcasts_to(scale.shape, rows):
+        raise ShapeError(
+            f"Expected a scale that broadcasts to one number a row, {rows}, got shape {tuple(scale.shape)}; "
+            "one number a head is scale.view(-1, 1, 1)."
+        )
+    if scale.device != query.device and scale.dim() > 0:
+        raise DeviceError(f"Expected the scale on the query's device, {query.device}, got {scale.device}.")
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling() and not _all_finite(scale):
+        raise SettingError("Expected a finite scale, got a tensor with inf or NaN in it; check how it was computed.")
+    return scale
+
+
+def _all_finite(scale: Tensor) -> bool:
+    try:
+        return bool(scale.isfinite().all())
+    except RuntimeError:  # under vmap, or on a fake tensor, there is no value to look at
+        return True

@@ -1,0 +1,43 @@
+"""The scale that gives unit variance on the tensors at hand, whatever the initialisation."""
+
+import torch
+from torch import Tensor
+
+from attnscale.rules.rule import Scaled, Visible, about, multiply, wide_dtype
+
+
+@about(
+    formula="q·k / std(q·k)",
+    source="the variance law, measured instead of assumed",
+    use="an initialisation that does not give q and k unit variance; measured per head, over all pairs",
+)
+def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+    """q·k / std(q·k), per head over every pair of a query and a key, in linear time.
+
+    With means q̄, k̄ and covariances C_q, C_k, Var[q·k] = ⟨C_q, C_k⟩ + k̄ᵀC_q k̄ + q̄ᵀC_k q̄: no score is formed, and
+    no two large numbers are subtracted.
+    """
+    query_mean, query_cov = _mean_and_covariance(query)
+    key_mean, key_cov = _mean_and_covariance(key)
+    if query.dim() > 2 and query.shape[-3] != key.shape[-3]:  # grouped queries share a key head
+        group = query.shape[-3] // key.shape[-3]
+        key_mean, key_cov = key_mean.repeat_interleave(group, -2), key_cov.repeat_interleave(group, -3)
+    mean = (query_mean * key_mean).sum(-1)
+    variance = (
+        (query_cov * key_cov).sum((-2, -1))
+        + torch.einsum("...i,...ij,...j->...", key_mean, query_cov, key_mean)
+        + torch.einsum("...i,...ij,...j->...", query_mean, key_cov, query_mean)
+    )
+    batch = tuple(range(variance.dim() - 1))  # everything before the head
+    if batch:
+        variance = variance.mean(batch) + mean.var(batch, correction=0)
+    std = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
+    return multiply(query, 1.0 / std[..., None, None]), key, 1.0
+
+
+def _mean_and_covariance(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast(tensor.device.type, enabled=False):
+        tensor = tensor.to(wide_dtype(tensor))
+        mean = tensor.mean(-2)
+        centred = tensor - mean.unsqueeze(-2)
+        return mean, centred.mT @ centred / tensor.shape[-2]

@@ -1,0 +1,37 @@
+"""Scalable softmax: sharper the more keys a row sees (SSMax, Nakanishi 2025)."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnscale.rules.rule import Scaled, Visible, about, multiply, require_positive, wide_dtype
+
+SSMAX_S = 0.43  # the value the paper uses where it does not learn s (its figure 1)
+
+
+@about(
+    formula="s · ln n · q·k / √d_k",
+    source="SSMax: Nakanishi 2025, arXiv:2501.19399",
+    use="lengths that vary or grow after training; n is the number of keys the row sees",
+    needs_visible=True,
+)
+@dataclass(frozen=True)
+class log_length:
+    """s · ln n · q·k / √d_k, n = visible keys of the row."""
+
+    s: float = SSMAX_S
+
+    def __post_init__(self) -> None:
+        require_positive("s", self.s)
+
+    def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+        """Scale by s ln n / √d_k: one float where every row sees all keys, else row by row into the query."""
+        inverse_sqrt = query.shape[-1] ** -0.5
+        if isinstance(visible, Tensor):
+            counts = visible.to(wide_dtype(query)).clamp(min=1)  # a row that sees nothing stays finite
+            factor = self.s * counts.log()
+            is_column = factor.dim() > 1 and factor.shape[-2:] == (query.shape[-2], 1)
+            return multiply(query, factor if is_column else factor.unsqueeze(-1)), key, inverse_sqrt
+        keys = key.shape[-2] if visible is None else visible
+        return query, key, self.s * math.log(max(keys, 1)) * inverse_sqrt

@@ -1,0 +1,85 @@
+"""What a rule is: query, key -> query, key and the float that multiplies their dot products."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import SettingError, ShapeError
+
+Scaled: TypeAlias = tuple[Tensor, Tensor, float]
+Visible: TypeAlias = Tensor | int | None
+
+
+class Rule(Protocol):
+    """The tensors a rule returns, dotted and multiplied by its float, are the scores.
+
+    `visible` is the number of visible keys of each row, (…, q_len), for the rules that need it; None means all.
+    """
+
+    def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+        """Scale the scores of query (…, heads, q_len, head_dim) on key (…, kv_heads, kv_len, head_dim)."""
+        ...
+
+
+@dataclass(frozen=True)
+class About:
+    """What the catalogue says of a rule."""
+
+    formula: str
+    source: str
+    use: str
+    needs_visible: bool
+
+
+ABOUT: dict[object, About] = {}
+Described = TypeVar("Described", bound=Callable[..., object])
+
+
+def about(formula: str, source: str, use: str, *, needs_visible: bool = False) -> Callable[[Described], Described]:
+    """Attach a rule's catalogue entry to the function or class that is the rule."""
+
+    def attach(rule: Described) -> Described:
+        ABOUT[rule] = About(formula, source, use, needs_visible)
+        return rule
+
+    return attach
+
+
+def about_rule(rule: object) -> About | None:
+    """The catalogue entry of a rule or of its class; None for a rule from elsewhere."""
+    return ABOUT.get(rule if isinstance(rule, FunctionType | type) else type(rule))
+
+
+def multiply(query: Tensor, factor: Tensor) -> Tensor:
+    """query · factor, in float32 at least and rounded once to the query's dtype."""
+    wide = wide_dtype(query)
+    return (query.to(wide) * factor.to(wide)).to(query.dtype)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The tensor's dtype, or float32 where that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def per_head(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Shape a parameter (heads, …) so that it broadcasts over the rows of tensor (…, heads, length, head_dim)."""
+    heads = parameter.shape[0]
+    found = tensor.shape[-3] if tensor.dim() > 2 else 1
+    if heads != found:
+        raise ShapeError(
+            f"This rule was made for {heads} heads, but the tensor of shape {tuple(tensor.shape)} has {found}; "
+            f"make the rule with heads={found}."
+        )
+    shaped = parameter.reshape(heads, 1, -1)
+    return shaped if tensor.dim() > 2 else shaped[0]
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse a rule's parameter that is not a positive, finite number."""
+    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise SettingError(f"Expected {name} to be a positive, finite number, got {value!r}.")

@@ -1,0 +1,25 @@
+"""Shapes: what broadcasts to what, and the shape an attention has."""
+
+import torch
+from torch import Tensor
+
+
+def broadcasts_to(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape broadcasts to the target without enlarging it."""
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def scores_shape(query: Tensor, key: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """(…, heads, q_len, kv_len)."""
+    return (*attention_shape(query, key, key, enable_gqa)[:-1], key.shape[-2])
+
+
+def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """(…, heads, q_len, value_dim), the leading dimensions of all three broadcast together."""
+    if enable_gqa and query.dim() > 2:
+        lead = (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
+    else:
+        lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+    return (*lead, query.shape[-2], value.shape[-1])

@@ -1,0 +1,1 @@
+"""Results as a person sees them: the terminal now, pages and reports to come."""

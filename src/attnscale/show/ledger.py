@@ -1,0 +1,56 @@
+"""The ledger of claims in the terminal."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnscale.claims import SOURCES, VERDICTS, Claim
+
+STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
+LARGE = 1e9  # from here on a float is shown with an exponent
+
+
+def show_ledger(claims: Sequence[Claim], console: Console | None = None) -> None:
+    """Print the claims source by source, then how many hold, and those that do not."""
+    console = console or Console()
+    for source in SOURCES:
+        own = [claim for claim in claims if claim.source == source.file]
+        if own:
+            console.print(Text.assemble((source.title, "bold"), f", {source.kind}, {source.file}"))
+            console.print(_table(own))
+    _print_summary(claims, console)
+
+
+def _table(claims: Sequence[Claim]) -> Table:
+    table = Table("", "claim", "claimed", "computed", box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    for column, ratio in zip(table.columns[1:], (5, 3, 5), strict=True):
+        column.ratio = ratio
+        column.overflow = "fold"
+    for claim in claims:
+        stated = Text.assemble(claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
+        verdict = Text(claim.verdict, style=STYLES[claim.verdict])
+        table.add_row(verdict, stated, _shown(claim.claimed), _shown(claim.computed))
+    return table
+
+
+def _print_summary(claims: Sequence[Claim], console: Console) -> None:
+    counts = Counter(claim.verdict for claim in claims)
+    found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    console.print(Text(f"\n{len(claims)} claims: {found}.", style="bold"))
+    refuted = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for claim in claims:
+        if claim.verdict == "refuted":
+            line = f"{claim.claim} Claimed {_shown(claim.claimed)}, computed {_shown(claim.computed)}. {claim.note}"
+            refuted.add_row(Text("refuted", style=STYLES["refuted"]), line)
+    console.print(refuted)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_shown(entry) for entry in value)}]"
+    if isinstance(value, float) and abs(value) >= LARGE:
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -1,0 +1,24 @@
+"""Closed forms and exact expectations: how far scores spread, and what that does to softmax."""
+
+from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
+from attnscale.theory.initialisation import Initialisation
+from attnscale.theory.limits import entropy_floor, freezing_point, regime, saturation_point
+from attnscale.theory.prediction import Candidate, Prediction, predict
+from attnscale.theory.variance import row_variance, score_mean, score_variance, unit_variance_scale
+
+__all__ = [
+    "Candidate",
+    "Initialisation",
+    "Prediction",
+    "SoftmaxExpectation",
+    "entropy_floor",
+    "expected_softmax",
+    "freezing_point",
+    "predict",
+    "regime",
+    "row_variance",
+    "saturation_point",
+    "score_mean",
+    "score_variance",
+    "unit_variance_scale",
+]

@@ -1,0 +1,48 @@
+"""Where softmax changes its behaviour: the freezing point, the entropy floor, the saturation point."""
+
+import math
+
+from attnscale.errors import SettingError
+
+SATURATED_TOP1 = 0.99  # its own gradient p(1 − p) is then under 0.01
+# A spread this small leaves H ≈ ln n − σ²/2 within 0.02 nats of uniform: the weights hardly differ.
+DILUTED_SPREAD = 0.2
+# From here on a few keys take most of the weight: at n = 1024 this is σ = 2.98, an expected top-1 of 0.27.
+FREEZING_MARGIN = 0.8
+
+
+def freezing_point(keys: int) -> float:
+    """σ_c = √(2 ln n): over n Gaussian scores, above this spread a handful of keys takes everything."""
+    if keys < 1:
+        raise SettingError(f"Expected at least one key, got {keys}.")
+    return math.sqrt(2 * math.log(keys))
+
+
+def regime(spread: float, keys: int) -> str:
+    """`diluted`, `healthy` or `saturated`: a function of the spread and of how many keys it is spread over."""
+    if spread < DILUTED_SPREAD:
+        return "diluted"
+    return "healthy" if spread < FREEZING_MARGIN * freezing_point(keys) else "saturated"
+
+
+def entropy_floor(spectral_bound: float, keys: int) -> float:
+    """The least entropy of softmax over scores with ‖QKᵀ‖ ≤ σ: σReparam, Theorem 3.1 (Zhai et al. 2023).
+
+    ln(1 + (T−1)β) + σ√(T(T−1)) β / (1 + (T−1)β), with β = exp(−σ√(T/(T−1))).
+    """
+    if keys < 2:
+        return 0.0
+    others = keys - 1
+    beta = math.exp(-spectral_bound * math.sqrt(keys / others))
+    return math.log1p(others * beta) + spectral_bound * math.sqrt(keys * others) * beta / (1 + others * beta)
+
+
+def saturation_point(keys: int, weight: float = SATURATED_TOP1) -> float:
+    """The x at which softmax([x, 0, …, 0]) over n keys gives its first key this weight: ln(w (n−1) / (1−w)).
+
+    >>> round(saturation_point(4), 2)
+    5.69
+    """
+    if keys < 2 or not 0 < weight < 1:
+        raise SettingError(f"Expected at least 2 keys and a weight between 0 and 1, got keys={keys}, weight={weight}.")
+    return math.log(weight * (keys - 1) / (1 - weight))

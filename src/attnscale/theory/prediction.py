@@ -1,0 +1,141 @@
+"""What a model's attention will do at initialisation, from its shape alone."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attnscale.errors import SettingError
+from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
+from attnscale.theory.initialisation import Initialisation
+from attnscale.theory.limits import freezing_point, regime
+from attnscale.theory.variance import row_variance, score_variance, unit_variance_scale
+
+PACKED_PROJECTIONS = 3  # nn.MultiheadAttention draws q, k and v as one matrix of 3 · d_model rows
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice of multiplier, and what it does to the scores and their softmax."""
+
+    name: str
+    scale: float
+    spread: float
+    softmax: SoftmaxExpectation
+    regime: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Spread of q, k and the scores at initialisation, and what each candidate scale makes of it."""
+
+    d_model: int
+    heads: int
+    head_dim: int
+    length: int
+    initialisation: str
+    query_std: float
+    key_std: float
+    score_std: float
+    freezing_point: float
+    candidates: tuple[Candidate, ...]
+    advice: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as JSON takes it."""
+        fields = asdict(self)
+        for candidate, shown in zip(self.candidates, fields["candidates"], strict=True):
+            shown["softmax"]["entropy_ratio"] = candidate.softmax.entropy_ratio
+        return fields
+
+    def __getitem__(self, name: str) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.name == name)
+
+
+def predict(
+    d_model: int,
+    heads: int,
+    length: int,
+    *,
+    initialisation: Initialisation | str = "xavier",
+    head_dim: int | None = None,
+    input_variance: float = 1.0,
+    packed: bool = False,
+) -> Prediction:
+    """Predict the scores of a freshly initialised attention layer over `length` keys.
+
+    `packed` draws q, k and v as one matrix, as nn.MultiheadAttention does. The input is taken as zero-mean with
+    `input_variance`, which is 1 after LayerNorm or RMSNorm.
+    """
+    head_dim = _head_dim(d_model, heads) if head_dim is None else head_dim
+    for name, value, least in (("d_model", d_model, 1), ("head_dim", head_dim, 1), ("length", length, 2)):
+        if value < least:
+            raise SettingError(f"Expected {name} of at least {least}, got {value}.")
+    if not 0 < input_variance < math.inf:
+        raise SettingError(f"Expected a positive, finite input variance, got {input_variance}.")
+    init = Initialisation.parse(initialisation) if isinstance(initialisation, str) else initialisation
+
+    fan_out = heads * head_dim * (PACKED_PROJECTIONS if packed else 1)
+    projected = init.projected_variance(d_model, fan_out, input_variance)
+    bias = init.bias_variance(d_model)
+    mean = math.sqrt(bias)  # the typical mean of a component, from its bias
+    pooled = score_variance(head_dim, mean, projected, mean, projected)
+    seen = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
+
+    def candidate(name: str, scale: float) -> Candidate:
+        spread = scale * math.sqrt(seen)
+        return Candidate(
+            name, scale, scale * math.sqrt(pooled), expected_softmax(spread, length), regime(spread, length)
+        )
+
+    candidates = (
+        candidate("unscaled", 1.0),
+        candidate("inverse_sqrt", head_dim**-0.5),
+        candidate("inverse_dim", 1 / head_dim),
+        candidate("calibrated", unit_variance_scale(pooled)),
+    )
+    std = math.sqrt(projected + bias)
+    return Prediction(
+        d_model=d_model,
+        heads=heads,
+        head_dim=head_dim,
+        length=length,
+        initialisation=str(init),
+        query_std=std,
+        key_std=std,
+        score_std=math.sqrt(pooled),
+        freezing_point=freezing_point(length),
+        candidates=candidates,
+        advice=_advice(candidates, std),
+    )
+
+
+def _head_dim(d_model: int, heads: int) -> int:
+    if heads < 1 or d_model % heads:
+        raise SettingError(
+            f"Expected heads that divide d_model, got d_model={d_model} and heads={heads}; "
+            "give the head dimension itself if the heads do not share d_model."
+        )
+    return d_model // heads
+
+
+def _advice(candidates: tuple[Candidate, ...], projected_std: float) -> str:
+    unscaled, standard, _, calibrated = candidates
+    without = {
+        "saturated": f"without a scale the spread would be {unscaled.spread:.2g} and softmax starts saturated",
+        "healthy": f"even without a scale the spread, {unscaled.spread:.2g}, stays under the freezing point",
+        "diluted": f"even without a scale the spread is only {unscaled.spread:.2g}",
+    }[unscaled.regime]
+    if standard.regime == "healthy":
+        exact = math.isclose(standard.spread, 1.0, rel_tol=0.05)
+        kept = (
+            "one, as intended"
+            if exact
+            else f"{standard.spread:.2g}, since q and k start at {projected_std:.2g} and not 1"
+        )
+        more = "" if exact else f"; {calibrated.scale:.3g} instead of {standard.scale:.3g} would make it one"
+        return f"Use 1/√d_k: the scores start with a spread of {kept}{more}; {without}."
+    found = "too sharp to learn from" if standard.regime == "saturated" else "nearly uniform attention"
+    return (
+        f"1/√d_k is not the right constant here: it starts with a spread of {standard.spread:.2g}, {found}, since q "
+        f"and k start at {projected_std:.2g}, not 1; use {calibrated.scale:.3g} (or the rule 'calibrated'); {without}."
+    )

@@ -1,0 +1,148 @@
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+import attnscale.claims
+from attnscale.claims import SOURCES, Claim, changed, ledger, record
+from attnscale.claims.judging import VERDICTS
+from attnscale.claims.ledger import recorded
+
+FILES = {
+    "000_d12550b827726f46.txt",
+    "001_1ca645f500d1eeea.txt",
+    "002_436f571eb4508276.txt",
+    "003_d6dd4d104b5b4817.txt",
+}
+
+
+@pytest.fixture(scope="module")
+def claims():
+    return ledger()
+
+
+@pytest.fixture(scope="module")
+def by_id(claims):
+    return {claim.id: claim for claim in claims}
+
+
+def test_exports_are_the_promised_ones():
+    assert set(attnscale.claims.__all__) == {"Claim", "ledger", "changed", "record", "SOURCES"}
+
+
+def test_every_source_is_there_and_has_claims(claims):
+    assert {source.file for source in SOURCES} == FILES
+    assert {claim.source for claim in claims} == FILES
+
+
+def test_there_are_many_claims_with_ids_of_their_own(claims):
+    assert len(claims) >= 100
+    assert len({claim.id for claim in claims}) == len(claims)
+    assert all(re.fullmatch(r"[a-z0-9.-]+", claim.id) for claim in claims)
+
+
+def test_every_claim_survives_json_with_exactly_seven_fields(claims):
+    for claim in claims:
+        fields = dataclasses.asdict(claim)
+        assert list(fields) == ["id", "source", "claim", "claimed", "computed", "verdict", "note"]
+        assert json.loads(json.dumps(fields, allow_nan=False)) == fields
+
+
+def test_a_claim_is_one_short_sentence_with_a_known_verdict(claims):
+    for claim in claims:
+        assert claim.claim.endswith(".")
+        assert len(claim.claim) < 110
+        assert claim.verdict in VERDICTS
+
+
+def test_whatever_is_not_confirmed_says_why(claims):
+    assert all(claim.note for claim in claims if claim.verdict != "confirmed")
+
+
+def test_the_ledger_is_the_same_every_time(claims):
+    assert ledger() == claims
+
+
+def test_e_to_the_50_is_refuted_by_a_factor_of_a_thousand(by_id):
+    claim = by_id["exp-50"]
+    assert (claim.verdict, claim.claimed) == ("refuted", 5184705528587072045)
+    assert claim.note.startswith("Claimed is 1000 times too small.")
+    assert str(int(math.exp(50)))[:-3] == str(claim.claimed)  # as its remark says
+
+
+def test_the_scaled_five_key_softmax_is_refuted_for_not_summing_to_one(by_id):
+    claim = by_id["softmax-scaled-five"]
+    assert (claim.verdict, claim.note) == ("refuted", "Largest difference 0.061; the claimed weights sum to 0.85.")
+    assert sum(claim.computed) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_peaked_softmax_is_refuted(by_id):
+    claim = by_id["softmax-peaked"]
+    assert claim.verdict == "refuted"
+    assert claim.note.startswith("Largest difference 0.34.")
+
+
+@pytest.mark.parametrize(
+    ("id_", "computed"),
+    [
+        ("exp-20", 485165195.41),
+        ("softmax-14-10-12", [0.86681, 0.01588, 0.11731]),
+        ("softmax-five", [0.59857, 0.0, 0.40123, 0.0, 0.0002]),
+        ("mixed-gradients", [0.21, 0.21, 0.16, 0.16]),
+        ("cross-terms-64", 4032),
+        ("variance-1-2-3", 0.6667),
+        ("scaled-example-logits", [-2.5, 0.375, 3.125, -1.875]),
+        ("std-512", "22.63"),
+        ("saturation-exercise", "weight 0.99 at x = 5.69"),
+    ],
+)
+def test_right_numbers_are_confirmed(by_id, id_, computed):
+    assert (by_id[id_].verdict, by_id[id_].computed) == ("confirmed", computed)
+
+
+@pytest.mark.parametrize(
+    ("id_", "verdict", "shown"),
+    [
+        ("modern-llms-universal", "refuted", "3 of 7 models"),
+        ("modern-llms-universal", "refuted", "Granite 3.1 2B 0.125"),
+        ("inverse-dim-precision", "refuted", "float16"),
+        ("variance-always-exact", "qualified", "6.04 at GPT-2's initialisation"),
+        ("xavier-unit-variance", "qualified", "q std 0.71 from a packed matrix"),
+        ("unscaled-stops-learning", "qualified", "0.40 expected over 1024 keys"),
+        ("inputs-normalised", "qualified", "mean 0.71 after RMSNorm"),
+        ("stable-training-any-dim", "qualified", "published: runs whose largest score passed 10,000 diverged"),
+        ("gpt-standard", "confirmed", "GPT-2 1"),
+        ("cost-negligible", "confirmed", "0.39%"),
+    ],
+)
+def test_statements_are_judged_by_what_was_computed(by_id, id_, verdict, shown):
+    assert by_id[id_].verdict == verdict
+    assert shown in by_id[id_].computed
+
+
+def test_recorded_verdicts_are_the_computed_ones(claims):
+    assert recorded() == {claim.id: claim.verdict for claim in claims}
+    assert changed(claims) == []
+
+
+def test_a_flipped_verdict_is_noticed(claims):
+    flipped = [dataclasses.replace(claim, verdict="refuted") if claim.id == "exp-10" else claim for claim in claims]
+    assert changed(flipped) == ["'exp-10' changed: it was recorded as confirmed and is now refuted."]
+
+
+def test_a_new_and_a_missing_claim_are_noticed(claims):
+    new = Claim("brand-new", "notes.txt", "It is so.", "so", "so", "confirmed", "")
+    assert changed([*(claim for claim in claims if claim.id != "exp-50"), new]) == [
+        "'brand-new' is new: confirmed, with no recorded verdict.",
+        "'exp-50' is gone: it was recorded as refuted.",
+    ]
+
+
+def test_record_writes_what_recorded_reads(claims, tmp_path):
+    path = tmp_path / "recorded.json"
+    record(reversed(claims), path)
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written == recorded()
+    assert list(written) == sorted(written)

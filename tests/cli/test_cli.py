@@ -1,0 +1,131 @@
+"""The command line, through its entry point, by what it prints and how it exits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attnscale.rules import RULES
+from attnscale.theory import predict
+
+PREDICT = ["predict", "--d-model", "768", "--heads", "12", "--init", "normal:0.02", "--length", "1024"]
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "attnscale", *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"} | environment,
+        check=False,
+    )
+
+
+def test_predict_prints_the_candidates_and_one_sentence_of_advice():
+    result = run(*PREDICT)
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
+    assert rows["none"] == ["1", "2.46", "4.25", "0.614", "0.180", "0.932", "healthy"]
+    assert rows["1/√d_k"] == ["0.125", "0.307", "6.88", "0.993", "0.003", "0.999", "healthy"]
+    assert rows["1/d_k"][0] == "0.01562"
+    assert rows["calibrated"][:2] == ["0.4069", "1"]
+    assert " ".join(result.stdout.split()).endswith("stays under the freezing point.")
+
+
+def test_predict_json_is_the_prediction():
+    printed = json.loads(run(*PREDICT, "--json").stdout)
+    prediction = predict(768, 12, 1024, initialisation="normal:0.02")
+    assert printed == json.loads(json.dumps(prediction.to_dict()))
+    assert [c["name"] for c in printed["candidates"]] == ["unscaled", "inverse_sqrt", "inverse_dim", "calibrated"]
+    assert printed["candidates"][1]["softmax"]["entropy_ratio"] == pytest.approx(0.993, abs=1e-3)
+
+
+def test_rules_lists_every_rule_with_formula_source_and_use():
+    text = run("rules").stdout
+    assert all(name in text for name in RULES)
+    entries = json.loads(run("rules", "--json").stdout)
+    assert [entry["name"] for entry in entries] == list(RULES)
+    assert all(entry[field] for entry in entries for field in ("call", "formula", "source", "use"))
+    assert {entry["name"] for entry in entries if entry["learned"]} == {
+        "LearnedTemperature", "QueryTemperature", "QKNorm", "Cosine",
+    }  # fmt: skip
+
+
+def test_claims_prints_the_ledger_and_what_is_refuted():
+    result = run("claims")
+    assert result.returncode == 0
+    assert re.search(r"\d+ claims: \d+ confirmed, \d+ qualified, \d+ refuted\.", result.stdout)
+    assert "1000 times too small" in " ".join(result.stdout.split())
+
+
+def test_claims_json_is_a_list_of_objects_with_the_seven_fields():
+    claims = json.loads(run("claims", "--json").stdout)
+    assert len(claims) >= 40
+    assert all(list(c) == ["id", "source", "claim", "claimed", "computed", "verdict", "note"] for c in claims)
+    refuted = json.loads(run("claims", "--json", "--verdict", "refuted").stdout)
+    assert refuted == [claim for claim in claims if claim["verdict"] == "refuted"]
+
+
+def test_claims_ends_with_status_one_when_a_verdict_changed():
+    code = """
+import importlib, sys
+from attnscale.cli import main
+ledger = importlib.import_module("attnscale.claims.ledger")
+flipped = ledger.recorded() | {"exp-50": "confirmed"}
+ledger.recorded = lambda: flipped
+sys.argv = ["attnscale", "claims", "--json"]
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "'exp-50' changed: it was recorded as confirmed and is now refuted." in result.stderr
+
+
+@pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])
+def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
+    result = run(*command)
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\x1b[" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["predict", "--heads", "7"], "Expected heads that divide d_model, got d_model=768 and heads=7"),
+        (["predict", "--init", "gauss"], "Unknown initialisation 'gauss'. Expected one of: kaiming, lecun, normal"),
+        (["predict", "--length", "1"], "Expected length of at least 2, got 1."),
+        (["claims", "--verdict", "maybe"], "Unknown verdict 'maybe'. Expected one of: confirmed, qualified, refuted."),
+        (["predict", "--bogus"], "No such option: --bogus"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_bad_input_ends_with_status_two_one_sentence_and_no_traceback(arguments, sentence):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_stream_that_cannot_show_the_signs_does_not_fail():
+    assert run("predict", PYTHONIOENCODING="ascii").returncode == 0
+
+
+def test_version():
+    assert run("--version").stdout.startswith("attnscale 0.")
+
+
+def test_help_answers_at_once():
+    def seconds():
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.4

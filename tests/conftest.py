@@ -1,0 +1,12 @@
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("attnscale", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("attnscale")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    torch._dynamo.reset()  # or compiled tests share one recompile limit

@@ -1,0 +1,15 @@
+"""How exact is exact enough: the rule flash-attention holds its kernels to."""
+
+import numpy as np
+import torch
+
+
+def worst(tensor, expected):
+    return float(np.abs(tensor.detach().double().cpu().numpy() - expected).max(initial=0.0))
+
+
+def assert_as_exact_as_sdpa(ours, sdpa, expected):
+    """At most twice SDPA's error at the same dtype, plus the rounding of the expected values to that dtype."""
+    rounding = 2 * torch.finfo(ours.dtype).eps * float(np.abs(expected).max(initial=1.0))
+    limit = 2 * worst(sdpa, expected) + rounding
+    assert worst(ours, expected) <= limit, f"error {worst(ours, expected):.3g}, SDPA's {worst(sdpa, expected):.3g}"

@@ -1,0 +1,94 @@
+"""The house: who may import whom, what is exported, what importing costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnscale
+
+SRC = Path(attnscale.__file__).parent
+
+# A room imports only what stands before it.
+ROOMS = (
+    "errors", "shapes", "reference", "theory", "rules", "masks", "inputs", "kernels", "operator", "modules",
+    "claims", "show", "cli",
+)  # fmt: skip
+
+
+def room(path):
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name and name.startswith("attnscale."):
+                yield name.split(".")[1]
+
+
+def python(code, *flags):
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_every_module_stands_in_a_room():
+    files = {room(path) for path in SRC.rglob("*.py")} - {"__init__", "__main__"}
+    assert files == set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SRC.rglob("*.py") if room(p) in ROOMS], ids=lambda p: str(p.relative_to(SRC))
+)
+def test_imports_go_one_way(path):
+    allowed = ROOMS[: ROOMS.index(room(path)) + 1]
+    assert set(imported_rooms(path)) <= set(allowed)
+
+
+def test_the_public_names():
+    assert sorted(attnscale.__all__) == [
+        "AttnscaleError", "MultiheadAttention", "attention", "attention_weights", "reference", "rules", "theory",
+    ]  # fmt: skip
+    assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)
+    assert set(attnscale.__all__) <= set(dir(attnscale))
+    with pytest.raises(AttributeError, match="no attribute 'attend'"):
+        attnscale.attend  # noqa: B018
+
+
+def test_no_public_function_shares_its_name_with_a_module():
+    # importing attnscale.attention, were it a module, would replace the function of that name
+    for name in attnscale.__all__:
+        exported = getattr(attnscale, name)
+        is_module = exported.__class__.__name__ == "module"
+        assert is_module or not ((SRC / name).exists() or (SRC / f"{name}.py").exists())
+
+
+def test_importing_costs_little_and_loads_nothing_heavy():
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import attnscale
+[getattr(attnscale, name) for name in attnscale.__all__]
+print(time.perf_counter() - start)
+print([name for name in ("transformers", "plotly", "triton", "tensorboard", "rich", "typer") if name in sys.modules])
+"""
+    seconds, heavy = min((python(code).split("\n")[:2] for _ in range(3)), key=lambda lines: float(lines[0]))
+    assert float(seconds) < 0.1
+    assert heavy == "[]"
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; import attnscale.cli; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    assert python(code).split() == ["False", "False"]
+
+
+def test_a_compiled_function_finds_a_name_it_is_the_first_to_use():
+    code = """
+import attnscale, torch
+run = torch.compile(lambda q: attnscale.attention(q, q, q, scale="log_length"), fullgraph=True, backend="eager")
+print(run(torch.ones(1, 2, 3, 4)).shape)
+"""
+    assert python(code).strip() == "torch.Size([1, 2, 3, 4])"
