@@ -29,7 +29,7 @@ def by_id(claims):
 
 
 def test_exports_are_the_promised_ones():
-    assert set(attnscale.claims.__all__) == {"Claim", "ledger", "changed", "record", "SOURCES"}
+    assert set(attnscale.claims.__all__) == {"Claim", "ledger", "changed", "record", "SOURCES", "VERDICTS"}
 
 
 def test_every_source_is_there_and_has_claims(claims):

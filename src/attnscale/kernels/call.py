@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -59,3 +60,8 @@ def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
     if math.prod(attn_mask.shape[:-3]) == 1:
         return attn_mask.reshape(1, *block)
     return attn_mask.expand(*lead, *block).reshape(math.prod(lead), *block)
+
+
+def padded(tensor: Tensor, width: int) -> Tensor:
+    """The tensor with zeros up to this head dimension: they change no dot product."""
+    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

@@ -1,15 +1,17 @@
 """Soft-capped attention on a GPU: FlexAttention, compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
+from types import FunctionType
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from attnscale.kernels.call import Call
+from attnscale.kernels.call import Call, padded
 
 TILE = 128  # FlexAttention's block size
+LEAST_WIDTH = 16  # the narrowest head it takes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -29,29 +31,57 @@ def serves(call: Call) -> bool:
 
 def attend(call: Call) -> Tensor:
     """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V in one compiled kernel."""
-    output = _compiled()(
-        call.query,
-        call.key,
-        call.value,
-        score_mod=_score_mod(call.softcap, call.attn_mask),
-        block_mask=_causal_blocks(call) if call.is_causal else None,
-        scale=call.scale,
-        enable_gqa=call.group > 1,
+    head_dim, value_dim = (max(tensor.shape[-1], LEAST_WIDTH) for tensor in (call.query, call.value))
+    query, key, value = padded(call.query, head_dim), padded(call.key, head_dim), padded(call.value, value_dim)
+    run = _flex if torch.compiler.is_compiling() else _compiled(_specialisation(call))
+    output = run(
+        query,
+        key,
+        value,
+        _score_mod(call.softcap, call.attn_mask),
+        _causal_blocks(call) if call.is_causal else None,
+        call.scale,
+        call.group > 1,
     )
+    return output[..., : call.value.shape[-1]]
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod,
+    block_mask: BlockMask | None,
+    scale: float,
+    enable_gqa: bool,
+) -> Tensor:
+    output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
     assert isinstance(output, Tensor)  # a tuple only where lse was asked for
     return output
 
 
-def _compiled() -> Callable[..., object]:
-    plain: Callable[..., object] = flex_attention
-    return plain if torch.compiler.is_compiling() else _compiled_once()
+def _specialisation(call: Call) -> tuple[Hashable, ...]:
+    """Everything a compiled kernel is specialised on, save the batch size and the lengths."""
+    tensors = (call.query, call.key, call.value)
+    mask = call.attn_mask
+    return (
+        call.query.dtype,
+        *(tensor.shape[1::2] for tensor in tensors),  # heads and head_dim
+        None if mask is None else (mask.dtype, *(size > 1 for size in mask.shape)),
+        (call.is_causal, call.scale, call.softcap),
+        (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors)),
+    )
 
 
 @cache
-def _compiled_once() -> Callable[..., object]:
-    # fullgraph: past its recompile limit torch would otherwise fall back, silently, to the full matrix.
-    compiled: Callable[..., object] = torch.compile(flex_attention, fullgraph=True)
-    return compiled
+def _compiled(specialisation: tuple[Hashable, ...]) -> Callable[..., Tensor]:
+    """A compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
+
+    Dynamo counts recompiles by code object and gives up at a limit, hence a copy of the code. fullgraph: past that
+    limit torch would otherwise fall back, silently, to the full matrix.
+    """
+    own_code = FunctionType(_flex.__code__.replace(co_name=f"_flex_{abs(hash(specialisation))}"), _flex.__globals__)
+    return torch.compile(own_code, fullgraph=True)
 
 
 def _score_mod(softcap: float | None, attn_mask: Tensor | None) -> ScoreMod:

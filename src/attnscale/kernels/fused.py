@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.kernels.call import Call
+from attnscale.kernels.call import Call, padded
 
 MASK_ROWS = 512
-CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this
+CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
+CUDA_GROUPED_DTYPES = (torch.float16, torch.bfloat16)  # and groups of queries in these dtypes
+CUDA_GROUPED_WIDTH = 256  # up to this head dimension
 
 
 def materialises(call: Call) -> bool:
@@ -31,18 +33,25 @@ def attend(call: Call) -> Tensor:
 
 def _attend(call: Call) -> Tensor:
     query, key, value = call.query, call.key, call.value
+    if call.group > 1 and not _takes_groups(query):
+        key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
     head_dim, value_dim = _widths(query, value)
     output = F.scaled_dot_product_attention(
-        _padded(query, head_dim),
-        _padded(key, head_dim),
-        _padded(value, value_dim),
+        padded(query, head_dim),
+        padded(key, head_dim),
+        padded(value, value_dim),
         call.attn_mask,
         call.dropout_p,
         call.is_causal,
         scale=call.scale,
-        enable_gqa=call.group > 1,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., : value.shape[-1]]
+
+
+def _takes_groups(query: Tensor) -> bool:
+    narrow = query.shape[-1] <= CUDA_GROUPED_WIDTH
+    return query.device.type != "cuda" or (query.dtype in CUDA_GROUPED_DTYPES and narrow)
 
 
 def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
@@ -57,7 +66,3 @@ def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 def _aligned(width: int) -> int:
     return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
-
-
-def _padded(tensor: Tensor, width: int) -> Tensor:
-    return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
