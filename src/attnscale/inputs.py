@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
-from attnscale.shapes import broadcasts_to, scores_shape
+from attnscale.shapes import broadcast, broadcasts_to, scores_shape
 
 
 def check_inputs(
@@ -83,7 +83,7 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
                 "pass enable_gqa=True if queries share key heads."
             )
     try:
-        torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors.values()))
+        broadcast(*(tensor.shape[:-3] for tensor in tensors.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ShapeError(f"Expected batch dimensions that broadcast, got {shapes}.") from None

@@ -11,6 +11,11 @@ def broadcasts_to(shape: torch.Size, target: tuple[int, ...]) -> bool:
     )
 
 
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """The shape they broadcast to; at once where they are equal, as they mostly are."""
+    return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
+
+
 def scores_shape(query: Tensor, key: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """(…, heads, q_len, kv_len)."""
     return (*attention_shape(query, key, key, enable_gqa)[:-1], key.shape[-2])
@@ -19,7 +24,7 @@ def scores_shape(query: Tensor, key: Tensor, enable_gqa: bool) -> tuple[int, ...
 def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """(…, heads, q_len, value_dim), the leading dimensions of all three broadcast together."""
     if enable_gqa and query.dim() > 2:
-        lead = (*torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
+        lead = (*broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
     else:
-        lead = tuple(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
+        lead = tuple(broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2]))
     return (*lead, query.shape[-2], value.shape[-1])

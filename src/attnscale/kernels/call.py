@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnscale.shapes import broadcast
+
 
 @dataclass(frozen=True)
 class Call:
@@ -27,6 +29,13 @@ class Call:
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @property
+    def grouped(self) -> bool:
+        """Whether query heads share key heads, as a plain boolean: torch's kernels refuse a symbolic one."""
+        if self.group > 1:  # noqa: SIM103  # the branch is what makes it plain
+            return True
+        return False
+
+    @property
     def mask_learns(self) -> bool:
         """Whether a gradient must reach the mask."""
         return self.attn_mask is not None and self.attn_mask.requires_grad and torch.is_grad_enabled()
@@ -37,18 +46,23 @@ def fold(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Fold any leading dimensions into one batch: given fewer or more, torch's kernels fall back to the full matrix."""
     query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = [query.shape[-3], key.shape[-3], value.shape[-3]]
     if not enable_gqa:
-        heads = list(torch.broadcast_shapes(*((count,) for count in heads))) * 3
+        heads = list(broadcast(query.shape[-3:-2], key.shape[-3:-2], value.shape[-3:-2])) * 3
     elif heads[1] != heads[2]:  # no kernel takes groups of two sizes: give every query head its own key and value
         key, value = key.repeat_interleave(heads[0] // heads[1], -3), value.repeat_interleave(heads[0] // heads[2], -3)
         heads = [heads[0]] * 3
     query, key, value = (
-        tensor.expand(*lead, count, *tensor.shape[-2:]).reshape(math.prod(lead), count, *tensor.shape[-2:])
-        for tensor, count in zip((query, key, value), heads, strict=True)
+        _fold_lead(tensor, lead, count) for tensor, count in zip((query, key, value), heads, strict=True)
     )
     return query, key, value, None if attn_mask is None else _fold_mask(attn_mask, lead, key.shape[-2])
+
+
+def _fold_lead(tensor: Tensor, lead: torch.Size, heads: int) -> Tensor:
+    if tensor.dim() == 4 and tensor.shape[:2] == (*lead, heads):
+        return tensor
+    return tensor.expand(*lead, heads, *tensor.shape[-2:]).reshape(math.prod(lead), heads, *tensor.shape[-2:])
 
 
 def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:

@@ -41,7 +41,7 @@ def attend(call: Call) -> Tensor:
         _score_mod(call.softcap, call.attn_mask),
         _causal_blocks(call) if call.is_causal else None,
         call.scale,
-        call.group > 1,
+        call.grouped,
     )
     return output[..., : call.value.shape[-1]]
 

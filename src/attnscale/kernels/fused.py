@@ -33,8 +33,10 @@ def attend(call: Call) -> Tensor:
 
 def _attend(call: Call) -> Tensor:
     query, key, value = call.query, call.key, call.value
-    if call.group > 1 and not _takes_groups(query):
+    grouped = call.grouped
+    if grouped and not _takes_groups(query):
         key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
+        grouped = False
     head_dim, value_dim = _widths(query, value)
     output = F.scaled_dot_product_attention(
         padded(query, head_dim),
@@ -44,7 +46,7 @@ def _attend(call: Call) -> Tensor:
         call.dropout_p,
         call.is_causal,
         scale=call.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=grouped,
     )
     return output[..., : value.shape[-1]]
 

@@ -48,10 +48,10 @@ def get_rule(rule: str | Rule | type, *, head_dim: int | None = None, heads: int
     """
     if isinstance(rule, str):
         name, _, argument = rule.partition(":")
-        known = RULES[_known(name)]
+        name = _known(name)
+        rule = RULES[name]
         if argument:
-            return _with_argument(known, argument)
-        rule = known
+            return _with_argument(name, rule, argument)
     if isinstance(rule, type):
         return _with_sizes(rule, {"head_dim": head_dim, "heads": heads})
     if not callable(rule):
@@ -68,6 +68,8 @@ def rule_name(rule: Rule) -> str:
 
 
 def _known(name: str) -> str:
+    if name in RULES:
+        return name
     folded = {_fold(known): known for known in RULES}
     if _fold(name) not in folded:
         raise UnknownRuleError(
@@ -82,9 +84,8 @@ def _fold(name: str) -> str:
     return name.strip().lower().replace("_", "").replace("-", "")
 
 
-def _with_argument(rule: Rule | type, argument: str) -> Rule:
+def _with_argument(name: str, rule: Rule | type, argument: str) -> Rule:
     make: Callable[[float], Rule] = rule if isinstance(rule, type) else type(rule)
-    name = getattr(make if is_dataclass(make) else rule, "__name__", "")
     if not is_dataclass(make):
         raise SettingError(f"The rule {name!r} takes no number, got {argument!r} after the colon.")
     try:
