@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnscale import reference, rules, theory
     from attnscale.errors import AttnscaleError
+    from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_weights
 
@@ -13,10 +14,15 @@ __version__ = "0.1.0"
 __all__ = [
     "AttnscaleError",
     "MultiheadAttention",
+    "ScoreMoments",
+    "ScoreStats",
     "attention",
     "attention_weights",
+    "attention_with_stats",
     "reference",
     "rules",
+    "score_moments",
+    "score_stats",
     "theory",
 ]
 
@@ -26,6 +32,11 @@ _HOME = {
     "MultiheadAttention": "attnscale.modules",
     "attention": "attnscale.operator",
     "attention_weights": "attnscale.operator",
+    "ScoreMoments": "attnscale.measure",
+    "ScoreStats": "attnscale.measure",
+    "attention_with_stats": "attnscale.measure",
+    "score_moments": "attnscale.measure",
+    "score_stats": "attnscale.measure",
 }
 
 

@@ -1,0 +1,335 @@
+"""Triton: attention that leaves exact statistics of its scores behind, and a pass for the statistics alone."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
+LN_2: tl.constexpr = tl.constexpr(math.log(2))
+VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
+LEAST_WIDTH = 16  # the narrowest product of tiles
+WIDEST = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the head dimension, padded to a power of two: what won on an H200, for Hopper and data-centre Blackwell,
+LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
+# what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
+SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
+PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
+
+
+def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiling for a head dimension on a GPU; a plain function, since autotuning cannot run under graph capture."""
+    plain = dtype == torch.float32 or capability < (8, 0)
+    table = PLAIN if plain else LARGE if capability[0] in (9, 10) else SMALL
+    return table[max(triton.next_power_of_2(head_dim), 64)]
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, cut: Tiles | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """softmax(scale · QKᵀ) V, and max, total, gap and participation of each row, from one pass."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    statistics = _empty_rows(query, query.shape[2])
+    launch(output, statistics, query, key, value, None, None, scale, is_causal, cut)
+    return output, *statistics
+
+
+def score_rows(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor | None,
+    rows: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    cut: Tiles | None = None,
+) -> Rows:
+    """max, total, gap and participation of the query rows at these positions (None: all); faster given their lse."""
+    statistics = _empty_rows(query, query.shape[2] if rows is None else rows.shape[0])
+    launch(None, statistics, query, key, None, lse, rows, scale, is_causal, cut)
+    return statistics
+
+
+def _empty_rows(query: Tensor, count: int) -> Rows:
+    """Four tensors, not one in four parts: an operator's results must not share memory."""
+
+    def empty() -> Tensor:
+        return torch.empty(*query.shape[:2], count, dtype=torch.float32, device=query.device)
+
+    return empty(), empty(), empty(), empty()
+
+
+def launch(
+    output: Tensor | None,
+    statistics: Rows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    lse: Tensor | None,
+    rows: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    cut: Tiles | None = None,
+) -> None:
+    """Fill the output, where there is one, and the statistics, each (batch, heads, rows)."""
+    if scale <= 0.0:  # inside, the largest product is the largest score
+        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    query, key = _unit_stride(query), _unit_stride(key)
+    value = key if value is None else _unit_stride(value)
+    batch, heads, _, head_dim = query.shape
+    count = statistics[0].shape[-1]
+    if cut is None:
+        cut = tiles(head_dim, query.dtype, torch.cuda.get_device_capability(query.device))
+    with torch.cuda.device_of(query):
+        _rows_kernel[(triton.cdiv(count, cut.rows) * batch * heads,)](
+            query,
+            key,
+            value,
+            query if output is None else output,
+            *statistics,
+            query if lse is None else lse,
+            query if rows is None else rows.contiguous(),
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *((0, 0, 0) if lse is None else lse.stride()),
+            heads,
+            heads // key.shape[1],
+            count,
+            key.shape[2],
+            scale,
+            scale * LOG2_E,
+            HEAD_DIM=head_dim,
+            WIDTH=max(triton.next_power_of_2(head_dim), LEAST_WIDTH),
+            TILE_ROWS=cut.rows,
+            TILE_KEYS=cut.keys,
+            CAUSAL=is_causal,
+            ATTENDS=output is not None,
+            GIVEN_LSE=lse is not None,
+            GIVEN_ROWS=rows is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of no effect on narrower operands
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@triton.jit(do_not_specialize=["heads", "group", "count", "kv_len"])  # one compilation for all lengths
+def _rows_kernel(
+    query_at: tl.tensor,
+    key_at: tl.tensor,
+    value_at: tl.tensor,
+    output_at: tl.tensor,
+    largest_at: tl.tensor,
+    total_at: tl.tensor,
+    gap_at: tl.tensor,
+    participation_at: tl.tensor,
+    lse_at: tl.tensor,
+    rows_at: tl.tensor,
+    query_batch: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    value_batch: tl.tensor,
+    value_head: tl.tensor,
+    value_row: tl.tensor,
+    lse_batch: tl.tensor,
+    lse_head: tl.tensor,
+    lse_row: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    count: tl.tensor,
+    kv_len: tl.tensor,
+    scale: tl.tensor,
+    scale_2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ATTENDS: tl.constexpr,
+    GIVEN_LSE: tl.constexpr,
+    GIVEN_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One tile of query rows against all the keys they see."""
+    row_tiles = tl.cdiv(count, TILE_ROWS)
+    start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * TILE_ROWS  # causal rows that see most start first
+    both = tl.program_id(0) // row_tiles
+    batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
+    query_at += batch * query_batch + head * query_head
+    key_at += batch * key_batch + head // group * key_head
+    value_at += batch * value_batch + head // group * value_head
+
+    row = start + tl.arange(0, TILE_ROWS)
+    kept = row < count
+    row = tl.minimum(row, count - 1)  # past the end, repeat the last row: nothing to mask until the results are stored
+    position = tl.load(rows_at + row) if GIVEN_ROWS else row
+    dims = tl.arange(0, WIDTH)
+    inside = (dims < HEAD_DIM)[None, :]
+    query = tl.load(query_at + position[:, None].to(tl.int64) * query_row + dims[None, :], mask=inside, other=0.0)
+
+    shift = tl.zeros([TILE_ROWS], tl.float32)
+    if GIVEN_LSE:
+        lse_at += batch * lse_batch + head * lse_head
+        shift = tl.load(lse_at + position.to(tl.int64) * lse_row) * (1 / LN_2)
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)  # of q·k, not yet scaled: differences from it are exact
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    slope = tl.zeros([TILE_ROWS], tl.float32)
+    square = tl.zeros([TILE_ROWS], tl.float32)
+    output = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
+
+    seen_by_all, seen = kv_len, kv_len
+    if CAUSAL:
+        seen_by_all = tl.minimum(tl.min(position, 0).to(tl.int32) + 1, kv_len)
+        seen = tl.minimum(tl.max(position, 0).to(tl.int32) + 1, kv_len)
+    whole = seen_by_all // TILE_KEYS * TILE_KEYS
+    for MASKED in tl.static_range(2):  # the tiles of keys that every row sees whole, then the others, with a mask
+        output, highest, total, slope, square = _visit(
+            output,
+            highest,
+            total,
+            slope,
+            square,
+            query,
+            position,
+            shift,
+            key_at,
+            value_at,
+            key_row,
+            value_row,
+            whole if MASKED else 0,
+            seen if MASKED else whole,
+            kv_len,
+            scale_2,
+            HEAD_DIM,
+            WIDTH,
+            TILE_KEYS,
+            MASKED,
+            CAUSAL,
+            ATTENDS,
+            GIVEN_LSE,
+            PRECISION,
+        )
+
+    to = both.to(tl.int64) * count + row
+    if ATTENDS:
+        output = output / total[:, None]
+        here = output_at + to[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(here, output.to(output_at.dtype.element_ty), mask=kept[:, None] & inside)
+    mean = tl.div_rn(slope, total)
+    participation = tl.div_rn(tl.div_rn(square, total), total)
+    if GIVEN_LSE:
+        top = highest * scale_2 - shift
+        total = total / tl.exp2(top)
+        mean = mean - top
+    tl.store(largest_at + to, highest * scale, mask=kept)
+    tl.store(total_at + to, total, mask=kept)
+    tl.store(gap_at + to, tl.maximum(-mean * LN_2, 0.0), mask=kept)
+    tl.store(participation_at + to, participation, mask=kept)
+
+
+@triton.jit
+def _visit(
+    output: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    slope: tl.tensor,
+    square: tl.tensor,
+    query: tl.tensor,
+    position: tl.tensor,
+    shift: tl.tensor,
+    key_at: tl.tensor,
+    value_at: tl.tensor,
+    key_row: tl.tensor,
+    value_row: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    kv_len: tl.tensor,
+    scale_2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ATTENDS: tl.constexpr,
+    GIVEN_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Add the keys from begin to end to l = Σ 2^z, Σ 2^z z, Σ 4^z and Σ 2^z v, z from the maximum or the lse."""
+    # Were the few masked tiles pipelined too, ptxas would serialise every product on the tensor cores (C7515).
+    for start in tl.range(begin, end, TILE_KEYS, num_stages=1 if MASKED else None):
+        column = start + tl.arange(0, TILE_KEYS)
+        key = _tile(key_at, start, key_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
+        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if MASKED:
+            visible = (column < kv_len)[None, :]
+            if CAUSAL:
+                visible = visible & (column[None, :] <= position[:, None])
+            products = tl.where(visible, products, float("-inf"))
+        higher = tl.maximum(highest, tl.max(products, 1))
+        if GIVEN_LSE:
+            z = products * scale_2 - shift[:, None]
+        else:
+            moved = tl.where(highest == float("-inf"), 0.0, (highest - higher) * scale_2)  # −∞ − −∞ at the first tile
+            shrink = tl.exp2(moved)
+            slope = (slope + total * moved) * shrink
+            total *= shrink
+            square *= shrink * shrink
+            # Scaled after the subtraction: one rounding less than a fused multiply-add, and exactly 0 at the maximum.
+            z = (products - higher[:, None]) * scale_2
+        if MASKED:
+            z = tl.maximum(z, VANISHED, propagate_nan=tl.PropagateNan.ALL)
+        p = tl.exp2(z)
+        slope += tl.sum(p * z, 1)
+        total += tl.sum(p, 1)
+        square += tl.sum(p * p, 1)
+        if ATTENDS:
+            value = _tile(value_at, start, value_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
+            output = tl.dot(p.to(value.dtype), value, output * shrink[:, None], input_precision=PRECISION)
+        highest = higher
+    return output, highest, total, slope, square
+
+
+@triton.jit
+def _tile(
+    at: tl.tensor,
+    start: tl.tensor,
+    stride: tl.tensor,
+    length: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Keys or values from start on, zeros past the end."""
+    offset, dims = tl.arange(0, TILE_KEYS)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = at + tl.cast(start, tl.int64) * stride + (offset * stride + dims)  # 64 bits once, 32 bits an element
+    if MASKED:
+        return tl.load(at, mask=(start + offset < length) & (dims < HEAD_DIM), other=0.0)
+    if HEAD_DIM < WIDTH:
+        return tl.load(at, mask=dims < HEAD_DIM, other=0.0)
+    return tl.load(at)

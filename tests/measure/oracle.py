@@ -1,0 +1,51 @@
+"""ScoreStats from the full matrix, in NumPy float64."""
+
+import numpy as np
+
+from attnscale import reference
+
+NAMES = (
+    "mean",
+    "variance",
+    "std",
+    "max",
+    "entropy",
+    "entropy_ratio",
+    "top1",
+    "saturated",
+    "gradient_gain",
+    "effective_keys",
+)
+
+
+def expected_stats(scores):
+    """The statistics of scores (batch, heads, rows, keys), −∞ where hidden, by name, one value a head."""
+    rows = reference.row_statistics(scores)
+
+    def per_head(values):
+        flat = np.moveaxis(values, 1, 0).reshape(scores.shape[1], -1)
+        return np.array([head[~np.isnan(head)].mean() if (~np.isnan(head)).any() else np.nan for head in flat])
+
+    moments = [reference.score_moments(scores[:, head]) for head in range(scores.shape[1])]
+    seen = rows.visible > 0
+    found = {name: per_head(getattr(rows, name)) for name in ("entropy", "entropy_ratio", "top1", "gradient_gain")}
+    return found | {
+        "rows": seen.sum((0, 2)),
+        "count": np.array([count for count, _, _ in moments]),
+        "mean": np.array([mean for _, mean, _ in moments]),
+        "variance": np.array([variance for _, _, variance in moments]),
+        "std": np.sqrt([variance for _, _, variance in moments]),
+        "max": np.moveaxis(scores, 1, 0).reshape(scores.shape[1], -1).max(-1),
+        "saturated": per_head(np.where(seen, rows.top1 > 0.99, np.nan)),
+        "effective_keys": per_head(rows.effective_keys),
+    }
+
+
+def assert_stats(stats, scores, rtol=2e-5, atol=2e-6):
+    """Every statistic equals the one from the full matrix."""
+    expected = expected_stats(scores)
+    np.testing.assert_array_equal(stats.rows.cpu().numpy(), expected["rows"])
+    np.testing.assert_array_equal(stats.count.cpu().numpy(), expected["count"])
+    for name in NAMES:
+        found = getattr(stats, name).cpu().numpy()
+        np.testing.assert_allclose(found, expected[name], rtol=rtol, atol=atol, err_msg=name)

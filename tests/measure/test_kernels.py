@@ -1,0 +1,207 @@
+"""The Triton kernels against the oracle, run by Triton's interpreter where there is no GPU."""
+
+import importlib.util
+import math
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from attnscale import reference
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+if torch.cuda.is_available():  # the interpreter is for the whole process: it would take the GPU tests' kernels as well
+    pytest.skip("the kernels run on the GPU, in test_ops.py", allow_module_level=True)
+if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
+    pytest.skip("triton was imported before its interpreter was chosen", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+from attnscale.measure import kernels
+from attnscale.measure.kernels import Tiles
+
+SMALL_TILES = Tiles(32, 16, 4, 1)  # several in every test
+EXACT = 4e-6  # float32 sums of up to 160 terms
+NAMES = ("max", "total", "gap", "participation")
+
+
+@pytest.fixture(autouse=True)
+def _loops_over_tensors(monkeypatch):
+    """NumPy 2.4 no longer converts arrays of one element, which is what triton 3.6 asks of it for a loop's bounds."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def qkv(heads=2, kv_heads=2, q_len=37, kv_len=53, head_dim=16):
+    return (
+        torch.randn(1, heads, q_len, head_dim),
+        torch.randn(1, kv_heads, kv_len, head_dim),
+        torch.randn(1, kv_heads, kv_len, head_dim),
+    )
+
+
+def expected(query, key, value, scale, is_causal):
+    """The output and the four statistics, from the full matrix in float64."""
+    group = query.shape[1] // key.shape[1]
+    q, k, v = (x.double().numpy() for x in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+    mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
+    rows = reference.row_statistics(reference.attention_scores(q, k, scale, mask))
+    output, _ = reference.scaled_dot_product_attention(q, k, v, scale, mask)
+    total = 1 / rows.top1
+    return output, {
+        "max": rows.max,
+        "total": total,
+        "gap": rows.entropy - np.log(total),
+        "participation": rows.participation,
+    }
+
+
+def assert_statistics(found, wanted, tolerance=EXACT):
+    for name, tensor in zip(NAMES, found, strict=True):
+        assert tensor.dtype == torch.float32
+        error = np.abs(tensor.double().numpy() - wanted[name]) / np.maximum(1.0, np.abs(wanted[name]))
+        assert error.max() <= tolerance, f"{name}: {error.max():.3g}"
+
+
+SHAPES = {
+    "one tile and a bit": dict(q_len=37, kv_len=53),
+    "whole tiles": dict(q_len=64, kv_len=48),
+    "one query": dict(q_len=1, kv_len=43),
+    "one key": dict(q_len=41, kv_len=1),
+    "more queries than keys": dict(q_len=83, kv_len=29),
+    "more keys than queries": dict(q_len=31, kv_len=109),
+    "groups": dict(heads=6, kv_heads=2, q_len=23, kv_len=37),
+    "odd head_dim": dict(head_dim=11),
+    "wide head_dim": dict(head_dim=64, q_len=35),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
+    tensors = qkv(**SHAPES[shape])
+    scale = 1.3 * tensors[0].shape[-1] ** -0.5
+    output, *found = kernels.attend_rows(*tensors, scale, is_causal, SMALL_TILES)
+    exact, wanted = expected(*tensors, scale, is_causal)
+    assert np.abs(output.double().numpy() - exact).max() < EXACT
+    assert output.is_contiguous()
+    assert_statistics(found, wanted)
+
+
+@pytest.mark.parametrize("given_lse", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", ["one query", "more queries than keys", "groups", "odd head_dim"])
+def test_sampled_rows_see_what_they_see_among_all_rows(shape, is_causal, given_lse):
+    query, key, value = qkv(**SHAPES[shape])
+    _, wanted = expected(query, key, value, 0.4, is_causal)
+    lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float() if given_lse else None
+    rows = torch.randperm(query.shape[2])[: 1 + query.shape[2] // 2]
+    found = kernels.score_rows(query, key, lse, rows, 0.4, is_causal, SMALL_TILES)
+    assert_statistics(found, {name: values[:, :, rows.numpy()] for name, values in wanted.items()})
+
+
+@pytest.mark.parametrize("given_lse", [False, True])
+def test_all_rows_are_measured_without_values(given_lse):
+    query, key, value = qkv(q_len=41, kv_len=61)
+    _, wanted = expected(query, key, value, -0.4, True)
+    lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float() if given_lse else None
+    assert_statistics(kernels.score_rows(query, key, lse, None, -0.4, True, SMALL_TILES), wanted)
+
+
+@pytest.mark.parametrize("given_lse", [False, True])
+@pytest.mark.parametrize("factor", [1e4, 1e-4])
+def test_statistics_survive_scores_of_any_size(factor, given_lse):
+    query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=29, kv_len=47))  # so that q·k itself is exact
+    scale = factor / 4
+    exact, wanted = expected(query, key, value, scale, True)
+    if given_lse:
+        lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float()
+        found = kernels.score_rows(query, key, lse, None, scale, True, SMALL_TILES)
+    else:
+        output, *found = kernels.attend_rows(query, key, value, scale, True, SMALL_TILES)
+        assert np.abs(output.double().numpy() - exact).max() < EXACT
+    assert_statistics(found, wanted)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_constant_rows_are_exact(is_causal):
+    query, key, value = qkv(q_len=37, kv_len=53, head_dim=11)
+    key = key[:, :, :1].expand(-1, -1, 53, -1)
+    _, _, total, gap, participation = kernels.attend_rows(query, key, value, 0.3, is_causal, SMALL_TILES)
+    visible = torch.arange(1.0, 38.0) if is_causal else torch.full((37,), 53.0)
+    assert (total == visible).all()
+    assert (gap == 0).all()
+    assert (participation == 1 / visible).all()
+
+
+def test_one_hot_rows_are_exact():
+    length = 37
+    key = torch.randn(1, 1, length, 64)
+    key = key / key.norm(dim=-1, keepdim=True)
+    value = torch.randn_like(key)
+    order = torch.randperm(length)
+    output, _, total, gap, participation = kernels.attend_rows(key[:, :, order], key, value, 1e4, False, SMALL_TILES)
+    assert (total == 1).all()
+    assert (gap == 0).all()
+    assert (participation == 1).all()
+    assert (output == value[:, :, order]).all()
+
+
+def test_a_scale_of_zero_sees_every_key_alike():
+    query, key, value = qkv()
+    output, largest, total, gap, _ = kernels.attend_rows(query, key, value, 0.0, True, SMALL_TILES)
+    assert (largest == 0).all()
+    assert (gap == 0).all()
+    assert (total == torch.arange(1.0, 38.0)).all()
+    assert torch.allclose(output[:, :, 36], value[:, :, :37].mean(2), atol=EXACT)
+
+
+def test_a_score_that_is_not_a_number_reaches_the_total():
+    query, key, value = qkv()
+    key[0, 0, 52] = math.nan  # in the last, masked tile
+    output, _, total, _, _ = kernels.attend_rows(query, key, value, 0.25, False, SMALL_TILES)
+    assert total[0, 0].isnan().all()
+    assert output[0, 0].isnan().all()
+    assert total[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "part of a wider row", "column-major"])
+def test_strides_do_not_matter(layout):
+    query, key, value = qkv(heads=2, kv_heads=2)
+    wanted = kernels.attend_rows(query, key, value, 0.3, True, SMALL_TILES)
+    change = {
+        "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "part of a wider row": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+        "column-major": lambda x: x.mT.contiguous().mT,
+    }[layout]
+    found = kernels.attend_rows(*map(change, (query, key, value)), 0.3, True, SMALL_TILES)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_element_is_written_and_none_beyond(is_causal):
+    query, key, value = qkv(heads=3, kv_heads=1, q_len=43, kv_len=19, head_dim=11)
+    pages = torch.full((2, *query.shape), math.nan), *(torch.full((2, 1, 3, 43), math.nan) for _ in NAMES)
+    output, *statistics = (page[0] for page in pages)  # what lies behind is not the kernel's
+    kernels.launch(output, tuple(statistics), query, key, value, None, None, 0.3, is_causal, SMALL_TILES)
+    assert all(page[0].isfinite().all() for page in pages)
+    assert all(page[1].isnan().all() for page in pages)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
+    room = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) * 1024
+    for head_dim in range(1, kernels.WIDEST + 1):
+        cut = kernels.tiles(head_dim, dtype, capability)
+        width = 1 << (head_dim - 1).bit_length()
+        assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room

@@ -1,0 +1,111 @@
+"""Merging: order-free, exact to float64 rounding, over batches, heads, keys and ranks."""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from attnscale import score_moments, score_stats
+from attnscale.kernels.call import Call
+from attnscale.measure import RowSums
+from attnscale.measure.blocks import measure_rows
+
+from .oracle import NAMES
+
+
+def assert_same(left, right, rtol=1e-12):
+    for name in NAMES:
+        torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=rtol, atol=1e-13, equal_nan=True)
+    assert left.rows.tolist() == right.rows.tolist()
+    assert left.count.tolist() == right.count.tolist()
+
+
+def test_merging_is_associative_and_order_free():
+    parts = [
+        score_stats(torch.randn(1, 2, n, 8, dtype=torch.float64) + n, torch.randn(1, 2, 11, 8, dtype=torch.float64))
+        for n in (3, 5, 7)
+    ]
+    a, b, c = parts
+    assert_same((a + b) + c, a + (b + c))
+    assert_same(a + b + c, c + a + b)
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_a_thousand_shards_lose_no_more_than_rounding(rows):
+    torch.manual_seed(1)
+    query = torch.randn(1000, 2, 8, 4, dtype=torch.float64) + 3
+    key = torch.randn(1000, 2, 9, 4, dtype=torch.float64) + 5
+    shards = [score_stats(query[i : i + 1], key[i : i + 1], rows=rows) for i in range(1000)]
+    merged = sum(shards[1:], shards[0])
+    backwards = sum(shards[-2::-1], shards[-1])
+    assert_same(merged, backwards, rtol=1e-11)
+    if rows is None:
+        assert_same(merged, score_stats(query, key), rtol=1e-11)
+    else:
+        torch.testing.assert_close(merged.stderr("variance"), backwards.stderr("variance"), rtol=1e-8, atol=0)
+
+
+def row_sums(query, key, mask=None):
+    return measure_rows(Call(query, key, key, mask, 0.0, False, 1.0, None), None, moments=True)
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 7)])
+def test_keys_on_several_ranks_merge_row_by_row(cuts):
+    query = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 3
+    key = torch.randn(2, 3, 11, 8, dtype=torch.float64)
+    shards = [row_sums(query, part) for part in key.tensor_split(cuts, dim=-2)]
+    merged = shards[-1]
+    for shard in shards[:-1]:
+        merged = merged.merge_keys(shard)
+    whole = row_sums(query, key)
+    for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "entropy", "lse"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
+    moments = score_moments(query, key[..., : cuts[0], :], scale=1.0) + score_moments(
+        query, key[..., cuts[0] :, :], scale=1.0
+    )
+    torch.testing.assert_close(moments.variance, score_moments(query, key, scale=1.0).variance)
+
+
+def test_a_rank_whose_keys_a_row_cannot_see_changes_nothing():
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 6, 8)
+    seen = row_sums(query, key)
+    blind = row_sums(query, key, torch.zeros(1, 1, 4, 6, dtype=torch.bool))
+    for merged in (seen.merge_keys(blind), blind.merge_keys(seen)):
+        for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation"):
+            torch.testing.assert_close(getattr(merged, name), getattr(seen, name))
+    nothing = blind.merge_keys(blind)
+    assert isinstance(nothing, RowSums)
+    assert nothing.visible.max() == 0
+    assert nothing.total.max() == 0
+
+
+def _rank(rank, world, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    query, key = _whole()
+    mine = slice(0, 0) if rank == world - 1 else slice(2 * rank, 2 * rank + 2)  # the last rank saw no rows
+    merged = score_stats(query[mine], key[mine], is_causal=True).all_reduce()
+    if rank == 0:
+        results.update(merged.to_dict())
+    dist.destroy_process_group()
+
+
+def _whole():
+    generator = torch.Generator().manual_seed(5)
+    return (torch.randn(4, 2, 9, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.filterwarnings("default")
+def test_ranks_get_the_numbers_of_one_process_on_the_whole_batch():
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_rank, (3, 29_517 + os.getpid() % 1000, results), nprocs=3)
+        found = dict(results)
+    query, key = _whole()
+    expected = score_stats(query, key, is_causal=True).to_dict()
+    for name in (*NAMES, "rows", "count"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+    assert not any(math.isnan(value) for value in found["entropy"])

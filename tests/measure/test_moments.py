@@ -1,0 +1,54 @@
+"""Linear-time moments against the full matrix, and at a size where there is none."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from attnscale import reference, score_moments
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(1, 1), (5, 7), (7, 5), (127, 129), (300, 200), (200, 300), (1000, 1000)]
+)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_moments_are_those_of_the_full_matrix(kv_heads, q_len, kv_len, is_causal, offset):
+    query, key = torch.randn(2, 4, q_len, 11) + offset, torch.randn(2, kv_heads, kv_len, 11) - offset
+    moments = score_moments(query, key, is_causal=is_causal, enable_gqa=True)
+    mask = np.tril(np.ones((q_len, kv_len), dtype=bool)) if is_causal else None
+    key = key.double().numpy().repeat(4 // kv_heads, axis=1)
+    scores = reference.attention_scores(query.double().numpy(), key, mask=mask)
+    for head in range(4):
+        count, mean, variance = reference.score_moments(scores[:, head])
+        assert moments.count[head] == count
+        assert moments.mean[head].item() == pytest.approx(mean, rel=1e-5, abs=1e-6)
+        assert moments.variance[head].item() == pytest.approx(variance, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_million_tokens_take_seconds_and_little_memory(is_causal):
+    query, key = torch.randn(1, 1, 1_000_000, 64), torch.randn(1, 1, 1_000_000, 64)
+    tracemalloc.start()
+    start = time.perf_counter()
+    moments = score_moments(query, key, is_causal=is_causal)
+    seconds = time.perf_counter() - start
+    tracemalloc.stop()
+    assert seconds < 30
+    # of 10¹² scores of unit variance; q and k themselves vary by √(2/n·64)
+    assert moments.variance.item() == pytest.approx(1.0, abs=0.01)
+    assert moments.count.item() == (1_000_000 * 1_000_001 // 2 if is_causal else 10**12)
+
+
+def test_moments_merge_over_batches_and_keys():
+    query, key = torch.randn(3, 2, 50, 8, dtype=torch.float64) + 1, torch.randn(3, 2, 70, 8, dtype=torch.float64)
+    whole = score_moments(query, key)
+    by_batch = score_moments(query[:1], key[:1]) + score_moments(query[1:], key[1:])
+    by_key = score_moments(query, key[..., :13, :]) + score_moments(query, key[..., 13:, :])
+    for parts in (by_batch, by_key):
+        torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(parts.variance, whole.variance, rtol=1e-12, atol=1e-14)
+        assert parts.count.tolist() == whole.count.tolist()

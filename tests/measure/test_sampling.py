@@ -1,0 +1,79 @@
+"""Sampled statistics: where the rows lie, what the standard errors promise, what the bracket holds."""
+
+import pytest
+import torch
+
+from attnscale import score_stats
+from attnscale.measure.sampling import sample_positions
+
+SEEDS = 1000
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "length", "batch"), [(64, 512, 1), (64, 4096, 2), (10, 97, 3), (2, 5, 1), (1, 50, 1), (63, 64, 1)]
+)
+def test_positions_are_distinct_spread_out_and_stand_for_all(rows, length, batch, uneven):
+    sample = sample_positions(rows, length, batch, uneven)
+    wanted = max(2, -(-rows // batch))
+    assert len(sample.positions) == wanted == len(set(sample.positions.tolist()))
+    assert sample.weights.sum().item() == pytest.approx(length)
+    assert sample.positions.min() >= 0
+    assert sample.positions.max() < length
+    assert sample.sizes.sum() == length
+
+
+def test_as_many_rows_as_there_are_is_exact():
+    query, key = torch.randn(2, 3, 16, 8), torch.randn(2, 3, 9, 8)
+    assert sample_positions(32, 16, 2, uneven=False) is None
+    stats = score_stats(query, key, rows=32)
+    assert stats.exact
+    torch.testing.assert_close(stats.entropy, score_stats(query, key).entropy)
+
+
+def test_a_sampled_causal_row_sees_its_own_prefix():
+    # zero scores: a row's entropy is the logarithm of its prefix, 6.6 on average and not ln 2048 = 7.6
+    query, key = torch.zeros(1, 1, 2048, 8), torch.zeros(1, 1, 2048, 8)
+    exact = torch.arange(1, 2049).log().mean().item()
+    stats = score_stats(query, key, is_causal=True, rows=64)
+    assert stats.entropy.item() == pytest.approx(exact, abs=0.05)
+    assert stats.entropy_ratio.item() == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
+    heads = 4
+    query, key = torch.randn(1, heads, 512, 16), torch.randn(1, heads, 512, 16)
+    exact = score_stats(query, key, is_causal=is_causal)
+    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "effective_keys")
+    hits = dict.fromkeys(names, 0.0)
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        stats = score_stats(query, key, is_causal=is_causal, rows=64)
+        for name in names:
+            inside = (getattr(stats, name) - getattr(exact, name)).abs() <= 1.96 * stats.stderr(name)
+            hits[name] += inside.double().mean().item()
+        assert (stats.max <= exact.max + 1e-5).all()
+        assert (exact.max <= stats.max_bound).all()
+    coverage = {name: hit / SEEDS for name, hit in hits.items()}
+    assert all(0.925 <= covered <= 0.975 for covered in coverage.values()), coverage
+
+
+def test_estimates_are_unbiased():
+    query, key = torch.randn(2, 2, 300, 8) * torch.linspace(0.5, 3, 300)[:, None], torch.randn(2, 2, 300, 8)
+    exact = score_stats(query, key, is_causal=True)
+    for name in ("entropy", "top1", "gradient_gain", "mean"):
+        draws = torch.stack([getattr(score_stats(query, key, is_causal=True, rows=32), name) for _ in range(300)])
+        error = 4.5 * draws.std(0) / 300**0.5
+        assert ((draws.mean(0) - getattr(exact, name)).abs() <= error).all(), name
+
+
+def test_sampled_parts_merge_into_the_whole_with_smaller_errors():
+    query, key = torch.randn(8, 2, 256, 8), torch.randn(8, 2, 256, 8)
+    parts = [score_stats(query[i : i + 1], key[i : i + 1], rows=32) for i in range(8)]
+    whole = sum(parts[1:], parts[0])
+    exact = score_stats(query, key)
+    assert not whole.exact
+    assert whole.rows.tolist() == [256, 256]
+    assert (whole.stderr("entropy") < parts[0].stderr("entropy")).all()
+    assert ((whole.entropy - exact.entropy).abs() < 5 * whole.stderr("entropy")).all()
