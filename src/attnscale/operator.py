@@ -41,7 +41,7 @@ def attention(
     shape = attention_shape(query, key, value, enable_gqa)
     query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
-    return _run(call).reshape(shape)
+    return run(call).reshape(shape)
 
 
 def attention_weights(
@@ -66,7 +66,7 @@ def attention_weights(
         return row_weights(query, key, bias, factor, softcap).to(dtype).reshape(shape)
 
 
-def _run(call: Call) -> Tensor:
+def run(call: Call) -> Tensor:
     """Choose the kernel: torch's fused ones wherever they serve, then FlexAttention, then blocks of rows."""
     in_one_block = call.query.shape[-2] <= blocks.BLOCK_ROWS
     if call.softcap is None and (in_one_block or not fused.materialises(call)):

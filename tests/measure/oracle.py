@@ -49,3 +49,31 @@ def assert_stats(stats, scores, rtol=2e-5, atol=2e-6):
     for name in NAMES:
         found = getattr(stats, name).cpu().numpy()
         np.testing.assert_allclose(found, expected[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+ROW_NAMES = ("max", "total", "gap", "participation", "mean", "deviation")
+
+
+def expected_rows(scores):
+    """The sums of every row of scores (…, rows, keys), −∞ where hidden, by the names of RowSums."""
+    rows = reference.row_statistics(scores)
+    total = 1 / rows.top1
+    seen = np.isfinite(scores)
+    mean = np.where(seen, scores, 0.0).sum(-1) / seen.sum(-1)
+    deviation = np.where(seen, scores - mean[..., None], 0.0)
+    return {
+        "max": rows.max,
+        "total": total,
+        "gap": rows.entropy - np.log(total),
+        "participation": rows.participation,
+        "mean": mean,
+        "deviation": (deviation**2).sum(-1),
+    }
+
+
+def assert_rows(found, wanted, tolerance):
+    """The first four of RowSums, or all six, relative to the wanted value where that is above one."""
+    for name, tensor in zip(ROW_NAMES[: len(found)], found, strict=True):
+        assert tensor.shape == wanted[name].shape
+        error = np.abs(tensor.detach().double().cpu().numpy() - wanted[name]) / np.maximum(1.0, np.abs(wanted[name]))
+        assert error.max(initial=0.0) <= tolerance, f"{name}: {error.max():.3g}"

@@ -52,3 +52,19 @@ def test_moments_merge_over_batches_and_keys():
         torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(parts.variance, whole.variance, rtol=1e-12, atol=1e-14)
         assert parts.count.tolist() == whole.count.tolist()
+
+
+def test_a_mask_or_soft_cap_is_passed_over_and_said_so():
+    query, key = torch.randn(2, 3, 23, 8), torch.randn(2, 3, 29, 8)
+    mask = torch.rand(23, 29) < 0.5
+    for options, obstacle in (({"attn_mask": mask}, "mask"), ({"softcap": 0.7}, "soft-cap")):
+        moments = score_moments(query, key, **options)
+        assert obstacle in moments.method
+        numpy_mask = mask.numpy() if "attn_mask" in options else None
+        scores = reference.attention_scores(query.numpy(), key.numpy(), mask=numpy_mask, softcap=options.get("softcap"))
+        for head in range(3):
+            count, mean, variance = reference.score_moments(scores[:, head])
+            assert moments.count[head] == count
+            assert moments.mean[head].item() == pytest.approx(mean, abs=1e-5)
+            assert moments.variance[head].item() == pytest.approx(variance, rel=1e-5)
+    assert score_moments(query, key).method == "linear time"

@@ -184,13 +184,6 @@ def test_groups_are_repeated_heads():
         torch.testing.assert_close(getattr(grouped, name), getattr(repeated, name))
 
 
-def test_the_method_says_what_kept_moments_from_linear_time():
-    query, key = tensors()
-    assert score_stats(query, key, is_causal=True).method == "moments in linear time"
-    assert "soft-cap" in score_stats(query, key, softcap=5.0).method
-    assert "mask" in score_stats(query, key, attn_mask=VISIBLE).method
-
-
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_a_number_of_rows_that_is_none_is_refused(rows):
     query, key = tensors()

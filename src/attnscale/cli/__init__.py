@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from attnscale import __version__
+from attnscale.cli.bench import bench
 from attnscale.cli.claims import claims
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command()(predict)
 app.command()(rules)
 app.command()(claims)
+app.command()(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,7 +1,7 @@
 """query, key -> the statistics of their scores: exact in one pass, or sampled with standard errors."""
 
-from attnscale.measure.engine import attention_with_stats, score_stats
-from attnscale.measure.moments import ScoreMoments, score_moments
+from attnscale.measure.engine import attention_with_stats, score_moments, score_stats
+from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.rows import RowSums
 from attnscale.measure.stats import ScoreStats
 

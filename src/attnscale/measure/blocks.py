@@ -12,88 +12,118 @@ from attnscale.rules.rule import wide_dtype
 
 CACHE_SCORES = 2**18  # scores at a time on a CPU: 1 MB of float32, the second-level cache of a core
 DEVICE_SCORES = 2**26  # scores at a time elsewhere: 256 MB of float32
-LEAST_ROWS = 16
-VANISHED = {torch.float32: -200.0, torch.float64: -800.0}  # e to this is zero; a hidden key's −∞ times zero is NaN
+LEAST_ROWS, MOST_ROWS = 16, 128  # of one product on a CPU
+HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN,
+VANISHED = 800.0  # and later this: e to its negative is zero
 
 
-def measure_rows(call: Call, positions: Tensor | None, moments: bool) -> RowSums:
-    """The sums of every row, or of the rows at these positions; `moments` takes those of the scores too."""
-    device = call.query.device
-    batch, heads, q_len, _ = call.query.shape
-    positions = torch.arange(q_len, device=device) if positions is None else positions.to(device)
-    visible = _visible(call)[..., positions].expand(batch, heads, len(positions))
-
-    names = ["max", "total", "gap", "participation", *(["mean", "deviation"] if moments else [])]
-    sums = {name: torch.empty(visible.shape, dtype=wide_dtype(call.query), device=device) for name in names}
-    together = 1 if device.type == "cpu" else heads  # heads at a time: one fits the cache, all fill a GPU
-    room = CACHE_SCORES if device.type == "cpu" else DEVICE_SCORES
-    block = max(LEAST_ROWS, room // max(1, together * call.key.shape[-2]))
+def measure_rows(call: Call, positions: Tensor | None = None) -> RowSums:
+    """The sums of every row, or of the rows at these positions."""
+    batch, heads = call.query.shape[:2]
+    visible = visible_rows(call, positions)
+    names = ("max", "total", "gap", "participation", "mean", "deviation")
+    wide, device = wide_dtype(call.query), call.query.device
+    sums = {name: torch.empty(visible.shape, dtype=wide, device=device) for name in names}
+    together, block = _cut(call, visible.shape[-1])
+    room = torch.empty(2, together * block * call.key.shape[-2], dtype=wide, device=device)
     for entry in range(batch):
         for first in range(0, heads, together):
-            some = slice(first, first + together)
+            some = slice(first, min(first + together, heads))
             query, key = _operands(call, entry, some)
-            for start in range(0, len(positions), block):
-                rows = slice(start, start + block)
-                scores, hides = _scores(call, query, key, positions[rows], entry, some)
-                found = _reduced(scores, hides, visible[entry, some, rows], moments)
+            for start in range(0, visible.shape[-1], block):
+                rows = slice(start, min(start + block, visible.shape[-1]))
+                scores, shown = _scores(call, query, key, rows, positions, entry, some, room[0])
+                found = _reduced(scores, shown, visible[entry, some, rows], room[1])
                 for name, value in zip(names, found, strict=True):
                     sums[name][entry, some, rows] = value
     return RowSums(visible=visible, **sums)
 
 
-def _visible(call: Call) -> Tensor:
-    """Visible keys of each row, (batch or 1, heads or 1, q_len)."""
-    q_len = call.query.shape[-2]
+def _cut(call: Call, rows: int) -> tuple[int, int]:
+    """How many heads and rows at a time: a block that stays in the cache, or that fills a GPU."""
+    heads, keys = call.query.shape[1], max(1, call.key.shape[-2])
+    if call.query.device.type != "cpu":
+        return heads, max(LEAST_ROWS, DEVICE_SCORES // (heads * keys))
+    block = min(max(rows, 1), MOST_ROWS, max(LEAST_ROWS, CACHE_SCORES // keys))
+    return min(heads, max(1, CACHE_SCORES // (block * keys))), block
+
+
+def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
+    """Visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded, not copied."""
+    batch, heads, q_len, _ = call.query.shape
     counts = visible_keys(call.query, call.key, call.attn_mask, call.is_causal)
     if counts is None:
         counts = torch.full((1,), call.key.shape[-2], device=call.query.device)
-    return counts.expand(*counts.shape[:-1], q_len)
+    counts = counts.expand(*counts.shape[:-1], q_len)
+    return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
 def _operands(call: Call, entry: int, heads: slice) -> tuple[Tensor, Tensor]:
-    """Scaled queries (heads, q_len, head_dim) and transposed keys (heads, head_dim, kv_len), in float32 at least."""
+    """Scaled queries (heads, q_len, head_dim) and keys (heads, kv_len, head_dim), in float32 at least."""
     wide = wide_dtype(call.query)
     query = call.query[entry, heads].to(wide) * call.scale
-    key_heads = torch.arange(heads.start, heads.stop, device=call.key.device) // call.group
-    return query, call.key[entry, key_heads].to(wide).mT.contiguous()
+    if call.group == 1:
+        return query, call.key[entry, heads].to(wide)
+    shared = torch.arange(heads.start, heads.stop, device=call.key.device) // call.group
+    return query, call.key[entry, shared].to(wide)
 
 
-def _scores(call: Call, query: Tensor, key: Tensor, positions: Tensor, entry: int, heads: slice) -> tuple[Tensor, bool]:
-    """The scores of these rows, −∞ where a key is hidden, and whether any may be."""
-    scores = query[:, positions] @ key
+def _scores(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    rows: slice,
+    positions: Tensor | None,
+    entry: int,
+    heads: slice,
+    room: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """The scores of these rows, and 1 or 0 for each of the last columns that is shown or hidden; None: all shown.
+
+    Causal rows end at the last key any of them sees.
+    """
+    at = torch.arange(rows.start, rows.stop, device=query.device) if positions is None else positions[rows]
+    if positions is None and call.is_causal:
+        key = key[:, : min(rows.stop, key.shape[1])]
+    query = query[:, rows] if positions is None else query[:, at]
+    scores = room[: query.shape[0] * query.shape[1] * key.shape[1]].view(*query.shape[:2], key.shape[1])
+    torch.bmm(query, key.mT, out=scores)
     if call.softcap is not None:
-        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        scores.div_(call.softcap).tanh_().mul_(call.softcap)
     if call.is_causal:
-        columns = torch.arange(key.shape[-1], device=key.device)
-        return scores.masked_fill_(columns > positions[:, None], -math.inf), True
+        first = rows.start if positions is None else 0  # every row sees the keys before the first row
+        return scores, (torch.arange(first, key.shape[1], device=scores.device) <= at[:, None]).to(scores.dtype)
     if call.attn_mask is None:
-        return scores, False
+        return scores, None
     mask = call.attn_mask[entry if call.attn_mask.shape[0] > 1 else 0]
     mask = mask[heads] if mask.shape[0] > 1 else mask
-    mask = mask[:, positions] if mask.shape[1] > 1 else mask
-    return (scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)), True
+    mask = mask[:, at] if mask.shape[1] > 1 else mask
+    if mask.dtype == torch.bool:
+        return scores, mask.to(scores.dtype)
+    scores.add_(mask.to(scores.dtype).clamp(min=-HIDDEN))
+    return scores, (mask != -math.inf).to(scores.dtype)
 
 
-def _reduced(scores: Tensor, hides: bool, visible: Tensor, moments: bool) -> list[Tensor]:
-    """max, total, gap, participation, and mean and deviation where wanted; the scores are used up."""
-    highest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
-    shift = torch.where(highest.isneginf(), 0.0, highest).unsqueeze(-1)
-    below = scores.sub_(shift)
-    of_scores = _moments(below, shift.squeeze(-1), hides, visible) if moments else []
-    if hides:
-        below.clamp_(min=VANISHED[below.dtype])
-    weights = below.exp()
-    total = weights.sum(-1)
-    participation = torch.linalg.vector_norm(weights, dim=-1).square() / total.square()
-    gap = below.mul_(weights).sum(-1).neg_() / total
-    return [highest, total, gap, participation, *of_scores]
-
-
-def _moments(below: Tensor, shift: Tensor, hides: bool, visible: Tensor) -> list[Tensor]:
+def _reduced(scores: Tensor, shown: Tensor | None, visible: Tensor, room: Tensor) -> list[Tensor]:
+    """The sums of each row, in the order of RowSums; the scores are used up."""
+    if not scores.shape[-1]:
+        return [scores.new_full(visible.shape, value) for value in (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0)]
+    some = scores[..., -shown.shape[-1] :] if shown is not None else None  # adds and products, which run at full speed
+    if some is not None and shown is not None:
+        some.add_((shown - 1.0) * HIDDEN)
+    highest = scores.amax(-1)
+    below = scores.sub_(highest.unsqueeze(-1))
+    if some is not None and shown is not None:
+        some.mul_(shown)
+    # moments about the maximum, which is never far: a large mean does not swallow the variance
     count = visible.clamp(min=1).to(below.dtype)
-    shown = below.masked_fill(below.isneginf(), 0.0) if hides else below
-    mean = shown.sum(-1) / count
-    away = below - mean.unsqueeze(-1)
-    if hides:
-        away.masked_fill_(below.isneginf(), 0.0)
-    return [mean + shift, away.square_().sum(-1)]
+    mean = below.sum(-1) / count
+    deviation = torch.linalg.vector_norm(below, dim=-1).square_().sub_(count * mean.square()).clamp_(min=0.0)
+    if some is not None and shown is not None:
+        some.add_((shown - 1.0) * VANISHED)
+    weights = torch.exp(below, out=room[: below.numel()].view(below.shape))
+    total = weights.sum(-1)
+    gap = below.mul_(weights).sum(-1).neg_() / total
+    participation = torch.linalg.vector_norm(weights, dim=-1).div_(total).square_()
+    seen = visible > 0
+    return [torch.where(seen, highest, -math.inf), total * seen, gap, participation, mean + highest, deviation]

@@ -1,21 +1,29 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
+from functools import cache, partial
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
-from attnscale.errors import SettingError
+from attnscale.errors import InputError, SettingError
 from attnscale.inputs import check_inputs
 from attnscale.kernels.call import Call, fold
 from attnscale.masks import visible_keys
-from attnscale.measure.blocks import measure_rows
-from attnscale.measure.moments import linear_moments
-from attnscale.measure.pool import pool_rows
+from attnscale.measure import ops
+from attnscale.measure.blocks import measure_rows, visible_rows
+from attnscale.measure.moments import ScoreMoments, linear_moments
+from attnscale.measure.pool import pool_rows, with_moments
+from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import sample_positions
-from attnscale.measure.stats import ScoreStats
-from attnscale.operator import attention
+from attnscale.measure.stats import SUMS, Pooled, ScoreStats
+from attnscale.operator import run
 from attnscale.rules.apply import Scale, apply_scale
+from attnscale.rules.rule import wide_dtype
+from attnscale.shapes import attention_shape
 
-LINEAR = "moments in linear time"
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
@@ -46,6 +54,40 @@ def score_stats(
         return _measure(Call(query, key, key, mask, 0.0, is_causal, factor, softcap), rows)
 
 
+def score_moments(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: Scale = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    attn_mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> ScoreMoments:
+    """Count, mean and variance of scale · q·k over all visible pairs, per query head, in O((n + m) d²).
+
+    A mask, a bias or a soft-cap has no such identity: the scores are then passed over, and `method` says so.
+
+    >>> moments = score_moments(torch.randn(1, 2, 100_000, 16), torch.randn(1, 2, 50_000, 16), scale="unscaled")
+    >>> bool((moments.variance.sqrt() - 4).abs().max() < 0.05)
+    True
+    """
+    check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
+        query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
+        if attn_mask is None and softcap is None:
+            return linear_moments(query, key, factor, is_causal)
+        return _passed_over(Call(query, key, key, attn_mask, 0.0, is_causal, factor, softcap))
+
+
+def _passed_over(call: Call) -> ScoreMoments:
+    pooled = pool_rows(measure_rows(call))
+    squares = pooled.sums[:, SUMS.index("squares")]
+    obstacle = "a soft-cap is not linear in q·k" if call.softcap else "a mask or bias is not a product of q and k"
+    return ScoreMoments(pooled.count, pooled.mean, squares / pooled.count, f"a pass over the scores: {obstacle}")
+
+
 def attention_with_stats(
     query: Tensor,
     key: Tensor,
@@ -60,46 +102,86 @@ def attention_with_stats(
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
     """attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
+    check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     _check_rows(rows)
-    output = attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap)
-    stats = score_stats(
-        query,
-        key,
-        scale=scale,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        enable_gqa=enable_gqa,
-        softcap=softcap,
-        rows=rows,
-    )
-    return output, stats
+    shape = attention_shape(query, key, value, enable_gqa)
+    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
+    call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
+    if rows is None and _fuses(call):
+        output, *sums = ops.attention_rows(call.query, call.key, call.value, call.scale, call.is_causal)
+        stats = ScoreStats(call.query.shape[1], exact=True, pool=partial(_pool_fused, call, _versions(call), sums))
+    else:
+        output = run(call)
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+            stats = _measure(call, rows)
+    return output.reshape(shape), stats
+
+
+def _pool_fused(call: Call, versions: tuple[int, int], sums: list[Tensor]) -> Pooled:
+    """Pool what the fused kernel left, and take the moments from query and key, which are kept until then."""
+    if _versions(call) != versions:
+        raise InputError(
+            "Expected query and key as they were when attention_with_stats() saw them, but they were written to since; "
+            "read a statistic before that, or measure with score_stats()."
+        )
+    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+        largest, total, gap, participation = sums
+        untaken = torch.zeros((), device=largest.device).expand_as(largest)
+        rows = RowSums(visible_rows(call), largest, total, gap, participation, mean=untaken, deviation=untaken)
+        pooled = pool_rows(rows)
+        return with_moments(pooled, linear_moments(call.query, call.key, call.scale, call.is_causal))
+
+
+def _versions(call: Call) -> tuple[int, int]:
+    """How often query and key were written to in place."""
+    return call.query._version, call.key._version
 
 
 def _measure(call: Call, rows: int | None) -> ScoreStats:
-    obstacle = _obstacle(call)
     uneven = call.is_causal or call.attn_mask is not None
     sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
-    linear = sample is None and obstacle is None
-    sums = measure_rows(call, None if sample is None else sample.positions, moments=not linear)
-    moments = linear_moments(call.query, call.key, call.scale, call.is_causal) if linear else None
-    method = (
-        LINEAR if linear else ("moments from the sampled rows" if sample else f"moments from the scores: {obstacle}")
+    positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
+    bound = None if sample is None else _max_bound(call)
+    if _runs_kernel(call):
+        sums = ops.score_rows(call.query, call.key, None, positions, call.scale, call.is_causal)
+        found = RowSums(visible_rows(call, positions), *sums)
+    else:
+        found = measure_rows(call, positions)
+    return ScoreStats(call.query.shape[1], exact=sample is None, pool=partial(pool_rows, found, bound, sample))
+
+
+def _runs_kernel(call: Call) -> bool:
+    """Whether the Triton kernels take this: on CUDA, scores that are products of q and k alone."""
+    return (
+        call.query.device.type == "cuda"
+        and call.query.dtype in KERNEL_DTYPES
+        and call.query.shape[-1] <= WIDEST_HEAD
+        and call.query.numel() > 0
+        and call.key.numel() > 0
+        and call.attn_mask is None
+        and call.softcap is None
+        and _has_triton()
     )
-    return pool_rows(sums, _max_bound(call), method, sample, moments)
 
 
-def _obstacle(call: Call) -> str | None:
-    """What keeps the moments from linear time."""
-    if call.softcap is not None:
-        return "a soft-cap is not linear in q·k"
-    return None if call.attn_mask is None else "a mask or bias is not a product of q and k"
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _fuses(call: Call) -> bool:
+    """Whether one kernel gives the output too."""
+    plain = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
+    return plain and _runs_kernel(call) and not torch.is_autocast_enabled("cuda")
 
 
 def _max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    norms = [torch.linalg.vector_norm(tensor.float(), dim=-1).amax(-1) for tensor in (call.query, call.key)]
+    norms = [
+        torch.linalg.vector_norm(tensor, dim=-1, dtype=wide_dtype(tensor)).amax(-1) for tensor in (call.query, call.key)
+    ]
     bound = abs(call.scale) * norms[0] * norms[1].repeat_interleave(call.group, dim=1)
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)

@@ -17,7 +17,8 @@ WIDEST = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+SumsWithMoments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Tiles(NamedTuple):
@@ -48,9 +49,9 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """softmax(scale · QKᵀ) V, and max, total, gap and participation of each row, from one pass."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    statistics = _empty_rows(query, query.shape[2])
-    launch(output, statistics, query, key, value, None, None, scale, is_causal, cut)
-    return output, *statistics
+    largest, total, gap, participation = sums = _empty_sums(query, query.shape[2])
+    launch(output, (*sums, largest, total), query, key, value, None, None, scale, is_causal, cut)
+    return output, largest, total, gap, participation
 
 
 def score_rows(
@@ -61,15 +62,16 @@ def score_rows(
     scale: float,
     is_causal: bool,
     cut: Tiles | None = None,
-) -> Rows:
-    """max, total, gap and participation of the query rows at these positions (None: all); faster given their lse."""
-    statistics = _empty_rows(query, query.shape[2] if rows is None else rows.shape[0])
-    launch(None, statistics, query, key, None, lse, rows, scale, is_causal, cut)
-    return statistics
+) -> SumsWithMoments:
+    """The sums of the query rows at these positions (None: all), in the order of RowSums; faster given their lse."""
+    count = query.shape[2] if rows is None else rows.shape[0]
+    sums = (*_empty_sums(query, count), *_empty_sums(query, count)[:2])
+    launch(None, sums, query, key, None, lse, rows, scale, is_causal, cut)
+    return sums
 
 
-def _empty_rows(query: Tensor, count: int) -> Rows:
-    """Four tensors, not one in four parts: an operator's results must not share memory."""
+def _empty_sums(query: Tensor, count: int) -> Sums:
+    """A tensor of its own for each statistic: an operator's results must not share memory."""
 
     def empty() -> Tensor:
         return torch.empty(*query.shape[:2], count, dtype=torch.float32, device=query.device)
@@ -79,7 +81,7 @@ def _empty_rows(query: Tensor, count: int) -> Rows:
 
 def launch(
     output: Tensor | None,
-    statistics: Rows,
+    statistics: SumsWithMoments,
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -89,7 +91,7 @@ def launch(
     is_causal: bool,
     cut: Tiles | None = None,
 ) -> None:
-    """Fill the output, where there is one, and the statistics, each (batch, heads, rows)."""
+    """Fill the statistics, each (batch, heads, rows): the first four and the output, or, with no output, all six."""
     if scale <= 0.0:  # inside, the largest product is the largest score
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     query, key = _unit_stride(query), _unit_stride(key)
@@ -145,6 +147,8 @@ def _rows_kernel(
     total_at: tl.tensor,
     gap_at: tl.tensor,
     participation_at: tl.tensor,
+    mean_at: tl.tensor,
+    deviation_at: tl.tensor,
     lse_at: tl.tensor,
     rows_at: tl.tensor,
     query_batch: tl.tensor,
@@ -200,6 +204,13 @@ def _rows_kernel(
     total = tl.zeros([TILE_ROWS], tl.float32)
     slope = tl.zeros([TILE_ROWS], tl.float32)
     square = tl.zeros([TILE_ROWS], tl.float32)
+    # moments are taken about the first key's score: a large mean does not swallow the variance
+    pivot = tl.zeros([TILE_ROWS], tl.float32)
+    if not ATTENDS:  # beside an output they would cost a tenth of its time
+        first_key = tl.load(key_at + dims, mask=dims < HEAD_DIM, other=0.0)
+        pivot = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1)
+    away = tl.zeros([TILE_ROWS], tl.float32)
+    away_square = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
 
     seen_by_all, seen = kv_len, kv_len
@@ -208,12 +219,15 @@ def _rows_kernel(
         seen = tl.minimum(tl.max(position, 0).to(tl.int32) + 1, kv_len)
     whole = seen_by_all // TILE_KEYS * TILE_KEYS
     for MASKED in tl.static_range(2):  # the tiles of keys that every row sees whole, then the others, with a mask
-        output, highest, total, slope, square = _visit(
+        output, highest, total, slope, square, away, away_square = _visit(
             output,
             highest,
             total,
             slope,
             square,
+            away,
+            away_square,
+            pivot,
             query,
             position,
             shift,
@@ -250,6 +264,12 @@ def _rows_kernel(
     tl.store(total_at + to, total, mask=kept)
     tl.store(gap_at + to, tl.maximum(-mean * LN_2, 0.0), mask=kept)
     tl.store(participation_at + to, participation, mask=kept)
+    if not ATTENDS:
+        visible = tl.minimum(position + 1, kv_len) if CAUSAL else tl.zeros_like(position) + kv_len
+        mean_away = away / visible.to(tl.float32)
+        tl.store(mean_at + to, (pivot + mean_away) * scale, mask=kept)
+        deviation = tl.maximum(away_square - away * mean_away, 0.0)
+        tl.store(deviation_at + to, deviation * (scale * scale), mask=kept)
 
 
 @triton.jit
@@ -259,6 +279,9 @@ def _visit(
     total: tl.tensor,
     slope: tl.tensor,
     square: tl.tensor,
+    away: tl.tensor,
+    away_square: tl.tensor,
+    pivot: tl.tensor,
     query: tl.tensor,
     position: tl.tensor,
     shift: tl.tensor,
@@ -290,6 +313,12 @@ def _visit(
             if CAUSAL:
                 visible = visible & (column[None, :] <= position[:, None])
             products = tl.where(visible, products, float("-inf"))
+        if not ATTENDS:
+            difference = products - pivot[:, None]
+            if MASKED:
+                difference = tl.where(visible, difference, 0.0)
+            away += tl.sum(difference, 1)
+            away_square += tl.sum(difference * difference, 1)
         higher = tl.maximum(highest, tl.max(products, 1))
         if GIVEN_LSE:
             z = products * scale_2 - shift[:, None]
@@ -311,7 +340,7 @@ def _visit(
             value = _tile(value_at, start, value_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
             output = tl.dot(p.to(value.dtype), value, output * shrink[:, None], input_precision=PRECISION)
         highest = higher
-    return output, highest, total, slope, square
+    return output, highest, total, slope, square, away, away_square
 
 
 @triton.jit

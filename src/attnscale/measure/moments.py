@@ -12,12 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.inputs import check_inputs
-from attnscale.kernels.call import fold
-from attnscale.masks import visible_keys
-from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import wide_dtype
 
+LINEAR = "linear time"
 CHUNK = 128  # rows whose own triangle of scores is formed; as wide as a head, it costs as much as a Gram matrix
 BLOCK = 64 * CHUNK  # rows taken together, as one batch of chunks
 
@@ -29,6 +26,7 @@ class ScoreMoments:
     count: Tensor
     mean: Tensor
     variance: Tensor
+    method: str = LINEAR
 
     def __add__(self, other: "ScoreMoments") -> "ScoreMoments":
         count = self.count + other.count
@@ -37,23 +35,8 @@ class ScoreMoments:
         mean = torch.where(self.count > 0, self.mean, other.mean) + difference * share
         squares = self.variance.nan_to_num() * self.count + other.variance.nan_to_num() * other.count
         squares = squares + difference**2 * self.count * share
-        return ScoreMoments(count, mean, squares / count)
-
-
-def score_moments(
-    query: Tensor, key: Tensor, *, scale: Scale = None, is_causal: bool = False, enable_gqa: bool = False
-) -> ScoreMoments:
-    """Count, mean and variance of scale · q·k over all visible pairs, per query head, in O((n + m) d²).
-
-    >>> moments = score_moments(torch.randn(1, 2, 100_000, 16), torch.randn(1, 2, 50_000, 16), scale="unscaled")
-    >>> bool((moments.variance.sqrt() - 4).abs().max() < 0.05)
-    True
-    """
-    check_inputs(query, key, None, None, is_causal, enable_gqa, None)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, None, is_causal))
-        query, key, _, _ = fold(query, key, key, None, enable_gqa)
-        return linear_moments(query, key, factor, is_causal)
+        method = self.method if self.method == other.method else f"{self.method}; {other.method}"
+        return ScoreMoments(count, mean, squares / count, method)
 
 
 def linear_moments(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> ScoreMoments:

@@ -11,9 +11,10 @@ from attnscale.kernels.call import Call, padded
 from attnscale.measure.blocks import measure_rows
 from attnscale.rules.rule import wide_dtype
 
+HOPPER = 9  # the major compute capability its kernel is written for
 CUDA_ALIGNMENT = 8  # torch's CUDA backwards take head dimensions that are multiples of this
 LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
-Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Attended = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -27,6 +28,11 @@ def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_c
 def _launch(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
     from attnscale.measure import kernels  # not before it is needed: a CPU may have no triton
 
+    if torch.cuda.get_device_capability(query.device)[0] == HOPPER:
+        from attnscale.measure import hopper
+
+        if scale != 0.0 and hopper.supported(query, key, value):
+            return hopper.attend_rows(query, key, value, scale, is_causal)
     return kernels.attend_rows(query, key, value, scale, is_causal)
 
 
@@ -35,19 +41,21 @@ def _attention_rows_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float,
     output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )
-    return output.contiguous(), *_measured(query, key, None, scale, is_causal)
+    largest, total, gap, participation, _, _ = _measured(query, key, None, scale, is_causal)
+    return output.contiguous(), largest, total, gap, participation
 
 
 @attention_rows.register_fake
 def _attention_rows_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    return query.new_empty(query.shape), *_like_rows(query, query.shape[2])
+    largest, total, gap, participation, _, _ = _like_rows(query, query.shape[2])
+    return query.new_empty(query.shape), largest, total, gap, participation
 
 
 @torch.library.custom_op("attnscale::score_rows", mutates_args=(), device_types="cuda")
 def score_rows(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
 ) -> Rows:
-    """max, total, gap and participation of the query rows at these positions (None: all).
+    """The sums, in the order of RowSums, of the query rows at these positions (None: all).
 
     `lse`, (batch, heads, q_len), is what the forward of the same attention found; it only makes this faster.
     """
@@ -78,15 +86,15 @@ score_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=
 
 
 def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> Rows:
-    sums = measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows, moments=False)
-    return sums.max, sums.total, sums.gap, sums.participation
+    sums = measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows)
+    return sums.max, sums.total, sums.gap, sums.participation, sums.mean, sums.deviation
 
 
 def _like_rows(query: Tensor, count: int) -> Rows:
     def empty() -> Tensor:
         return query.new_empty(*query.shape[:2], count, dtype=wide_dtype(query))
 
-    return empty(), empty(), empty(), empty()
+    return empty(), empty(), empty(), empty(), empty(), empty()
 
 
 @torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
@@ -94,6 +102,9 @@ def attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
     """The gradients of query, key and value, by the backward of the kernel that SDPA would choose for them."""
+    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
+        of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
+        return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
     width = -(-query.shape[-1] // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
     back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
     if width != query.shape[-1]:
@@ -199,8 +210,9 @@ def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: Attended) -> None:
     query, key, value, ctx.scale, ctx.is_causal = inputs
-    attended, largest, total, gap, participation = output
-    ctx.mark_non_differentiable(largest, total, gap, participation)
+    attended, *sums = output
+    ctx.mark_non_differentiable(*sums)
+    largest, total = sums[:2]
     ctx.save_for_backward(query, key, value, attended, largest, total)
 
 

@@ -19,8 +19,8 @@ class RowSums:
     total: Tensor  # l = Σ e^{s−m}
     gap: Tensor  # Σ e^{s−m} (m−s) / l, how far below the maximum the weights look on average
     participation: Tensor  # Σ e^{2(s−m)} / l² = Σ p²
-    mean: Tensor | None = None  # of the scores of the row, where the pass took their moments,
-    deviation: Tensor | None = None  # and Σ (s − mean)²
+    mean: Tensor  # of the scores,
+    deviation: Tensor  # and Σ (s − mean)²
 
     @property
     def entropy(self) -> Tensor:
@@ -44,14 +44,19 @@ class RowSums:
         parts = [part._rescaled(torch.where(highest.isneginf(), part.max, highest)) for part in (self, other)]
         total = parts[0].total + parts[1].total
         safe = torch.where(total == 0, 1.0, total)
-        merged = RowSums(
+        count = (self.visible + other.visible).to(total.dtype)
+        share = other.visible / count.clamp(min=1)
+        apart = torch.where((self.visible > 0) & (other.visible > 0), other.mean - self.mean, 0.0)
+        return RowSums(
             visible=self.visible + other.visible,
             max=highest,
             total=total,
-            gap=sum(part.gap * part.total for part in parts) / safe,
-            participation=sum(part.participation * part.total**2 for part in parts) / safe**2,
+            gap=(parts[0].gap * parts[0].total + parts[1].gap * parts[1].total) / safe,
+            participation=(parts[0].participation * parts[0].total ** 2 + parts[1].participation * parts[1].total ** 2)
+            / safe**2,
+            mean=torch.where(self.visible > 0, self.mean, other.mean) + apart * share,
+            deviation=self.deviation + other.deviation + apart**2 * self.visible * share,
         )
-        return merged._with_moments_of(self, other)
 
     def _rescaled(self, highest: Tensor) -> "RowSums":
         """The same sums relative to a maximum that may lie above the row's own."""
@@ -59,13 +64,3 @@ class RowSums:
         factor = torch.where(self.max.isneginf(), 0.0, torch.exp(-below))
         gap, participation = (torch.where(self.visible > 0, x, 0.0) for x in (self.gap, self.participation))
         return replace(self, max=highest, total=self.total * factor, gap=gap + below, participation=participation)
-
-    def _with_moments_of(self, left: "RowSums", right: "RowSums") -> "RowSums":
-        if left.mean is None or right.mean is None or left.deviation is None or right.deviation is None:
-            return self
-        count = self.visible.to(left.mean.dtype).clamp(min=1)
-        share = right.visible / count
-        difference = torch.where((left.visible > 0) & (right.visible > 0), right.mean - left.mean, 0.0)
-        base = torch.where(left.visible > 0, left.mean, right.mean)
-        deviation = left.deviation + right.deviation + difference**2 * left.visible * share
-        return replace(self, mean=base + difference * share, deviation=deviation)

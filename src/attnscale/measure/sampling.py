@@ -5,7 +5,9 @@ every batch entry (a cluster), so that one gather serves the whole batch. The va
 textbook one for such a design, Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h the sample covariance within stratum h.
 """
 
+import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes
 # Hall (1988): an interval of ±1.96 standard errors from n rows of skewness γ covers 95% once it is wider by this much
 # over n: the first for having estimated the variance, the second, times γ², for the skewness.
 STUDENT_EXCESS, SKEWNESS_EXCESS = 1.71, 1.08
+DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,7 @@ def _excess(residual: Tensor, taken: Tensor) -> Tensor:
     return 1 + STUDENT_EXCESS / uncertain + SKEWNESS_EXCESS * skewness_of_total.square()
 
 
-def sample_positions(
-    rows: int, length: int, batch: int, uneven: bool, generator: torch.Generator | None = None
-) -> Sample | None:
+def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample | None:
     """About `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
@@ -69,15 +70,14 @@ def sample_positions(
         return None
     certain = wanted // CERTAIN_SHARE if uneven else 0
     strata = max(1, (wanted - certain) // ROWS_A_STRATUM)
-    steps = torch.arange(strata + 1, dtype=torch.float64) / strata
-    shares = torch.arange(strata + 1) * (wanted - certain) // strata
+    given = [step * (wanted - certain) // strata for step in range(strata + 1)]
     # every stratum has the positions it gives, and its part of those left over
-    edges = certain + shares + ((length - wanted) * (steps**2 if uneven else steps)).long()
-    home = torch.bucketize(torch.arange(length), edges, right=True)  # 0 for the certain ones
-    sizes = torch.cat([torch.tensor([certain]), edges.diff()])
-    taken = torch.cat([torch.tensor([certain]), shares.diff()])
-    # a random order within each stratum, of which the first few are taken
-    ranked = torch.argsort(home + torch.rand(length, generator=generator, dtype=torch.float64))
-    rank = torch.arange(length) - (sizes.cumsum(0) - sizes)[home[ranked]]
-    positions = ranked[rank < taken[home[ranked]]].sort().values
-    return Sample(positions, home[positions], sizes)
+    left_over = [int((length - wanted) * (step / strata) ** (2 if uneven else 1)) for step in range(strata + 1)]
+    edges = [certain + a + b for a, b in zip(given, left_over, strict=True)]
+    positions, stratum = list(range(certain)), [0] * certain
+    for index, (start, stop) in enumerate(pairwise(edges), start=1):
+        taken = given[index] - given[index - 1]
+        positions += sorted(DRAW.sample(range(start, stop), taken))
+        stratum += [index] * taken
+    sizes = [certain, *(stop - start for start, stop in pairwise(edges))]
+    return Sample(torch.tensor(positions), torch.tensor(stratum), torch.tensor(sizes))

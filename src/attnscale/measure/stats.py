@@ -7,7 +7,9 @@ by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,31 +33,66 @@ SHOWN = (
     "rows", "count", "mean", "variance", "std", "max", "max_bound",
     "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
 )  # fmt: skip
+NUMBERS = ("rows", "count", "mean", "max", "max_bound")
 NUMERATOR = {"mean": "deviations", "variance": "squares"}
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The rows of every head in one: what ScoreStats reads its statistics from."""
+
+    rows: Tensor  # looked at, with at least one visible key
+    count: Tensor  # scores looked at
+    mean: Tensor  # of the scores
+    max: Tensor
+    max_bound: Tensor
+    sums: Tensor  # (heads, len(SUMS)), float64
+    covariance: Tensor | None  # (heads, len(SUMS), len(SUMS)) of the sums; None where exact
 
 
 @dataclass(frozen=True)
 class ScoreStats:
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
 
-    `max` is the largest score seen. Where only some rows were looked at, the true maximum lies between `max` and
-    `max_bound`, and `stderr(name)` is the standard error of a statistic.
+    Rows are pooled into heads when a statistic is first read: measuring in a training step that logs nothing costs
+    the pass over the scores alone.
     """
 
-    rows: Tensor  # looked at, with at least one visible key
-    count: Tensor  # scores looked at
-    mean: Tensor
-    max: Tensor
-    max_bound: Tensor
-    exact: bool
-    method: str  # how the moments were found, and what stood in the way of linear time
-    sums: Tensor = field(repr=False)  # (heads, len(SUMS)), float64
-    covariance: Tensor | None = field(repr=False)  # (heads, len(SUMS), len(SUMS)) of the sums; None where exact
+    heads: int
+    exact: bool  # every row was looked at
+    pool: Callable[[], Pooled] = field(repr=False)
+
+    @cached_property
+    def pooled(self) -> Pooled:
+        """The sums over rows, formed once; what they were formed from is let go."""
+        pooled = self.pool()
+        object.__setattr__(self, "pool", lambda: pooled)
+        return pooled
 
     @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.rows.shape[0]
+    def rows(self) -> Tensor:
+        """Rows looked at, with at least one visible key."""
+        return self.pooled.rows
+
+    @property
+    def count(self) -> Tensor:
+        """Scores looked at."""
+        return self.pooled.count
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the scores."""
+        return torch.where(self._sum("scores") > 0, self.pooled.mean, torch.nan)
+
+    @property
+    def max(self) -> Tensor:
+        """The largest score seen: where only some rows were looked at, a lower bound of the largest there is."""
+        return self.pooled.max
+
+    @property
+    def max_bound(self) -> Tensor:
+        """An upper bound of the largest score there is; where every row was looked at, that score."""
+        return self.pooled.max_bound
 
     @property
     def variance(self) -> Tensor:
@@ -105,64 +142,72 @@ class ScoreStats:
             known = ", ".join(sorted([*DENOMINATOR, "std"]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
-        if self.covariance is None:
-            return torch.zeros_like(self.mean)
+        covariance = self.pooled.covariance
+        if covariance is None:
+            return torch.zeros_like(self.pooled.mean)
         # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
         below = self._sum(DENOMINATOR[name])
         ratio = torch.zeros_like(below) if name == "mean" else self._ratio(name)
-        gradient = torch.zeros_like(self.sums)
+        gradient = torch.zeros_like(self.pooled.sums)
         gradient[:, SUMS.index(NUMERATOR.get(name, name))] = 1.0
         gradient[:, SUMS.index(DENOMINATOR[name])] -= ratio
         gradient = gradient / below.unsqueeze(-1)
-        variance = torch.einsum("hi,hij,hj->h", gradient, self.covariance, gradient)
+        variance = torch.einsum("hi,hij,hj->h", gradient, covariance, gradient)
         return variance.clamp(min=0.0).sqrt()
 
     def __add__(self, other: "ScoreStats") -> "ScoreStats":
         if self.heads != other.heads:
             raise ShapeError(f"Expected the same number of heads to merge, got {self.heads} and {other.heads}.")
-        return merged([self, other])
+        return _merged_stats([self, other])
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "ScoreStats":
         """Merge the statistics of every rank of the group, each with rows of its own, in one collective."""
         world = dist.get_world_size(group)
-        packed = _pack(self)
+        packed = _pack(self.pooled)
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
         dist.all_gather_into_tensor(gathered, packed, group=group)
-        return merged([_unpack(part, self.method) for part in gathered.chunk(world)])
+        pooled = merged([_unpack(part) for part in gathered.chunk(world)])
+        assert pooled.covariance is not None  # every rank sent one
+        exact = not pooled.covariance.any()
+        return ScoreStats(self.heads, exact, lambda: pooled)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, one list a statistic; None where a head has no rows to tell it from."""
         plain = {name: _plain(getattr(self, name)) for name in SHOWN}
-        return {"heads": self.heads, "exact": self.exact, "method": self.method, **plain}
+        return {"heads": self.heads, "exact": self.exact, **plain}
 
     def _sum(self, name: str) -> Tensor:
-        return self.sums[:, SUMS.index(name)]
+        return self.pooled.sums[:, SUMS.index(name)]
 
     def _ratio(self, name: str) -> Tensor:
         below = self._sum(DENOMINATOR[name])
         return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
 
 
-def merged(parts: list[ScoreStats]) -> ScoreStats:
-    """The statistics of all parts together; in whatever order, up to float64 rounding."""
-    total = torch.stack([part._sum("scores") for part in parts]).sum(0)
-    mean = torch.stack([part._sum("scores") * part.mean for part in parts]).sum(0) / total.clamp(min=1e-300)
+def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:
+    pooled = merged([part.pooled for part in parts])
+    return ScoreStats(parts[0].heads, all(part.exact for part in parts), lambda: pooled)
+
+
+def merged(parts: list[Pooled]) -> Pooled:
+    """The rows of all parts together; in whatever order, up to float64 rounding."""
+    scores = [part.sums[:, SUMS.index("scores")] for part in parts]
+    total = torch.stack(scores).sum(0)
+    weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
+    mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
     moves = [_move(part.mean - mean) for part in parts]
-    covariances = [
-        move @ part.covariance @ move.mT for move, part in zip(moves, parts, strict=True) if part.covariance is not None
-    ]
     sums = [(move @ part.sums.unsqueeze(-1)).squeeze(-1) for move, part in zip(moves, parts, strict=True)]
     pooled = torch.stack(sums).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    methods = list(dict.fromkeys(part.method for part in parts))
-    return ScoreStats(
+    covariances = [
+        move @ part.covariance @ move.mT for move, part in zip(moves, parts, strict=True) if part.covariance is not None
+    ]
+    return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
         count=torch.stack([part.count for part in parts]).sum(0),
         mean=mean,
         max=torch.stack([part.max for part in parts]).amax(0),
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
-        exact=all(part.exact for part in parts),
-        method="; ".join(methods),
         sums=pooled,
         covariance=torch.stack(covariances).sum(0) if covariances else None,
     )
@@ -177,30 +222,22 @@ def _move(delta: Tensor) -> Tensor:
     return matrix
 
 
-PACKED = tuple(
-    entry.name for entry in fields(ScoreStats) if entry.name in ("rows", "count", "mean", "max", "max_bound")
-)
+def _pack(pooled: Pooled) -> Tensor:
+    """Everything of every head in one float64 row: numbers, sums, covariance."""
+    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
+    covariance = torch.zeros_like(_move(pooled.mean)) if pooled.covariance is None else pooled.covariance
+    return torch.cat([numbers, pooled.sums, covariance.flatten(1)], dim=-1)
 
 
-def _pack(stats: ScoreStats) -> Tensor:
-    """Everything of every head in one float64 row: numbers, sums, covariance, and whether they are exact."""
-    numbers = torch.stack([getattr(stats, name).double() for name in PACKED], dim=-1)
-    covariance = torch.zeros_like(_move(stats.mean)) if stats.covariance is None else stats.covariance
-    exact = torch.full_like(numbers[:, :1], float(stats.exact))
-    return torch.cat([exact, numbers, stats.sums, covariance.flatten(1)], dim=-1)
-
-
-def _unpack(packed: Tensor, method: str) -> ScoreStats:
-    exact, numbers, sums, covariance = packed.split([1, len(PACKED), len(SUMS), len(SUMS) ** 2], dim=-1)
-    named = dict(zip(PACKED, numbers.unbind(-1), strict=True))
-    return ScoreStats(
-        rows=named["rows"].to(torch.int64),
-        count=named["count"].to(torch.int64),
-        mean=named["mean"],
-        max=named["max"],
-        max_bound=named["max_bound"],
-        exact=bool(exact.all()),
-        method=method,
+def _unpack(packed: Tensor) -> Pooled:
+    numbers, sums, covariance = packed.split([len(NUMBERS), len(SUMS), len(SUMS) ** 2], dim=-1)
+    rows, count, mean, largest, bound = numbers.unbind(-1)
+    return Pooled(
+        rows=rows.to(torch.int64),
+        count=count.to(torch.int64),
+        mean=mean,
+        max=largest,
+        max_bound=bound,
         sums=sums,
         covariance=covariance.unflatten(-1, (len(SUMS), len(SUMS))),
     )

@@ -1,0 +1,95 @@
+"""score_stats and attention_with_stats on a CUDA device. Run with `make gpu`."""
+
+import numpy as np
+import pytest
+import torch
+
+from attnscale import attention, attention_with_stats, reference, score_stats
+from attnscale.errors import InputError
+
+from .oracle import NAMES, assert_stats
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's own, which differ from version to version
+]
+heads, q_len, kv_len = 4, 197, 211
+
+
+def qkv(dtype, head_dim, kv_heads=heads):
+    shapes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim)
+    return tuple(torch.randn(2, *shape, device="cuda", dtype=dtype) for shape in shapes)
+
+
+def scores_of(query, key, is_causal):
+    q, k = (tensor.detach().double().cpu().numpy() for tensor in (query, key))
+    mask = np.tril(np.ones((q_len, kv_len), dtype=bool)) if is_causal else None
+    return reference.attention_scores(q, k.repeat(heads // key.shape[1], axis=1), mask=mask)
+
+
+CASES = [
+    (torch.bfloat16, 64, heads, True),
+    (torch.bfloat16, 128, 2, False),
+    (torch.float16, 40, heads, True),
+    (torch.float32, 64, 1, True),
+    (torch.float64, 16, heads, True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "kv_heads", "is_causal"), CASES)
+def test_statistics_are_those_of_the_full_matrix(dtype, head_dim, kv_heads, is_causal):
+    query, key, value = qkv(dtype, head_dim, kv_heads)
+    options = {"is_causal": is_causal, "enable_gqa": kv_heads < heads}
+    scores = scores_of(query, key, is_causal)
+    assert_stats(score_stats(query, key, **options), scores, rtol=5e-5, atol=5e-5)
+    output, stats = attention_with_stats(query, key, value, **options)
+    assert_stats(stats, scores, rtol=5e-5, atol=5e-5)
+    torch.testing.assert_close(output, attention(query, key, value, **options), atol=0.02, rtol=0.02)
+
+
+def test_masks_and_soft_caps_go_through_blocks_of_rows():
+    query, key, _ = qkv(torch.bfloat16, 64)
+    mask = torch.rand(q_len, kv_len, device="cuda") < 0.5
+    q, k = (tensor.double().cpu().numpy() for tensor in (query, key))
+    scores = reference.attention_scores(q, k, mask=mask.cpu().numpy(), softcap=2.0)
+    assert_stats(score_stats(query, key, attn_mask=mask, softcap=2.0), scores, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sampled_statistics_lie_within_their_errors(is_causal):
+    query, key, value = qkv(torch.bfloat16, 64)
+    exact = score_stats(query, key, is_causal=is_causal)
+    _, stats = attention_with_stats(query, key, value, is_causal=is_causal, rows=64)
+    assert stats.rows.tolist() == [64] * heads
+    for name in NAMES:
+        if name not in ("max", "saturated"):
+            assert ((getattr(stats, name) - getattr(exact, name)).abs() <= 6 * stats.stderr(name) + 1e-5).all(), name
+    assert (stats.max <= exact.max + 1e-4).all()
+    assert (exact.max <= stats.max_bound).all()
+
+
+def test_a_query_written_to_before_its_statistics_are_read_is_noticed():
+    query, key, value = qkv(torch.bfloat16, 64)
+    _, stats = attention_with_stats(query, key, value)
+    query.zero_()
+    with pytest.raises(InputError, match="written to since"):
+        _ = stats.mean
+
+
+def test_statistics_take_no_more_than_64_bytes_a_row_and_head():
+    length = 8192
+    query, key, value = (torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def peak(run):
+        run()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = run()
+        peak = torch.cuda.max_memory_allocated() - before
+        del kept
+        return peak
+
+    extra = peak(lambda: attention_with_stats(query, key, value)) - peak(lambda: attention(query, key, value))
+    assert extra <= 64 * 8 * length
