@@ -87,6 +87,18 @@ main()
     assert "'exp-50' changed: it was recorded as confirmed and is now refuted." in result.stderr
 
 
+def test_bench_prints_ratios_and_writes_them_with_the_machine(tmp_path):
+    path = tmp_path / "new" / "costs.json"
+    result = run("bench", "--device", "cpu", "--quick", "--out", str(path))
+    assert result.returncode == 0, result.stderr
+    assert "plain SDPA, flash" in result.stdout
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    assert recorded["machine"]["torch"]
+    ratios = {cost["variant"]: cost["ratio"] for cost in recorded["costs"]}
+    assert ratios["plain SDPA, flash"] == 1.0
+    assert {"attnscale, every row", "attnscale, 64 rows", "eager with statistics"} <= ratios.keys()
+
+
 @pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])
 def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
     result = run(*command)
@@ -102,6 +114,7 @@ def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
         (["predict", "--init", "gauss"], "Unknown initialisation 'gauss'. Expected one of: kaiming, lecun, normal"),
         (["predict", "--length", "1"], "Expected length of at least 2, got 1."),
         (["claims", "--verdict", "maybe"], "Unknown verdict 'maybe'. Expected one of: confirmed, qualified, refuted."),
+        (["bench", "--device", "tpu"], "Expected a device that is here, cpu or cuda, got 'tpu'."),
         (["predict", "--bogus"], "No such option: --bogus"),
         (["nonsense"], "No such command 'nonsense'"),
     ],
