@@ -1,5 +1,6 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -109,7 +110,9 @@ def attention_with_stats(
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
     if rows is None and _fuses(call):
         output, *sums = ops.attention_rows(call.query, call.key, call.value, call.scale, call.is_causal)
-        stats = ScoreStats(call.query.shape[1], exact=True, pool=partial(_pool_fused, call, _versions(call), sums))
+        query, key = call.query.detach(), call.key.detach()  # kept without value and graph
+        kept = replace(call, query=query, key=key, value=key)
+        stats = ScoreStats(query.shape[1], exact=True, pool=partial(_pool_fused, kept, _versions(kept), sums))
     else:
         output = run(call)
         with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
@@ -154,6 +157,7 @@ def _runs_kernel(call: Call) -> bool:
     """Whether the Triton kernels take this: on CUDA, scores that are products of q and k alone."""
     return (
         call.query.device.type == "cuda"
+        and call.query.dtype == call.key.dtype
         and call.query.dtype in KERNEL_DTYPES
         and call.query.shape[-1] <= WIDEST_HEAD
         and call.query.numel() > 0
