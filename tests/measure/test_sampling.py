@@ -45,7 +45,7 @@ def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
     heads = 4
     query, key = torch.randn(1, heads, 512, 16), torch.randn(1, heads, 512, 16)
     exact = score_stats(query, key, is_causal=is_causal)
-    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "effective_keys")
+    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "top1", "effective_keys")
     hits = dict.fromkeys(names, 0.0)
     for _ in range(SEEDS):
         stats = score_stats(query, key, is_causal=is_causal, rows=64)
