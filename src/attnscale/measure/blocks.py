@@ -13,8 +13,7 @@ from attnscale.rules.rule import wide_dtype
 CACHE_SCORES = 2**18  # scores at a time on a CPU: 1 MB of float32, the second-level cache of a core
 DEVICE_SCORES = 2**26  # scores at a time elsewhere: 256 MB of float32
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one product on a CPU
-HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN,
-VANISHED = 800.0  # and later this: e to its negative is zero
+HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 
 
 def measure_rows(call: Call, positions: Tensor | None = None) -> RowSums:
@@ -108,22 +107,23 @@ def _reduced(scores: Tensor, shown: Tensor | None, visible: Tensor, room: Tensor
     """The sums of each row, in the order of RowSums; the scores are used up."""
     if not scores.shape[-1]:
         return [scores.new_full(visible.shape, value) for value in (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0)]
-    some = scores[..., -shown.shape[-1] :] if shown is not None else None  # adds and products, which run at full speed
-    if some is not None and shown is not None:
-        some.add_((shown - 1.0) * HIDDEN)
+    # Hidden keys by adds and products, which run at full speed, over the columns where there may be some.
+    last = slice(scores.shape[-1] - (0 if shown is None else shown.shape[-1]), None)
+    if shown is not None:
+        scores[..., last].add_((shown - 1.0) * HIDDEN)
     highest = scores.amax(-1)
     below = scores.sub_(highest.unsqueeze(-1))
-    if some is not None and shown is not None:
-        some.mul_(shown)
+    if shown is not None:
+        below[..., last].mul_(shown)
     # moments about the maximum, which is never far: a large mean does not swallow the variance
     count = visible.clamp(min=1).to(below.dtype)
     mean = below.sum(-1) / count
     deviation = torch.linalg.vector_norm(below, dim=-1).square_().sub_(count * mean.square()).clamp_(min=0.0)
-    if some is not None and shown is not None:
-        some.add_((shown - 1.0) * VANISHED)
     weights = torch.exp(below, out=room[: below.numel()].view(below.shape))
+    if shown is not None:
+        weights[..., last].mul_(shown)
     total = weights.sum(-1)
     gap = below.mul_(weights).sum(-1).neg_() / total
     participation = torch.linalg.vector_norm(weights, dim=-1).div_(total).square_()
     seen = visible > 0
-    return [torch.where(seen, highest, -math.inf), total * seen, gap, participation, mean + highest, deviation]
+    return [torch.where(seen, highest, -math.inf), total, gap, participation, mean + highest, deviation]
