@@ -333,3 +333,9 @@ def test_key_and_value_groups_of_two_sizes():
         attention(query, key, value, enable_gqa=True),
         F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": "calibrated"}])
+def test_meta_tensors_give_shapes(options):
+    query, key, value = (tensor.to("meta") for tensor in tensors())
+    assert attention(query, key, value, **options).shape == (batch, heads, q_len, value_dim)

@@ -11,7 +11,7 @@ from attnscale.kernels.call import Call, fold
 from attnscale.kernels.weights import row_weights
 from attnscale.masks import row_bias, visible_keys
 from attnscale.rules.apply import Scale, apply_scale
-from attnscale.rules.rule import wide_dtype
+from attnscale.rules.rule import wide_dtype, without_autocast
 from attnscale.shapes import attention_shape, scores_shape
 
 
@@ -59,7 +59,7 @@ def attention_weights(
     shape = scores_shape(query, key, enable_gqa)
     query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
     dtype = query.dtype
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
         query, key = query.to(wide_dtype(query)), key.to(wide_dtype(key))
         bias = row_bias(attn_mask, is_causal, slice(0, query.shape[-2]), key.shape[-2], query)
@@ -72,14 +72,14 @@ def run(call: Call) -> Tensor:
     if call.softcap is None and (in_one_block or not fused.materialises(call)):
         return fused.attend(call)
     call = _as_autocast(call)
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query):
         return flex.attend(call) if flex.serves(call) else blocks.attend(call)
 
 
 def _as_autocast(call: Call) -> Call:
     """What autocast does to SDPA's arguments, for the kernels it does not know."""
     device = call.query.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return call
     dtype = torch.get_autocast_dtype(device)
 

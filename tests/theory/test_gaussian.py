@@ -72,6 +72,19 @@ def test_quantities_are_monotone_in_the_spread():
     assert all(a.top1 < b.top1 for a, b in pairwise(grid))
 
 
+def test_both_ways_of_summing_agree_where_one_takes_over_from_the_other():
+    below, above = expected_softmax(0.5 - 1e-9, 300), expected_softmax(0.5 + 1e-9, 300)
+    for name in ("entropy", "top1", "gradient_gain"):
+        assert getattr(below, name) == pytest.approx(getattr(above, name), rel=1e-7)
+
+
+def test_past_freezing_what_is_left_falls_as_one_over_the_spread_however_wide():
+    near, far, absurd = (expected_softmax(spread, 1024) for spread in (1e3, 2e3, 1e9))
+    for name in ("entropy", "gradient_gain"):
+        assert getattr(far, name) == pytest.approx(getattr(near, name) / 2, rel=2e-3)
+        assert getattr(absurd, name) == pytest.approx(getattr(far, name) * 2e3 / 1e9, rel=1e-9)
+
+
 @pytest.mark.parametrize(("spread", "keys"), [(1.0, 1), (-1.0, 8), (math.nan, 8), (math.inf, 8)])
 def test_settings_without_a_meaning_are_refused(spread, keys):
     with pytest.raises(SettingError, match="at least 2 keys and a finite spread"):

@@ -20,7 +20,7 @@ from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import SUMS, Pooled, ScoreStats
 from attnscale.operator import run
 from attnscale.rules.apply import Scale, apply_scale
-from attnscale.rules.rule import wide_dtype
+from attnscale.rules.rule import wide_dtype, without_autocast
 from attnscale.shapes import attention_shape
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -49,7 +49,7 @@ def score_stats(
     """
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     _check_rows(rows)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(query):
         query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
         query, key, _, mask = fold(query, key, key, attn_mask, enable_gqa)
         return _measure(Call(query, key, key, mask, 0.0, is_causal, factor, softcap), rows)
@@ -74,7 +74,7 @@ def score_moments(
     True
     """
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(query):
         query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
         query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
         if attn_mask is None and softcap is None:
@@ -115,7 +115,7 @@ def attention_with_stats(
         stats = ScoreStats(query.shape[1], exact=True, pool=partial(_pool_fused, kept, _versions(kept), sums))
     else:
         output = run(call)
-        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(call.query):
             stats = _measure(call, rows)
     return output.reshape(shape), stats
 
@@ -127,7 +127,7 @@ def _pool_fused(call: Call, versions: tuple[int, int], sums: list[Tensor]) -> Po
             "Expected query and key as they were when attention_with_stats() saw them, but they were written to since; "
             "read a statistic before that, or measure with score_stats()."
         )
-    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(call.query):
         largest, total, gap, participation = sums
         untaken = torch.zeros((), device=largest.device).expand_as(largest)
         rows = RowSums(visible_rows(call), largest, total, gap, participation, mean=untaken, deviation=untaken)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, multiply, wide_dtype, without_autocast
 
 
 @about(
@@ -36,7 +36,7 @@ def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
 
 
 def _mean_and_covariance(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.autocast(tensor.device.type, enabled=False):
+    with without_autocast(tensor):
         tensor = tensor.to(wide_dtype(tensor))
         mean = tensor.mean(-2)
         centred = tensor - mean.unsqueeze(-2)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol, TypeAlias, TypeVar
@@ -59,6 +60,12 @@ def multiply(query: Tensor, factor: Tensor) -> Tensor:
     """query · factor, in float32 at least and rounded once to the query's dtype."""
     wide = wide_dtype(query)
     return (query.to(wide) * factor.to(wide)).to(query.dtype)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Autocast off for the tensor's device; a meta tensor's has none to turn off."""
+    kind = tensor.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -26,6 +26,7 @@ STEP = 0.2
 GAUSSIAN_STEP = 0.4
 TAIL = 40.0  # e^{−40} is under float64 rounding
 VANISHED = 8.0  # exp(−e⁸) is zero in float64
+FROZEN = 2e3  # above this spread H, gain and 1 − top-1 fall as 1/σ, to 1e-3 of themselves: two scores must nearly tie
 UNIFORM_BELOW = 1e-8  # under this spread every expectation equals the uniform one to float64 rounding
 
 
@@ -59,6 +60,10 @@ def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
         )
     if spread < UNIFORM_BELOW:
         return SoftmaxExpectation(spread, keys, math.log(keys), 1 / keys, 1 - 1 / keys)
+    if spread > FROZEN:
+        frozen, shrink = expected_softmax(FROZEN, keys), FROZEN / spread
+        top1 = 1 - (1 - frozen.top1) * shrink
+        return SoftmaxExpectation(spread, keys, frozen.entropy * shrink, top1, frozen.gradient_gain * shrink)
     log_normaliser, gradient_gain = _log_normaliser_and_gain(spread, keys)
     entropy = log_normaliser - spread**2 * gradient_gain
     return SoftmaxExpectation(spread, keys, max(entropy, 0.0), _top1(spread, keys), gradient_gain)
@@ -72,25 +77,44 @@ def _reach(keys: int) -> float:
 def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
     reach = _reach(keys) * spread
     step = min(STEP, GAUSSIAN_STEP * spread)
-    scores = np.arange(-math.ceil(reach / step), math.ceil(reach / step) + 1) * step
-    density = np.exp(-0.5 * (scores / spread) ** 2)
-    density /= density.sum()
+    half = math.ceil(reach / step)
+    scores = np.arange(-half, half + 1, dtype=np.float64) * np.float64(step)
+    density: Array = np.exp(-0.5 * (scores / spread) ** 2)
+    density = np.asarray(density / density.sum())
 
     mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # of this score and all above it
-    negligible = TAIL + math.log(keys)
+    transform = _transform_by_convolution if step == STEP else _transform_by_sum
+    log_t, one_minus_laplace, second = transform(scores, density, mass_from, TAIL + math.log(keys))
+    log_laplace = np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16))
+    log_normaliser = STEP * float((np.exp(-np.exp(np.minimum(log_t, VANISHED))) - np.exp(keys * log_laplace)).sum())
+    participation = STEP * keys * float((second * np.exp((keys - 1) * log_laplace)).sum())
+    return log_normaliser, 1.0 - participation
 
-    log_t = np.arange(-reach - negligible, reach + math.log(TAIL), STEP)
+
+def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligible: float) -> tuple[Array, Array, Array]:
+    """ln t, 1 − L(t) and t² L″(t), for narrow spreads, whose scores lie closer than ln t."""
+    log_t = np.arange(scores[0] - negligible, scores[-1] + math.log(TAIL), STEP)
     first, last = np.searchsorted(scores, -log_t - negligible), np.searchsorted(scores, -log_t + VANISHED)
     one_minus_laplace, second = np.empty_like(log_t), np.empty_like(log_t)
     for i, tau in enumerate(log_t):
         near = slice(first[i], last[i])  # scores above it make exp(−t eˢ) vanish, scores below it leave it at one
         term = np.exp(tau + scores[near])  # t eˢ
         one_minus_laplace[i] = mass_from[last[i]] - density[near] @ np.expm1(-term)
-        second[i] = density[near] @ (term**2 * np.exp(-term))  # t² L″(t)
-    log_laplace = np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16))
-    log_normaliser = STEP * float((np.exp(-np.exp(np.minimum(log_t, VANISHED))) - np.exp(keys * log_laplace)).sum())
-    participation = STEP * keys * float((second * np.exp((keys - 1) * log_laplace)).sum())
-    return log_normaliser, 1.0 - participation
+        second[i] = density[near] @ (term**2 * np.exp(-term))
+    return log_t, one_minus_laplace, second
+
+
+def _transform_by_convolution(
+    scores: Array, density: Array, mass_from: Array, negligible: float
+) -> tuple[Array, Array, Array]:
+    """The same for wide spreads, where both lie on one grid: the density is even, so the sums are a convolution."""
+    near = np.arange(-math.ceil(negligible / STEP), math.ceil(VANISHED / STEP) + 1)
+    term = np.exp(near * STEP)
+    half = len(scores) // 2
+    grid = np.arange(near[0] - half, near[-1] + half + 1)
+    above = np.clip(half + near[-1] - grid + 1, 0, len(scores))  # from this score on, exp(−t eˢ) has vanished
+    one_minus_laplace = mass_from[above] - np.convolve(density, np.expm1(-term))
+    return grid * STEP, one_minus_laplace, np.convolve(density, term**2 * np.exp(-term))
 
 
 def _top1(spread: float, keys: int) -> float:
