@@ -14,7 +14,7 @@ SRC = Path(attnscale.__file__).parent
 # A room imports only what stands before it.
 ROOMS = (
     "errors", "shapes", "reference", "theory", "rules", "masks", "inputs", "kernels", "operator", "modules",
-    "measure", "bench", "claims", "show", "cli",
+    "measure", "watching", "diagnose", "models", "loading", "bench", "claims", "show", "cli",
 )  # fmt: skip
 
 
