@@ -1,0 +1,32 @@
+"""Attention as people write it: correct, and with a bug each. What watching and auditing are held to.
+
+fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules and compiled are
+correct; bugs_of_scale, bugs_of_wiring and bugs_of_values are not.
+"""
+
+from . import (
+    bugs_of_scale,
+    bugs_of_values,
+    bugs_of_wiring,
+    compiled,
+    fused,
+    layouts,
+    masks,
+    norms_and_caps,
+    positions,
+    products,
+    softmaxes,
+    structures,
+    torch_modules,
+)
+from .entry import ENTRIES, Entry, Expected
+from .recording import recording
+
+FAMILIES = (
+    fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, compiled,
+    bugs_of_scale, bugs_of_wiring, bugs_of_values,
+)  # fmt: skip
+CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
+BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}
+
+__all__ = ["BUGS", "CORRECT", "ENTRIES", "FAMILIES", "Entry", "Expected", "recording"]

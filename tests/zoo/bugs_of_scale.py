@@ -1,0 +1,232 @@
+"""Scores multiplied by the wrong number."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, bug, enter
+from .structures import ManyHeads
+
+
+class Wrong(SelfAttention):
+    """The plain formula, with a multiplier of the subclass's."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.transpose(-2, -1) * self.multiplier(x)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("scaled_by_model_dim", 33, 3, scale=33**-0.5)
+@bug("scaled_by_model_dim", 51, 3, scale=51**-0.5, init=1.0)
+class RootOfTheModel(Wrong):
+    """√d_model, taken from the input."""
+
+    def multiplier(self, x):
+        return x.shape[-1] ** -0.5
+
+
+@bug("scaled_by_model_dim", 35, 5, scale=35**-0.5, causal=True)
+class RootOfTheEmbedding(SelfAttention):
+    """The tutorial's: einsum, −1e20, and softmax(energy / embed_size ** (1/2), dim=3)."""
+
+    def forward(self, x):
+        query, key, value = (
+            p(x).reshape(*x.shape[:2], self.heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        energy = torch.einsum("nqhd,nkhd->nhqk", [query, key])
+        energy = energy.masked_fill(above_diagonal(x.shape[1]), float("-1e20"))
+        weights = torch.softmax(energy / (x.shape[-1] ** (1 / 2)), dim=3)
+        return self.out_proj(torch.einsum("nhql,nlhd->nqhd", [weights, value]).flatten(2))
+
+
+@bug("scaled_by_model_dim", 57, 3, scale=57**-0.5)
+class BeforeTheSplit(SelfAttention):
+    """The dimension read from the query while it still holds all heads."""
+
+    def forward(self, x):
+        query = self.q_proj(x)
+        scale = query.size(-1) ** -0.5
+        query, key, value = self.split(query), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=scale))
+
+
+@bug("scaled_by_model_dim", 39, 3, head_dim=17, scale=51**-0.5)
+class RootOfAllHeads(SelfAttention):
+    """√(heads · head_dim), where that is not d_model."""
+
+    def forward(self, x):
+        query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in self.project(x))
+        scores = torch.bmm(query, key.mT) / math.sqrt(self.heads * self.head_dim)
+        mixed = torch.bmm(scores.softmax(-1), value).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+        return self.merge(mixed)
+
+
+class CarelessHead(nn.Module):
+    """A lecture's: one head that scales by the width of its input."""
+
+    def __init__(self, d_model, head_dim):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(d_model, head_dim, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        channels = x.shape[-1]
+        scores = self.query(x) @ self.key(x).transpose(-2, -1) * channels**-0.5
+        scores = scores.masked_fill(above_diagonal(x.shape[1]), float("-inf"))
+        return F.softmax(scores, dim=-1) @ self.value(x)
+
+
+enter(
+    Entry(
+        "bugs_of_scale.CarelessHeads",
+        lambda: (Block(44, ManyHeads(44, 4, 11, head=CarelessHead)), (torch.randn(2, 13, 44),)),
+        {f"attention.heads.{index}": Expected(1, 11, 44**-0.5, 1, causal=True) for index in range(4)},
+        code="scaled_by_model_dim",
+    )
+)
+
+
+@bug("scaled_by_dim", 33, 3, scale=1 / 11)
+@bug("scaled_by_dim", 69, 3, scale=1 / 23, init=1.0)
+class NoRoot(Wrong):
+    """d_k for √d_k."""
+
+    def multiplier(self, x):
+        return 1 / self.head_dim
+
+
+@bug("scaled_by_dim", 39, 3, scale=1 / 13)
+class QueryAndScores(SelfAttention):
+    """Scaled twice: the query by hand, and the scores again."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        query = query * self.head_dim**-0.5
+        scores = query @ key.mT / math.sqrt(self.head_dim)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("scaled_by_dim", 51, 3, scale=1 / 17)
+class QueryAndKernel(SelfAttention):
+    """Scaled twice: the query by hand, and by the kernel that does so itself."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(F.scaled_dot_product_attention(query / self.head_dim**0.5, key, value))
+
+
+@bug("scaled_by_dim", 46, 2, scale=1 / 23)
+class QueryAndKey(SelfAttention):
+    """Scaled twice: both by √d, where each should get its fourth root."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = torch.einsum("bhqd,bhkd->bhqk", query / self.head_dim**0.5, key / self.head_dim**0.5)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("unscaled", 96, 3, scale=1.0)
+@bug("unscaled", 51, 3, scale=1.0, init=1.0)
+class Unscaled(Wrong):
+    def multiplier(self, x):
+        return 1.0
+
+
+@bug("unscaled", 93, 3, scale=1.0)
+class NoMultiplication(SelfAttention):
+    """Not even a multiplication by one."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(torch.softmax(query @ key.mT, -1) @ value)
+
+
+@bug("unscaled", 57, 3, scale=1.0, init=1.0)
+class KernelToldOne(SelfAttention):
+    """SDPA(scale=1.0), and nobody scaled before."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=1.0))
+
+
+@bug("unscaled", 69, 3, scale=1.0, init=1.0)
+class BiasScaledInstead(SelfAttention):
+    """Brackets in the wrong place: q·k + bias/√d."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bias = nn.Parameter(torch.randn(self.heads, 13, 13))
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.mT + self.bias / math.sqrt(self.head_dim)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("unusual_scale", 33, 3, scale=11**0.5)
+class Multiplied(Wrong):
+    """√d on the wrong side of the fraction."""
+
+    def multiplier(self, x):
+        return self.head_dim**0.5
+
+
+@bug("unusual_scale", 39, 3, scale=0.05)
+class AnyNumber(Wrong):
+    """A number that nothing in the model explains."""
+
+    def multiplier(self, x):
+        return 0.05
+
+
+@bug("unusual_scale", 57, 3)
+class BiasScaledToo(SelfAttention):
+    """(q·k + bias)/√d: the bias gets the scale that was meant for the product."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.relative = nn.Parameter(torch.randn(self.heads, 13, 13))
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = (query @ key.mT + self.relative) / math.sqrt(self.head_dim)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("config_mismatch", 46, 2)
+class KernelIgnoresTheAttribute(SelfAttention):
+    """A scale of one's own, which only the slow path knows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = 0.35
+        self.fused = True
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        if self.fused:
+            return self.merge(F.scaled_dot_product_attention(query, key, value))
+        return self.merge((query * self.scale @ key.mT).softmax(-1) @ value)
+
+
+class Config:
+    """A configuration as models carry it."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+@bug("config_mismatch", 69, 3)
+class KernelIgnoresTheConfiguration(SelfAttention):
+    """query_pre_attn_scalar says 60, the code divides by √d."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.config = Config(query_pre_attn_scalar=60, num_attention_heads=self.heads)
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(F.scaled_dot_product_attention(query, key, value))

@@ -1,0 +1,358 @@
+"""Shared keys, compressed keys, remembered keys, windows, and modules inside and around the attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, correct, enter
+from .fused import dense
+from .positions import rotate_halves
+from .products import AsPrinted
+from .recording import note
+
+
+@correct(66, 6, kv_heads=2)
+class RepeatInterleave(SelfAttention):
+    def forward(self, x):
+        query, key, value = self.project(x)
+        key, value = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (key, value))
+        scores = query @ key.mT / self.head_dim**0.5
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(78, 6, kv_heads=3, causal=True)
+class Expanded(SelfAttention):
+    """Llama's repeat_kv, into a fused kernel."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        key, value = (
+            y[:, :, None].expand(-1, -1, self.heads // self.kv_heads, -1, -1).reshape(query.shape) for y in (key, value)
+        )
+        note(self, lambda: dense(query, key), hidden=above_diagonal(x.shape[1]))
+        return self.merge(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+@correct(85, 5, kv_heads=1)
+class MultiQuery(SelfAttention):
+    """One key for all heads, by broadcasting."""
+
+    def forward(self, x):
+        query = self.split(self.q_proj(x))
+        key, value = self.k_proj(x), self.v_proj(x)
+        scores = torch.einsum("bhqd,bkd->bhqk", query, key) * self.head_dim**-0.5
+        note(self, scores)
+        return self.merge(torch.einsum("bhqk,bkd->bhqd", scores.softmax(-1), value))
+
+
+@correct(102, 6, kv_heads=2)
+class GroupedEinsum(SelfAttention):
+    """(batch, groups, heads of a group, …), nothing repeated."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        query = query.unflatten(1, (self.kv_heads, -1))
+        scores = torch.einsum("bgrqd,bgkd->bgrqk", query, key) * self.head_dim**-0.5
+        note(self, scores, "bghqk")
+        return self.merge(torch.einsum("bgrqk,bgkd->bgrqd", scores.softmax(-1), value).flatten(1, 2))
+
+
+class Latent(nn.Module):
+    """DeepSeek's: keys and values out of a narrow latent, and positions in components of their own."""
+
+    plain, rotated, value_dim, rank = 13, 6, 11, 17
+
+    def __init__(self, d_model, heads, head_dim=None, kv_heads=None):
+        super().__init__()
+        self.heads, self.head_dim = heads, self.plain + self.rotated
+        self.q_proj = nn.Linear(d_model, heads * self.head_dim, bias=False)
+        self.kv_a = nn.Linear(d_model, self.rank + self.rotated, bias=False)
+        self.kv_norm = nn.RMSNorm(self.rank)
+        self.kv_b = nn.Linear(self.rank, heads * (self.plain + self.value_dim), bias=False)
+        self.o_proj = nn.Linear(heads * self.value_dim, d_model, bias=False)
+
+    def parts(self, x):
+        """The plain and the turned components of query and key, and the value."""
+        query = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q_plain, q_rotated = query.split([self.plain, self.rotated], dim=-1)
+        latent, k_rotated = self.kv_a(x).split([self.rank, self.rotated], dim=-1)
+        both = self.kv_b(self.kv_norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_plain, value = both.split([self.plain, self.value_dim], dim=-1)
+        return q_plain, rotate_halves(q_rotated), k_plain, rotate_halves(k_rotated[:, None]), value
+
+
+@correct(57, 3, head_dim=19, causal=True)
+class CompressedKeys(Latent):
+    """The two kinds of components joined, the turned key shared by all heads."""
+
+    def forward(self, x):
+        q_plain, q_rotated, k_plain, k_rotated, value = self.parts(x)
+        query = torch.cat([q_plain, q_rotated], -1)
+        key = torch.cat([k_plain, k_rotated.expand(-1, self.heads, -1, -1)], -1)
+        scores = query @ key.mT * self.head_dim**-0.5
+        scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
+        note(self, scores)
+        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+@correct(57, 3, head_dim=19, seen_dim=None)
+class TwoProducts(Latent):
+    """The two kinds of components multiplied apart, and the products added."""
+
+    def forward(self, x):
+        q_plain, q_rotated, k_plain, k_rotated, value = self.parts(x)
+        scores = (q_plain @ k_plain.mT + q_rotated @ k_rotated.mT) * self.head_dim**-0.5
+        note(self, scores)
+        return self.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+@correct(33, 3, inputs=lambda: (torch.randn(2, 7, 33), torch.randn(2, 17, 33)))
+class CrossAttention(SelfAttention):
+    """Queries from here, keys and values from a longer memory."""
+
+    def forward(self, x, memory):
+        query = self.split(self.q_proj(x))
+        key, value = self.split(self.k_proj(memory)), self.split(self.v_proj(memory))
+        scores = query @ key.mT / self.head_dim**0.5
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+class Decoding(SelfAttention):
+    """Eight tokens at once and then one by one, each seeing all before it."""
+
+    def forward(self, x):
+        self.reset(x)
+        return torch.cat([self.step(x[:, :8], 0), *(self.step(x[:, i : i + 1], i) for i in range(8, x.shape[1]))], 1)
+
+    def step(self, x, start):
+        query, key, value = self.project(x)
+        key, value = self.remember(key, value, start)
+        scores = query @ key.mT * self.head_dim**-0.5
+        place = torch.arange(key.shape[2])
+        scores = scores.masked_fill(place > torch.arange(start, start + x.shape[1])[:, None], -torch.inf)
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(39, 3, causal=None, calls=6)
+class GrowingCache(Decoding):
+    """The past joined by torch.cat."""
+
+    def reset(self, x):
+        self.past = None
+
+    def remember(self, key, value, start):
+        if self.past is not None:
+            key, value = torch.cat([self.past[0], key], 2), torch.cat([self.past[1], value], 2)
+        self.past = key, value
+        return key, value
+
+
+@correct(51, 3, causal=None, calls=6)
+class PreallocatedCache(Decoding):
+    """A buffer as long as it will ever be, filled by index_copy_, the rest masked."""
+
+    def reset(self, x):
+        self.keys, self.values = (torch.zeros(x.shape[0], self.heads, 19, self.head_dim) for _ in range(2))
+
+    def remember(self, key, value, start):
+        place = torch.arange(start, start + key.shape[2])
+        self.keys.index_copy_(2, place, key.detach())
+        self.values.index_copy_(2, place, value.detach())
+        return self.keys, self.values
+
+
+@correct(57, 3, shape=(2, 21, 57))
+class Blocks(SelfAttention):
+    """Windows of seven that do not overlap, by a reshape."""
+
+    def forward(self, x):
+        query, key, value = (y.unflatten(2, (-1, 7)) for y in self.project(x))
+        scores = query @ key.mT * self.head_dim**-0.5
+        note(self, scores, "bhwqk")
+        return self.merge((scores.softmax(-1) @ value).flatten(2, 3))
+
+
+@correct(46, 2, shape=(2, 17, 46))
+class SlidingWindows(SelfAttention):
+    """Each query its own five neighbours, by unfold."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        key, value = (F.pad(y, (0, 0, 2, 2)).unfold(2, 5, 1) for y in (key, value))  # (…, length, head_dim, 5)
+        scores = torch.einsum("bhqd,bhqdk->bhqk", query, key) / self.head_dim**0.5
+        place = torch.arange(x.shape[1])[:, None] + torch.arange(-2, 3)
+        scores = scores.masked_fill((place < 0) | (place >= x.shape[1]), -torch.inf)
+        note(self, scores)
+        return self.merge(torch.einsum("bhqk,bhqdk->bhqd", scores.softmax(-1), value))
+
+
+@correct(52, 4)
+class TalkingHeads(SelfAttention):
+    """Scores, and weights, mixed over heads by small linear maps that begin as the identity."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.before, self.after = (nn.Linear(self.heads, self.heads, bias=False) for _ in range(2))
+        nn.init.eye_(self.before.weight)
+        nn.init.eye_(self.after.weight)
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = (query * self.head_dim**-0.5) @ key.transpose(-2, -1)
+        scores = self.before(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        note(self, scores)
+        weights = self.after(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.merge(weights @ value)
+
+
+@correct(55, 5, calls=None, seen_heads=None)
+class HeadLoop(SelfAttention):
+    """A loop over heads in Python."""
+
+    def forward(self, x):
+        mixed = []
+        for head in range(self.heads):
+            mine = slice(head * self.head_dim, (head + 1) * self.head_dim)
+            query, key, value = (p(x)[..., mine] for p in (self.q_proj, self.k_proj, self.v_proj))
+            scores = query @ key.mT / self.head_dim**0.5
+            note(self, scores, "bqk")
+            mixed.append(scores.softmax(-1) @ value)
+        return self.out_proj(torch.cat(mixed, -1))
+
+
+@correct(65, 5, calls=None)
+class QueriesInChunks(SelfAttention):
+    """Five queries at a time, to save memory."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        mixed = []
+        for chunk in query.split(5, dim=2):
+            scores = chunk @ key.mT / self.head_dim**0.5
+            note(self, scores)
+            mixed.append(scores.softmax(-1) @ value)
+        return self.merge(torch.cat(mixed, 2))
+
+
+@correct(68, 4)
+class VmapOverHeads(SelfAttention):
+    def forward(self, x):
+        query, key, value = self.project(x)
+        note(self, lambda: dense(query, key))
+
+        def one_head(query, key, value):
+            return torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value
+
+        return self.merge(torch.vmap(one_head, in_dims=1, out_dims=1)(query, key, value))
+
+
+@correct(34, 2, calls=None, train=True)
+class Checkpointed(SelfAttention):
+    """Recomputed in the backward pass."""
+
+    def attend(self, query, key, value):
+        scores = query @ key.mT / self.head_dim**0.5
+        note(self, scores)
+        return scores.softmax(-1) @ value
+
+    def forward(self, x):
+        return self.merge(checkpoint(self.attend, *self.project(x), use_reentrant=False))
+
+
+class Head(nn.Module):
+    """One head, a module of its own."""
+
+    def __init__(self, d_model, head_dim):
+        super().__init__()
+        self.heads = 1
+        self.query, self.key, self.value = (nn.Linear(d_model, head_dim, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.tril(torch.ones(13, 13)))
+
+    def forward(self, x):
+        key, query = self.key(x), self.query(x)
+        scores = query @ key.transpose(-2, -1) * key.shape[-1] ** -0.5
+        scores = scores.masked_fill(self.tril[: x.shape[1], : x.shape[1]] == 0, float("-inf"))
+        note(self, scores, "bqk")
+        return F.softmax(scores, dim=-1) @ self.value(x)
+
+
+class ManyHeads(nn.Module):
+    """Heads side by side in a list."""
+
+    def __init__(self, d_model, heads, head_dim, head=Head):
+        super().__init__()
+        self.heads = nn.ModuleList(head(d_model, head_dim) for _ in range(heads))
+        self.proj = nn.Linear(heads * head_dim, d_model)
+
+    def forward(self, x):
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+enter(
+    Entry(
+        "structures.ManyHeads",
+        lambda: (Block(39, ManyHeads(39, 3, 13)), (torch.randn(2, 13, 39),)),
+        {f"attention.heads.{index}": Expected(1, 13, 13**-0.5, 1, causal=True) for index in range(3)},
+    )
+)
+
+
+class Shared(nn.Module):
+    """ALBERT's: one block, three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(33, AsPrinted(33, 3))
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+enter(
+    Entry(
+        "structures.Shared",
+        lambda: (Shared(), (torch.randn(2, 13, 33),)),
+        {"block.attention": Expected(3, 11, 11**-0.5, 3, calls=3)},
+    )
+)
+
+
+class Deep(nn.Module):
+    """An embedding, blocks in a list in a module, each unlike the other, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(101, 33)
+        self.body = nn.ModuleDict(
+            {"blocks": nn.ModuleList([Block(33, AsPrinted(33, 3)), Block(33, CrossToItself(33, 1))])}
+        )
+        self.head = nn.Linear(33, 101)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.body["blocks"]:
+            x = block(x)
+        return self.head(x)
+
+
+class CrossToItself(CrossAttention):
+    def forward(self, x):
+        return super().forward(x, x)
+
+
+enter(
+    Entry(
+        "structures.Deep",
+        lambda: (Deep(), (torch.randint(0, 101, (2, 13)),)),
+        {
+            "body.blocks.0.attention": Expected(3, 11, 11**-0.5, 3),
+            "body.blocks.1.attention": Expected(1, 33, 33**-0.5, 1),
+        },
+    )
+)
