@@ -51,7 +51,7 @@ def test_imports_go_one_way(path):
 def test_the_public_names():
     assert sorted(attnscale.__all__) == [
         "AttnscaleError", "MultiheadAttention", "ScoreMoments", "ScoreStats", "attention", "attention_weights",
-        "attention_with_stats", "reference", "rules", "score_moments", "score_stats", "theory",
+        "attention_with_stats", "reference", "rules", "score_moments", "score_stats", "theory", "watch",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)
     assert set(attnscale.__all__) <= set(dir(attnscale))

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_weights
+    from attnscale.watching import watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "score_moments",
     "score_stats",
     "theory",
+    "watch",
 ]
 
 # Loaded when first used, so that the command line answers without importing torch.
@@ -37,6 +39,7 @@ _HOME = {
     "attention_with_stats": "attnscale.measure",
     "score_moments": "attnscale.measure",
     "score_stats": "attnscale.measure",
+    "watch": "attnscale.watching",
 }
 
 

@@ -1,0 +1,150 @@
+"""Where an element of a result came from: for each operation that moves elements, its coordinates backwards.
+
+A map takes points, an integer array (points, dimensions of the result), to the points of one operand; points that the
+operand does not hold are marked by a row of −1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Points = NDArray[np.int64]
+Map = Callable[[Points], Points]
+Shape = tuple[int, ...]
+
+NOWHERE = -1
+
+
+def reshaped(source: Shape, result: Shape) -> Map:
+    """A view, a flatten, an unsqueeze: elements keep their order."""
+
+    def back(points: Points) -> Points:
+        flat = points @ _steps(result)
+        return (flat[:, None] // _steps(source)) % np.maximum(np.array(source, dtype=np.int64), 1)
+
+    return back
+
+
+def permuted(order: Sequence[int]) -> Map:
+    """Dimension `order[k]` of the operand became dimension k."""
+    inverse = np.argsort([axis % len(order) for axis in order])
+    return lambda points: points[:, inverse]
+
+
+def transposed(rank: int, first: int, second: int) -> Map:
+    """Two dimensions changed places."""
+    order = list(range(rank))
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return permuted(order)
+
+
+def broadcast(source: Shape, rank: int) -> Map:
+    """An operand of an elementwise operation, or what was expanded: sizes of one stand for all."""
+    missing = rank - len(source)
+    spread = np.array([size != 1 for size in source], dtype=np.int64)
+    return lambda points: points[:, missing:] * spread
+
+
+def sliced(axis: int, start: int, step: int = 1) -> Map:
+    """Every `step`-th element from `start` on."""
+
+    def back(points: Points) -> Points:
+        points = points.copy()
+        points[:, axis] = start + step * points[:, axis]
+        return points
+
+    return back
+
+
+def selected(axis: int, index: int) -> Map:
+    """One index of a dimension that is then gone."""
+    return lambda points: np.insert(points, axis, index, axis=1)
+
+
+def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
+    """A sum or maximum over some dimensions: the first element stands for all."""
+    gone = sorted(axis % len(source) for axis in axes) if source else []
+
+    def back(points: Points) -> Points:
+        for axis in gone:
+            points = points if keepdim else np.insert(points, axis, 0, axis=1)
+        return points * np.array([axis not in gone for axis in range(len(source))], dtype=np.int64)
+
+    return back
+
+
+def piece(axis: int, start: int, stop: int) -> Map:
+    """One operand of a concatenation."""
+
+    def back(points: Points) -> Points:
+        inside = (points[:, axis] >= start) & (points[:, axis] < stop)
+        points = points.copy()
+        points[:, axis] -= start
+        points[~inside] = NOWHERE
+        return points
+
+    return back
+
+
+def stacked(axis: int, index: int) -> Map:
+    """One operand of a stack."""
+
+    def back(points: Points) -> Points:
+        inside = points[:, axis] == index
+        points = np.delete(points, axis, axis=1)
+        points[~inside] = NOWHERE
+        return points
+
+    return back
+
+
+def padded(source: Shape, before: Sequence[int]) -> Map:
+    """A border was added; `before` elements of it stand first in each dimension."""
+
+    def back(points: Points) -> Points:
+        points = points - np.array(before, dtype=np.int64)
+        points[((points < 0) | (points >= np.array(source))).any(1)] = NOWHERE
+        return points
+
+    return back
+
+
+def repeated(source: Shape, rank: int) -> Map:
+    """Whole copies side by side."""
+    missing = rank - len(source)
+    sizes = np.maximum(np.array(source, dtype=np.int64), 1)
+    return lambda points: points[:, missing:] % sizes
+
+
+def unfolded(axis: int, step: int) -> Map:
+    """Windows of a dimension, their elements in a new last dimension."""
+
+    def back(points: Points) -> Points:
+        points, within = points[:, :-1].copy(), points[:, -1]
+        points[:, axis] = points[:, axis] * step + within
+        return points
+
+    return back
+
+
+def strided(source: Shape, strides: Sequence[int], offset: int) -> Map:
+    """Any walk through the memory of a contiguous operand."""
+
+    def back(points: Points) -> Points:
+        flat = offset + points @ np.array(strides, dtype=np.int64)
+        return (flat[:, None] // _steps(source)) % np.maximum(np.array(source, dtype=np.int64), 1)
+
+    return back
+
+
+def grid(*sizes: int) -> Points:
+    """Every point of a box, in order."""
+    return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
+
+
+def _steps(shape: Shape) -> NDArray[np.int64]:
+    """How far apart neighbours along each dimension lie in a contiguous tensor."""
+    return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

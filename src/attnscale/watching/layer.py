@@ -1,0 +1,62 @@
+"""Layer: everything seen of one attention of a model."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from attnscale.measure.stats import ScoreStats
+from attnscale.watching.declared import Declared
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the scores of an attention were wired to its softmax and its values, where that can go wrong."""
+
+    normalised: bool = False  # query and key both pass a normalisation after their projections
+    biased: bool = False  # something other than a mask is added to the scores
+    bias_is_scaled: bool = False  # ... and multiplied by the scale as well
+    softcap_discarded: bool = False  # a tanh of the scores was computed and did not reach the softmax
+    factor_after_softmax: float = 1.0  # a constant that multiplies the weights or the output instead of the scores
+    mixes_along_softmax: bool = True  # the values are summed over the axis that the softmax normalises
+    unused_norms: tuple[str, ...] = ()  # norms of query or key that the model built and never called
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention of a watched model, over all its calls; tensors have one value a query head."""
+
+    name: str
+    kind: str  # what computed it: "sdpa", "eager", "flex", "fast path", "flash"
+    heads: int
+    kv_heads: int
+    head_dim: int
+    model_dims: tuple[int, ...]  # widths a careless √d could have meant: of the projection's input, of all heads
+    query_len: int  # of the longest call
+    key_len: int
+    causal: bool
+    softcap: float | None
+    stats: ScoreStats
+    scales: Tensor  # the multiplier each head really applied
+    query_norm: Tensor  # root mean square of ‖q‖, as it left its projection and any normalisation
+    key_norm: Tensor
+    declared: Declared  # what the model's own configuration says
+    wiring: Wiring = field(default_factory=Wiring)
+    calls: int = 1
+    query: Tensor | None = field(default=None, repr=False)  # of the last call, where they were to be kept
+    key: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def scale_applied(self) -> float:
+        """The slope of the softmax's input on q·k: over heads, the mean."""
+        return float(self.scales.double().mean())
+
+    @property
+    def scale_expected(self) -> float:
+        """What the configuration says, and 1/√d_k where it says nothing."""
+        return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
+
+    @property
+    def alignment(self) -> Tensor:
+        """Root mean square of the cosine between queries and keys: spread / (scale · ‖q‖ · ‖k‖)."""
+        spread = (self.stats.variance + self.stats.mean.square()).sqrt()
+        return spread / (self.scales.double().abs() * self.query_norm * self.key_norm).clamp(min=1e-300)

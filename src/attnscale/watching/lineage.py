@@ -1,0 +1,183 @@
+"""Lineage: which operations made a tensor, as far back as the projection or the product it comes from.
+
+Nodes hold shapes and small operands, not activations: watching keeps nothing alive that the model let go of, but the
+two operands of a product until its softmax.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnscale.watching.coordinates import NOWHERE, Map, Points, Shape, broadcast
+
+if TYPE_CHECKING:
+    from attnscale.watching.products import Product
+    from attnscale.watching.sighting import Sighting
+    from attnscale.watching.softmaxes import Softmax
+
+LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One operation, looked at from its result: the operand to follow, and what was done to it.
+
+    `effect` is what happens to the value: "same", "times" or "over" an operand, "plus" an operand, "shift" (a statistic
+    of its own row was subtracted), "fill" (some elements were replaced), "tanh", "norm" (its length was divided out),
+    or "other".
+    """
+
+    parent: "Node"
+    back: Map | None = None  # None: same coordinates
+    effect: str = "same"
+    operand: float | Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A tensor's place in the lineage."""
+
+    shape: Shape
+    steps: tuple[Step, ...] = ()  # several for a concatenation: each holds some of the points
+    learned: bool = False  # comes from a projection or a product, not from inputs, masks and tables alone
+    parameter: bool = False  # comes from parameters alone
+    depth: int = 0
+    used: bool = False  # another operation took it
+    projection: "Projection | None" = None  # is the result of one
+    scores: "Product | None" = None  # an elementwise image of this product
+    about: "Product | None" = None  # any function of it, its row maximum for instance
+    exponent: "Node | None" = None  # the exponential of this node, masked perhaps
+    sum_of: "tuple[Node, int] | None" = None  # the sum of the exponential of this node, over this dimension
+    weights: "Softmax | None" = None  # an elementwise image of the output of this softmax
+    log_weights: "tuple[str, Sighting, int] | None" = None  # their logarithm: where, what, over which axis
+    mixed: "Softmax | None" = None  # the values, summed with the weights of this softmax
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Activations times a parameter: where queries and keys begin."""
+
+    weight: Node
+    channel: Map  # from a point of the result to the point of the weight that made it
+    width: int  # features going in
+
+
+@dataclass(slots=True)
+class Trail:
+    """Points followed back to one node, and what was done to their values on the way."""
+
+    node: Node
+    index: NDArray[np.int64]  # which of the points asked for
+    points: Points
+    factor: NDArray[np.float64]
+    shift: NDArray[np.float64]  # what the row's own statistics subtracted, undone
+    counting: bool = True  # no normalisation passed yet: factors count
+    caps: list[float] = field(default_factory=list)  # what each tanh on the way is multiplied by afterwards
+    biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
+    fills: list[float] = field(default_factory=list)  # what replaces hidden elements
+    normalised: bool = False
+    blended: bool = False  # passed an operation whose effect on the value is not known
+
+
+class Ledger:
+    """Tensors of the running model -> their nodes."""
+
+    def __init__(self) -> None:
+        self._nodes = WeakTensorKeyDictionary()
+
+    def node(self, tensor: Tensor) -> Node:
+        """The node of a tensor; one never seen begins a lineage."""
+        node = self._nodes.get(tensor)
+        if node is None:
+            node = Node(shape_of(tensor), parameter=isinstance(tensor, nn.Parameter))
+            self._nodes[tensor] = node
+        return node  # type: ignore[no-any-return]
+
+    def known(self, tensor: Tensor) -> Node | None:
+        """The node of a tensor seen before."""
+        return self._nodes.get(tensor)  # type: ignore[no-any-return]
+
+    def write(self, tensor: Tensor, node: Node) -> None:
+        """Note what a tensor is now."""
+        self._nodes[tensor] = node
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """The shape; nested tensors have none."""
+    return () if tensor.is_nested else tuple(tensor.shape)
+
+
+def follow(node: Node, points: Points, product: "Product | None" = None) -> list[Trail]:
+    """Follow points of a node back to where their lineage begins, or to the product they are an image of."""
+    whole = np.arange(len(points))
+    trails = [Trail(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
+    ends = []
+    while trails:
+        trail = trails.pop()
+        while trail.node.steps and not (product is not None and trail.node.scores is not product):
+            if len(trail.node.steps) > 1:
+                trails += _split(trail)
+                break
+            _walk(trail, trail.node.steps[0], product)
+        else:
+            ends.append(trail)
+    return ends
+
+
+def _split(trail: Trail) -> Iterable[Trail]:
+    for step in trail.node.steps:
+        points = trail.points if step.back is None else step.back(trail.points)
+        held = (points != NOWHERE).all(1)
+        if held.any():
+            yield replace(
+                trail,
+                node=step.parent,
+                index=trail.index[held],
+                points=points[held],
+                factor=trail.factor[held],
+                shift=trail.shift[held],
+                caps=list(trail.caps),
+                biases=list(trail.biases),
+                fills=list(trail.fills),
+            )
+
+
+def _walk(trail: Trail, step: Step, product: "Product | None") -> None:
+    if step.effect in ("times", "over") and trail.counting:
+        factor = values_at(step.operand, trail.points)
+        trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
+    elif step.effect == "plus" and isinstance(step.operand, Tensor):
+        trail.biases.append((step.operand, float(np.mean(trail.factor))))
+    elif step.effect == "fill":
+        trail.fills.append(float(np.mean(trail.factor)) * float(step.operand or 0.0))
+    elif step.effect == "shift":
+        trail.shift = trail.shift + trail.factor * values_at(step.operand, trail.points)
+    elif step.effect == "tanh":
+        trail.caps.append(float(np.mean(trail.factor)))
+    elif step.effect == "norm":
+        trail.counting, trail.normalised = False, True
+    elif step.effect == "other":
+        trail.blended = True
+    points = trail.points if step.back is None else step.back(trail.points)
+    held = (points != NOWHERE).all(1)
+    if not held.all():
+        trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
+        points = points[held]
+    trail.node, trail.points = step.parent, points
+
+
+def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.float64]:
+    """The values of a number, or of a tensor that broadcasts, at these points."""
+    if not isinstance(operand, Tensor):
+        return np.full(len(points), 1.0 if operand is None else float(operand))
+    if operand.numel() == 1:
+        return np.full(len(points), float(operand))
+    at = broadcast(tuple(operand.shape), points.shape[1])(points)
+    index = tuple(torch.from_numpy(column.copy()).to(operand.device) for column in at.T)
+    return operand[index].double().cpu().numpy()

@@ -1,0 +1,79 @@
+"""Where in the model an operation happens: the modules that are running, and the line of code."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+# The line of the model's own code is the first outside these.
+LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The modules that were running, outermost first, and the line that called torch."""
+
+    modules: tuple[str, ...]
+    line: tuple[str, int]
+
+
+def within(first: Place, second: Place) -> str:
+    """The innermost module that was running at both places."""
+    common = [a for a, b in zip(first.modules, second.modules, strict=False) if a == b]
+    return common[-1]
+
+
+class Running:
+    """The modules of a model that are running now, and those that ever ran."""
+
+    def __init__(self, model: nn.Module, ran: Callable[[str, Any], None]) -> None:
+        self._root = type(model).__name__
+        self._ran = ran
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self._names[id(model)] = ""
+        self.stack: list[str] = []
+        self.called: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def shown(self, path: str) -> str:
+        """A module path as it is shown: the model itself by its class."""
+        return path or self._root
+
+    def place(self) -> Place:
+        """Where the model is now."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+            frame = frame.f_back
+        return Place(tuple(self.stack), (frame.f_code.co_filename, frame.f_lineno))
+
+    def attach(self) -> None:
+        """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Stop following."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self.stack.append(name)
+            self.called.add(name)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None and self.stack:
+            self._ran(name, output)
+            self.stack.pop()

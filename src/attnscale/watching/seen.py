@@ -1,0 +1,116 @@
+"""Seen: what a watched model did, layer by layer."""
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+
+import torch
+
+from attnscale.watching.declared import Declared
+from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.sighting import Sighting
+
+COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
+
+
+class Layers(dict[str, Layer]):
+    """Layers by module path; the path of a module around a single attention finds it too."""
+
+    def __missing__(self, path: str) -> Layer:
+        inside = [name for name in self if name.startswith(f"{path}.")]
+        if len(inside) == 1:
+            return self[inside[0]]
+        known = ", ".join(inside or self)
+        raise KeyError(f"{path}: expected the path of one attention, one of: {known}")
+
+
+class Seen:
+    """The attentions of a watched model, as they were computed."""
+
+    def __init__(
+        self,
+        shown: Callable[[str], str],
+        declare: Callable[[str, int], Declared],
+        unused_norms: Callable[[str], tuple[str, ...]],
+    ) -> None:
+        self._shown = shown
+        self._declare = declare
+        self._unused_norms = unused_norms
+        self._sites: dict[tuple[object, ...], list[Sighting]] = {}
+        self._built: tuple[int, Layers] = (0, Layers())
+
+    def note(self, path: str, line: tuple[str, int], sighting: Sighting) -> None:
+        """Add one call to those of its place."""
+        site = (path, line, sighting.heads, sighting.head_dim)
+        self._sites.setdefault(site, []).append(sighting)
+
+    @property
+    def calls(self) -> int:
+        """Attention calls seen."""
+        return sum(len(calls) for calls in self._sites.values())
+
+    @property
+    def layers(self) -> Layers:
+        """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`."""
+        if self._built[0] != self.calls:
+            layers = Layers()
+            for (path, *_), calls in self._sites.items():
+                name, number = self._shown(str(path)), 2
+                while name in layers:
+                    name, number = f"{self._shown(str(path))}#{number}", number + 1
+                layers[name] = self._layer(name, str(path), calls)
+            self._built = (self.calls, layers)
+        return self._built[1]
+
+    def _layer(self, name: str, path: str, calls: list[Sighting]) -> Layer:
+        last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
+        return Layer(
+            name=name,
+            kind=last.kind,
+            heads=last.heads,
+            kv_heads=last.kv_heads,
+            head_dim=last.head_dim,
+            model_dims=last.model_dims,
+            query_len=longest.query_len,
+            key_len=max(call.key_len for call in calls),
+            causal=longest.causal,
+            softcap=last.softcap,
+            stats=reduce(add, [call.stats for call in calls]),
+            scales=torch.stack([call.scales for call in calls]).mean(0),
+            query_norm=torch.stack([call.query_norm for call in calls]).square().mean(0).sqrt(),
+            key_norm=torch.stack([call.key_norm for call in calls]).square().mean(0).sqrt(),
+            declared=self._declare(path, last.head_dim),
+            wiring=Wiring(
+                normalised=all(call.normalised for call in calls),
+                biased=any(call.biased for call in calls),
+                bias_is_scaled=any(call.bias_is_scaled for call in calls),
+                softcap_discarded=any(call.softcap_discarded for call in calls),
+                factor_after_softmax=last.factor_after_softmax,
+                mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
+                unused_norms=self._unused_norms(path),
+            ),
+            calls=len(calls),
+            query=longest.query,
+            key=longest.key,
+        )
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *(_cells(layer) for layer in self.layers.values())]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines = (
+            "  ".join(
+                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(layer: Layer) -> tuple[str, ...]:
+    stats = layer.stats
+    heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
+    means = (float(values.nanmean()) for values in (stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain))
+    numbers = (layer.scale_applied, layer.scale_expected, *means)
+    shown = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
+    return layer.name, layer.kind, heads, str(layer.head_dim), *shown

@@ -1,0 +1,32 @@
+"""A softmax whose input was scores, followed on to the values that its weights mix."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnscale.watching.lineage import Node, follow
+from attnscale.watching.sighting import Sighting
+
+
+@dataclass(eq=False)
+class Softmax:
+    """What is known of a softmax once it ran; `axis` is the one it normalises."""
+
+    sighting: Sighting
+    axis: int
+
+    def mixes(self, weights: Node, axis: int) -> None:
+        """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
+        if weights.shape[axis] < 2:
+            return
+        points = np.zeros((2, len(weights.shape)), dtype=np.int64)
+        points[1, axis] = 1
+        for trail in follow(weights, points):
+            if len(trail.points) == 2 and trail.node.weights is self:
+                moved = (trail.points[0] != trail.points[1]).nonzero()[0]
+                self.sighting.mixes_along_softmax = bool((moved == self.axis).any())
+                self.sighting.factor_after_softmax *= float(trail.factor[0])
+
+    def scaled(self, factor: float) -> None:
+        """The mixed values were multiplied by a constant."""
+        self.sighting.factor_after_softmax *= factor

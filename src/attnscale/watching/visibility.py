@@ -1,0 +1,34 @@
+"""Which scores were hidden by a mask, whatever number the model uses for −∞."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
+NEVER_A_SCORE = -1e8
+# A mask of two values this far apart hides the lower: e^−50 is nothing. Swin subtracts 100, old BERTs 10,000.
+HIDING_GAP = 50.0
+
+
+def hiding_gap(mask: Tensor) -> float | None:
+    """How far apart the two values of a mask lie; None where it takes others, as a position bias does."""
+    low, high = (float(value) for value in mask.aminmax()) if mask.numel() else (0.0, 0.0)
+    if math.isnan(low) or not high - low >= HIDING_GAP:
+        return None
+    two_valued = bool(((mask == low) | (mask == high)).all())
+    return high - low if two_valued or low <= NEVER_A_SCORE else None
+
+
+def hidden_by(bias: Tensor, gap: float) -> Tensor:
+    """Which elements of a row are below its highest bias by about the gap."""
+    return bias < bias.amax(-1, keepdim=True) - 0.5 * min(gap, -NEVER_A_SCORE)
+
+
+def infinite(mask: Tensor) -> Tensor:
+    """The mask with −∞ for what it hides."""
+    gap = None if mask.dtype == torch.bool else hiding_gap(mask)
+    if gap is None or math.isinf(gap):
+        return mask
+    high = mask.amax()
+    return mask.masked_fill(mask < high - 0.5 * min(gap, -NEVER_A_SCORE), -math.inf)

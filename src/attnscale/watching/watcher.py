@@ -1,0 +1,262 @@
+"""watch(model): see every attention of a running model, with no edit to it.
+
+One mode between the model and torch's kernels sees each operation after it ran, and follows tensors from projections
+to products to softmaxes. Nothing is replaced, so outputs stay as they are to the last bit.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnscale.errors import InputError, SettingError
+from attnscale.watching.declared import declared
+from attnscale.watching.eager import see_softmax
+from attnscale.watching.fused import flex_call, kernel_calls, recognised
+from attnscale.watching.lineage import Ledger, Node, shape_of
+from attnscale.watching.names import Running, within
+from attnscale.watching.operations import Operation, read
+from attnscale.watching.products import convolved, read_product
+from attnscale.watching.seen import Seen
+from attnscale.watching.sighting import Sighting
+from attnscale.watching.softmaxes import Softmax
+
+DEFAULT_ROWS = 64
+PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand
+SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")
+NORM_OF_QUERY_OR_KEY = re.compile(
+    r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
+)
+
+
+@contextmanager
+def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> Iterator[Seen]:
+    """See every attention that runs inside the model, whatever computes it.
+
+    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the last
+    call. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
+
+    >>> from torch import nn
+    >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
+    >>> x = torch.randn(1, 10, 64)
+    >>> with watch(layer) as seen:
+    ...     _ = layer(x, x, x)
+    >>> round(1 / seen.layers["MultiheadAttention"].scale_applied ** 2)
+    32
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
+    watcher = Watcher(model, rows, keep)
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        watcher.running.attach()
+        stack.callback(watcher.running.detach)
+        stack.enter_context(watcher)
+        yield watcher.seen
+    watcher.conclude()
+
+
+class Watcher(TorchDispatchMode):
+    """The mode that reads every operation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, rows: int | None, keep: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+        self.norms = QueryKeyNorms(model, self.ledger)
+        self.running = Running(model, self.norms.ran)
+        self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
+        self.rows, self.keep = rows, keep
+        self.softmaxes = 0  # of anything
+        self.failures: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != -1 or not self.running.stack:
+            return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a sharded or quantised tensor: see what it does inside
+        if _is_composite(func):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        try:
+            self._read(func, args, kwargs, result)
+        except Exception as error:  # a model that runs must go on running
+            self.failures.append(f"{func}: {type(error).__name__}: {error}")
+            if RAISE_FAILURES:
+                raise
+        return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if not isinstance(func, torch._ops.OpOverload):
+            if str(func) == "flex_attention":
+                self._see_kernel(flex_call(self.ledger, args).sighting(self.rows, self.keep), result)
+            return
+        space, _, name = func._schema.name.partition("::")
+        name = name.removesuffix("_") if not name.startswith("__") else name
+        self._mark_used(name, args)
+        if recognised(f"{space}::{name}"):
+            given = {
+                argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+            } | kwargs
+            for kernel in kernel_calls(self.ledger, f"{space}::{name}", given):
+                self._see_kernel(kernel.sighting(self.rows, self.keep), result)
+            return
+        operation = Operation(name, args, kwargs, result, self.ledger)
+        node = self._special(operation) or read(operation)
+        self._after_softmax(operation, node)
+        for tensor, its in _paired(result, node):
+            self.ledger.write(tensor, its)
+
+    def _special(self, op: Operation) -> Node | None:
+        if op.name in PRODUCTS:
+            first, second = (op.args[index] for index in PRODUCTS[op.name])
+            return read_product(
+                self.ledger, self.running.place(), (first, second), op.shape, op.kwargs.get("alpha", 1.0)
+            )
+        if op.name == "convolution":
+            return convolved(self.ledger.node(op.args[1]), op.shape)
+        if op.name in SOFTMAXES:
+            self.softmaxes += 1
+            return self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1), op)
+        if op.name == "_log_softmax":
+            return self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1), op, exponentiated=False)
+        if op.name == "exp" and (logarithm := op.node().log_weights) is not None:
+            return self._weights(op, *logarithm)
+        if op.name in ("div", "mul"):
+            return self._see_division(op)
+        return None
+
+    def _see_softmax(
+        self, scores: Tensor, node: Node, axis: int, op: Operation, exponentiated: bool = True
+    ) -> Node | None:
+        axis %= max(scores.dim(), 1)
+        written = None if node.scores is None else see_softmax(node.scores, scores, node, axis)
+        if written is None or node.scores is None:
+            return None
+        path = within(node.scores.place, self.running.place())
+        sighting = written.sighting(self.rows, self.keep)
+        if exponentiated:
+            return self._weights(op, path, sighting, axis)
+        return Node(op.shape, learned=True, log_weights=(path, sighting, axis))
+
+    def _weights(self, op: Operation, path: str, sighting: Sighting, axis: int) -> Node:
+        self.seen.note(path, self.running.place().line, sighting)
+        return Node(op.shape, learned=True, weights=Softmax(sighting, axis))
+
+    def _see_division(self, op: Operation) -> Node | None:
+        """e / Σe, which is a softmax, written as a division or as a product with the inverse."""
+        if not all(isinstance(arg, Tensor) for arg in op.args[:2]):
+            return None
+        top, bottom = op.node(0), op.node(1)
+        if op.name == "mul" and top.sum_of is not None:
+            top, bottom = bottom, top
+        if top.exponent is None or bottom.sum_of is None or bottom.sum_of[0] is not top.exponent:
+            return None
+        self.softmaxes += 1
+        exponential = op.args[0] if top is op.node(0) else op.args[1]
+        return self._see_softmax(exponential.log(), top.exponent, bottom.sum_of[1], op)
+
+    def _see_kernel(self, sighting: Sighting, result: Any) -> None:
+        place = self.running.place()
+        self.seen.note(place.modules[-1], place.line, sighting)
+        output = result[0] if isinstance(result, (tuple, list)) else result
+        if isinstance(output, Tensor):
+            self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
+
+    def _after_softmax(self, op: Operation, node: Any) -> None:
+        """The mixed values multiplied by a constant: the scores should have been."""
+        if isinstance(node, Node) and node.mixed is not None and node.steps:
+            step = node.steps[0]
+            if step.effect in ("times", "over") and isinstance(step.operand, float):
+                node.mixed.scaled(step.operand if step.effect == "times" else 1.0 / step.operand)
+
+    def _mark_used(self, name: str, args: Any) -> None:
+        if name != "detach":
+            for arg in args:
+                for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+                    if isinstance(item, Tensor):
+                        self.ledger.node(item).used = True
+
+    def conclude(self) -> None:
+        """Say what could not be followed; where nothing was seen at all, refuse."""
+        if self.failures:
+            warnings.warn(
+                f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}", stacklevel=4
+            )
+        if self.seen.calls:
+            return
+        if not self.running.called:
+            raise InputError("Expected the model to run inside watch(), but no module of it was called.")
+        raise InputError(
+            "Expected attention in the watched model, but saw none: no fused attention kernel ran, and "
+            + (f"none of its {self.softmaxes} softmaxes" if self.softmaxes else "no softmax")
+            + " took a product of two activations."
+        )
+
+
+RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
+
+
+class QueryKeyNorms:
+    """The norms of queries and keys that a model was built with, and whether they take part."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self._built = {
+            name: module
+            for name, module in model.named_modules()
+            if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
+        }
+        self._ledger = ledger
+        self._outputs: dict[str, list[Node]] = {}
+
+    def ran(self, name: str, output: Any) -> None:
+        """A module of the model ran."""
+        if name in self._built and isinstance(output, Tensor):
+            self._outputs.setdefault(name, []).append(self._ledger.node(output))
+
+    def unused(self, path: str) -> tuple[str, ...]:
+        """The norms that belong to the attention at this path and never took part."""
+        return tuple(
+            name
+            for name, module in self._built.items()
+            if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
+        )
+
+    def _takes_part(self, name: str, module: nn.Module) -> bool:
+        if name in self._outputs:
+            return any(node.used for node in self._outputs[name])
+        nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
+        return any(node is not None and node.used for node in nodes)
+
+
+def _belongs(parent: str, path: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")
+
+
+def _paired(result: Any, nodes: Any) -> Iterator[tuple[Tensor, Node]]:
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    nodes = nodes if isinstance(nodes, (tuple, list)) else (nodes,)
+    for tensor, node in zip(results, nodes, strict=False):
+        if isinstance(tensor, Tensor) and node is not None:
+            yield tensor, node
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operation is made of others; in inference mode such operations arrive whole."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
