@@ -1,0 +1,29 @@
+"""Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
+
+from attnscale.diagnose.audit import Audit, audit, diagnose
+from attnscale.diagnose.cause import Cause, Change, cause, compare
+from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
+from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
+
+__all__ = [
+    "CODES",
+    "SEVERITIES",
+    "Audit",
+    "Candidate",
+    "Cause",
+    "Change",
+    "Finding",
+    "Outcome",
+    "Verdict",
+    "WhatIf",
+    "audit",
+    "cause",
+    "compare",
+    "diagnose",
+    "head_verdicts",
+    "is_trained",
+    "layer_verdict",
+    "what_if",
+]

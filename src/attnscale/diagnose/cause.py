@@ -1,0 +1,104 @@
+"""Why scores are as large or as small as they are: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
+
+Each factor is compared with what it is for unit-variance, independent components: a with 1/√d_k (or what the model
+declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. Their logarithms add up to that of the
+scores, so the factor that moved most is the one with the largest logarithm.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnscale.watching.layer import Layer
+
+LEAST = 1e-300  # keeps the logarithm of a zero finite
+
+
+@dataclass(frozen=True)
+class Cause:
+    """How far each factor of the scores is from where it should be, as ratios, and the one that matters most."""
+
+    multiplier: float
+    norms: float
+    alignment: float
+    sentence: str
+
+    @property
+    def factor(self) -> str:
+        """`multiplier`, `norms` or `alignment`."""
+        return dominant({"multiplier": self.multiplier, "norms": self.norms, "alignment": self.alignment})
+
+
+@dataclass(frozen=True)
+class Change:
+    """Δ ln|s| between two checkpoints, by factor: `total` is the sum of the others."""
+
+    multiplier: float
+    query_norm: float
+    key_norm: float
+    alignment: float
+
+    @property
+    def total(self) -> float:
+        """Δ ln of the root mean square score."""
+        return self.multiplier + self.query_norm + self.key_norm + self.alignment
+
+    @property
+    def factor(self) -> str:
+        """The factor that moved most."""
+        ratios = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
+        return dominant({name: math.exp(change) for name, change in ratios.items()})
+
+    def __str__(self) -> str:
+        return (
+            f"scores × {math.exp(self.total):.3g}: multiplier × {math.exp(self.multiplier):.3g}, "
+            f"‖q‖ × {math.exp(self.query_norm):.3g}, ‖k‖ × {math.exp(self.key_norm):.3g}, "
+            f"alignment × {math.exp(self.alignment):.3g}"
+        )
+
+
+def cause(layer: Layer, head: int | None = None) -> Cause:
+    """Which factor takes the scores of a head, or of the whole layer, away from unit spread."""
+    scale, expected = abs(_at(layer.scales, head)), layer.scale_expected
+    query_norm, key_norm = _at(layer.query_norm, head), _at(layer.key_norm, head)
+    alignment, unit = _at(layer.alignment, head), math.sqrt(layer.head_dim)
+    ratios = {
+        "multiplier": scale / max(abs(expected), LEAST),
+        "norms": query_norm * key_norm / unit**2,
+        "alignment": alignment * unit,
+    }
+    sentences = {
+        "multiplier": f"The multiplier, {scale:.3g} where {expected:.3g} is expected, is the cause.",
+        "norms": f"The norms are the cause: ‖q‖ is {query_norm:.3g} and ‖k‖ {key_norm:.3g}, where "
+        f"unit-variance components give √d_k = {unit:.3g}.",
+        "alignment": f"The alignment is the cause: queries and keys have a cosine of {alignment:.3g} (root mean "
+        f"square), where independent ones have 1/√d_k = {1 / unit:.3g}.",
+    }
+    return Cause(**ratios, sentence=sentences[dominant(ratios)])
+
+
+def compare(before: Layer, after: Layer, head: int | None = None) -> Change:
+    """Δ ln|s| = Δ ln a + Δ ln‖q‖ + Δ ln‖k‖ + Δ ln|cos| of a layer between two checkpoints."""
+
+    def moved(name: str) -> float:
+        return _log(getattr(after, name), head) - _log(getattr(before, name), head)
+
+    return Change(moved("scales"), moved("query_norm"), moved("key_norm"), moved("alignment"))
+
+
+def dominant(ratios: dict[str, float]) -> str:
+    """The factor furthest from one, up or down; one that is NaN is never it."""
+    distances = {name: abs(math.log(max(ratio, LEAST))) for name, ratio in ratios.items() if math.isfinite(ratio)}
+    return max(distances, key=lambda name: distances[name], default="norms")
+
+
+def _at(values: Tensor, head: int | None) -> float:
+    """Of one head, or over all of them the geometric mean, so that logarithms of products still add."""
+    return math.exp(_log(values, head))
+
+
+def _log(values: Tensor, head: int | None) -> float:
+    logs: Tensor = torch.as_tensor(values).double().abs().clamp(min=LEAST).log()
+    return float(logs.mean() if head is None else logs[head])

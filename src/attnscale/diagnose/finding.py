@@ -1,0 +1,60 @@
+"""Finding: one thing that is wrong, or worth knowing, about an attention layer or one of its heads."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# From the least to the worst.
+SEVERITIES = ("note", "warning", "error")
+
+CODES = {
+    "unscaled": "the scores reach the softmax as q·k, without a scale",
+    "scaled_by_dim": "the scores are divided by d_k, or by √d_k twice",
+    "scaled_by_model_dim": "the scores are divided by √d_model, the width before the split into heads",
+    "unusual_scale": "the scores are multiplied by something that no rule explains",
+    "config_mismatch": "the scale applied is not the one that the model's configuration sets",
+    "scale_after_softmax": "the weights or the output are scaled, where the scores should be",
+    "softmax_wrong_axis": "the softmax does not run over the keys that the values are summed over",
+    "inert_qk_norm": "a QK-norm is configured or built, and never applied",
+    "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
+    "diluted": "the multiplier leaves the scores so close that all keys weigh the same",
+    "saturated": "the scores lie so far apart that one key takes all and no gradient passes",
+    "exploding": "the largest score is beyond what published runs have survived",
+    "non_finite": "scores are NaN or infinite",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found (`code`, one of CODES), where, how bad it is, the numbers, and what to do."""
+
+    layer: str
+    head: int | None  # None: the whole layer
+    code: str
+    severity: str
+    message: str
+    measured: float | None
+    expected: float | None
+    advice: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.place}: {self.code}: {self.message} {self.advice}"
+
+    @property
+    def place(self) -> str:
+        """The layer, and the head where it is about one."""
+        return self.layer if self.head is None else f"{self.layer}, head {self.head}"
+
+
+def severity_rank(severity: str) -> int:
+    """0 for a note, 1 for a warning, 2 for an error."""
+    return SEVERITIES.index(severity)
+
+
+def worst(findings: Iterable[Finding]) -> str | None:
+    """The worst severity among findings; None where there are none."""
+    return max((finding.severity for finding in findings), key=severity_rank, default=None)

@@ -1,0 +1,245 @@
+"""What the spread of the scores does to each head: a verdict from theory, confirmed by what the softmax really did.
+
+Theory: over n visible keys, softmax freezes at a spread of √(2 ln n). The measured spread also counts what softmax
+does not see (a shift of a whole row, a key nobody looks at), so a head is `saturated` only where its measured entropy
+is as low as theory says. From verdicts to findings:
+
+- At initialisation a frozen head is a warning: nobody has taught it to be sharp. In a trained model it is a note:
+  induction, previous-token and first-token heads are sharp because that is their job.
+- A layer of which every head is frozen and hardly any gradient passes is an error, trained or not.
+- `diluted` accuses the multiplier alone. Small random weights make every small model's attention nearly uniform at
+  first, and it learns all the same; so a spread is diluted only where the multiplier the head should have had would
+  not have left it so. Normalised queries and keys have no weights to blame: there the spread that the multiplier
+  gives to random directions decides.
+- A maximum above 100, 1000 and 10,000 is where QK-Clip acts, where loss deteriorates and where every run diverged.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attnscale.diagnose.cause import cause
+from attnscale.diagnose.finding import Finding
+from attnscale.theory.gaussian import expected_softmax
+from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point, regime
+from attnscale.watching.declared import Authority
+from attnscale.watching.layer import Layer
+
+# Of the entropy at the edge of saturation: a head this much above it is not frozen, whatever its spread.
+CONFIRMED = 1.25
+PASSES_HALF = 0.5  # of the gradient that uniform weights would pass
+DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
+# (largest score, severity, what is known of it), the worst first.
+EXPLODING = (
+    (1e4, "error", "every run that passed 10,000 diverged (Wortsman et al. 2023)"),
+    (1e3, "warning", "loss deteriorates from about 1,000 on (Wortsman et al. 2023)"),
+    (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One head, or a layer as the mean of its heads: the verdict, and the numbers beside it."""
+
+    layer: str
+    head: int | None
+    verdict: str  # "diluted", "healthy", "saturated", "non_finite"
+    spread: float
+    keys: float  # visible to a row, on average
+    freezing_point: float
+    entropy_ratio: float
+    top1: float
+    gradient_gain: float
+
+
+def head_verdicts(layer: Layer) -> list[Verdict]:
+    """The verdict on every head that saw any keys."""
+    stats = layer.stats
+    columns = torch.stack(
+        [stats.count / stats.rows.clamp(min=1), stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain]
+    )
+    seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
+    return [_verdict(layer.name, head, *columns[:, head].tolist()) for head in seen]
+
+
+def layer_verdict(layer: Layer) -> Verdict | None:
+    """The verdict on a layer: that of its heads where they agree, else `healthy`; None where it saw no keys."""
+    heads = head_verdicts(layer)
+    if not heads:
+        return None
+    verdicts = {head.verdict for head in heads}
+    agreed = "non_finite" if "non_finite" in verdicts else verdicts.pop() if len(verdicts) == 1 else "healthy"
+
+    def mean(name: str) -> float:
+        values = [getattr(head, name) for head in heads]
+        return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+    names = ("spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain")
+    return Verdict(layer.name, None, agreed, *map(mean, names))
+
+
+def verdict_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """`non_finite`, `exploding`, `saturated` and `diluted`, by head, or once where the whole layer is meant."""
+    heads = head_verdicts(layer)
+    broken = [head for head in heads if head.verdict == "non_finite"]
+    if broken:
+        yield _non_finite(layer, len(broken))
+        return
+    yield from _exploding(layer)
+    if not layer.wiring.mixes_along_softmax:
+        return  # the rows measured are not those that were normalised
+    yield from _saturated(layer, [head for head in heads if _is_frozen(head)], len(heads), trained)
+    yield from _diluted(layer, heads, trained)
+
+
+def _verdict(
+    layer: str, head: int, keys: float, spread: float, entropy_ratio: float, top1: float, gradient_gain: float
+) -> Verdict:
+    freezes = freezing_point(max(1, round(keys)))
+    if not all(map(math.isfinite, (spread, top1, gradient_gain))):
+        found = "non_finite"
+    elif round(keys) < 2:
+        found = "healthy"  # one key takes all, as it must
+    else:
+        found = regime(spread, round(keys))
+        if found == "saturated" and entropy_ratio > CONFIRMED * _edge_of_saturation(round(keys)):
+            found = "healthy"
+    return Verdict(layer, head, found, spread, keys, freezes, entropy_ratio, top1, gradient_gain)
+
+
+def _edge_of_saturation(keys: int) -> float:
+    """Entropy ratio at the spread from which regime() says `saturated`."""
+    return expected_softmax(FREEZING_MARGIN * freezing_point(keys), keys).entropy_ratio
+
+
+def _is_frozen(head: Verdict) -> bool:
+    """Beyond the freezing point itself, with less than half of the gradient left."""
+    uniform_gain = 1 - 1 / max(head.keys, 1.0)
+    return (
+        head.verdict == "saturated"
+        and head.spread > head.freezing_point
+        and head.gradient_gain < PASSES_HALF * uniform_gain
+    )
+
+
+def _non_finite(layer: Layer, broken: int) -> Finding:
+    return Finding(
+        layer.name,
+        None,
+        "non_finite",
+        "error",
+        f"{broken} of {layer.heads} heads have scores that are NaN or infinite.",
+        None,
+        None,
+        "Look for NaN in the weights or the input, or for float16 overflowing above 65,504.",
+    )
+
+
+def _exploding(layer: Layer) -> Iterator[Finding]:
+    largest, head = (float(found) for found in layer.stats.max.max(0))
+    reached = next(((severity, known) for limit, severity, known in EXPLODING if largest >= limit), None)
+    if reached is None:
+        return
+    severity, known = reached
+    bound = float(layer.stats.max_bound.max())
+    bracket = "" if layer.stats.exact else f" among the rows looked at (at most {bound:.4g} in all)"
+    yield Finding(
+        layer.name,
+        int(head),
+        "exploding",
+        severity,
+        f"The largest score is {largest:.4g}{bracket}; {known}.",
+        largest,
+        EXPLODING[-1][0],
+        f"{cause(layer, int(head)).sentence} Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100).",
+    )
+
+
+def _saturated(layer: Layer, frozen: list[Verdict], heads: int, trained: bool) -> Iterator[Finding]:
+    if not frozen:
+        return
+    if len(frozen) < heads:
+        for head in frozen:
+            yield _saturated_finding(layer, head, "note" if trained else "warning")
+        return
+    whole = layer_verdict(layer)
+    assert whole is not None  # it has frozen heads
+    is_dead = whole.gradient_gain < DEAD_GAIN
+    yield _saturated_finding(layer, whole, "error" if is_dead else "note" if trained else "warning")
+
+
+def _saturated_finding(layer: Layer, found: Verdict, severity: str) -> Finding:
+    every = "every head is frozen: " if found.head is None else ""
+    message = (
+        f"{every}the scores spread by {found.spread:.3g} over {found.keys:.0f} keys, where softmax freezes at "
+        f"{found.freezing_point:.3g}; entropy is {found.entropy_ratio:.2f} of ln n, top-1 {found.top1:.2f}, and "
+        f"{found.gradient_gain:.2f} of the gradient passes."
+    )
+    sharp = "A trained head may be sharp on purpose; look at its weights before changing it."
+    advice = sharp if severity == "note" else _saturated_advice(layer, found.head)
+    return Finding(
+        layer.name, found.head, "saturated", severity, _sentence(message), found.spread, found.freezing_point, advice
+    )
+
+
+def _saturated_advice(layer: Layer, head: int | None) -> str:
+    why = cause(layer, head)
+    mend = {
+        "multiplier": f"Multiply the scores by {layer.scale_expected:.3g}.",
+        "norms": "Initialise the projections smaller, normalise their input, or add a QK-norm.",
+        "alignment": "Look for query and key projections that share weights or inputs that are all alike.",
+    }
+    return f"{why.sentence} {mend[why.factor]}"
+
+
+def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Finding]:
+    if trained and layer.wiring.normalised:
+        return  # the gains were learned, so what spreads the scores so little is not the multiplier alone
+    diluted = [head for head in heads if head.verdict == "diluted"]
+    blamed = [head for head in diluted if _multiplier_dilutes(layer, head)]
+    if not blamed or len(blamed) < len(heads) / 2:
+        return  # a multiplier that dilutes does so to most heads
+    scale, expected = layer.scale_applied, _better_multiplier(layer)
+    spread = math.fsum(head.spread for head in blamed) / len(blamed)
+    yield Finding(
+        layer.name,
+        None,
+        "diluted",
+        "note" if trained else "warning",
+        f"The scores spread by only {spread:.2g}, since they are multiplied by {scale:.3g}: all keys weigh nearly "
+        f"the same (entropy {min(head.entropy_ratio for head in blamed):.3f} of ln n).",
+        spread,
+        DILUTED_SPREAD,
+        f"Multiply the scores by {expected:.3g}, which spreads them by {spread * expected / abs(scale):.2g}.",
+    )
+
+
+def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
+    assert head.head is not None
+    scale = abs(float(layer.scales[head.head]))
+    if not 0 < scale < _better_multiplier(layer) or _is_chosen(layer, scale):
+        return False
+    if layer.wiring.normalised:
+        norms = float(layer.query_norm[head.head] * layer.key_norm[head.head])
+        return scale * norms / math.sqrt(layer.head_dim) < DILUTED_SPREAD
+    return head.spread * _better_multiplier(layer) / scale >= DILUTED_SPREAD
+
+
+def _is_chosen(layer: Layer, scale: float) -> bool:
+    said = layer.declared
+    is_declared = said.scale is None or math.isclose(scale, abs(said.scale), rel_tol=0.02)
+    return said.scale_authority is Authority.CONFIGURED and is_declared
+
+
+def _better_multiplier(layer: Layer) -> float:
+    """What the scores should have been multiplied by: for normalised vectors, what spreads random directions by one."""
+    if not layer.wiring.normalised:
+        return abs(layer.scale_expected)
+    norms = float((layer.query_norm.double() * layer.key_norm.double()).mean())
+    return math.sqrt(layer.head_dim) / max(norms, 1e-300)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
