@@ -94,7 +94,7 @@ def test_bench_prints_ratios_and_writes_them_with_the_machine(tmp_path):
     assert "plain SDPA, flash" in result.stdout
     recorded = json.loads(path.read_text(encoding="utf-8"))
     assert recorded["machine"]["torch"]
-    ratios = {cost["variant"]: cost["ratio"] for cost in recorded["costs"]}
+    ratios = {cost["variant"]: cost["calls"]["ratio"] for cost in recorded["costs"]}
     assert ratios["plain SDPA, flash"] == 1.0
     assert {"attnscale, every row", "attnscale, 64 rows", "eager with statistics"} <= ratios.keys()
 

@@ -1,0 +1,59 @@
+"""How long one step takes: called from Python, or replayed as a CUDA graph, which leaves the host's time out.
+
+In training the host runs ahead of the GPU and its time does not show, unless a step takes it longer than the GPU;
+so both are worth knowing.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+Step = Callable[[], None]
+Clock = Callable[[], float]  # milliseconds of one step
+CALLS, GRAPH = "calls", "graph"
+TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
+CAPTURED = 5  # steps in one graph, so that launching it does not show
+LONGEST_CAPTURED = 10.0  # milliseconds; a longer step hides the host's time by itself, and its graph keeps its memory
+
+
+def clocks(step: Step, device: str) -> dict[str, Clock]:
+    """The ways to time a step that runs: calls, and a graph where the step is short and can be captured."""
+    if device == "cpu":
+        return {CALLS: lambda: _wall(step)}
+    _events(step, 1)  # the first call after another kind of work is slower
+    taken = _events(step, 1)
+    found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / taken)))}
+    graph = _captured(step) if taken < LONGEST_CAPTURED else None
+    if graph is not None:
+        replay = graph.replay
+        found[GRAPH] = lambda: _events(replay, max(1, round(TIMED / (CAPTURED * taken)))) / CAPTURED
+    return found
+
+
+def _captured(step: Step) -> torch.cuda.CUDAGraph | None:
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(CAPTURED):
+                step()
+    except RuntimeError:  # something in it waits for the GPU
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def _wall(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _events(step: Step, times: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / times
