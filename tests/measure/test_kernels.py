@@ -21,10 +21,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
-from attnscale.measure import kernels
+from attnscale.measure import RowSums, kernels
 from attnscale.measure.kernels import Tiles
 
-from .oracle import assert_rows, expected_rows
+from .oracle import ROW_NAMES, assert_rows, expected_rows
 
 SMALL_TILES = Tiles(32, 16, 4, 1)  # several in every test
 EXACT = 6e-6  # float32 sums of up to 160 terms
@@ -60,8 +60,15 @@ def expected(query, key, value, scale, is_causal):
 
 
 def assert_statistics(found, wanted, tolerance=EXACT):
-    assert all(tensor.dtype == torch.float32 for tensor in found)
+    assert found.dtype == torch.float32
     assert_rows(found, wanted, tolerance)
+
+
+def assert_attended(found, wanted):
+    """The statistics beside an output: the first four of RowSums, and the lse."""
+    assert_statistics(found[:4], wanted)
+    lse = wanted["max"] + np.log(wanted["total"])
+    assert np.abs(found[4].double().numpy() - lse).max() <= EXACT * np.abs(lse).max(initial=1.0)
 
 
 SHAPES = {
@@ -82,11 +89,11 @@ SHAPES = {
 def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
     tensors = qkv(**SHAPES[shape])
     scale = 1.3 * tensors[0].shape[-1] ** -0.5
-    output, *found = kernels.attend_rows(*tensors, scale, is_causal, SMALL_TILES)
+    output, found = kernels.attend_rows(*tensors, scale, is_causal, SMALL_TILES)
     exact, wanted = expected(*tensors, scale, is_causal)
     assert np.abs(output.double().numpy() - exact).max() < EXACT
     assert output.is_contiguous()
-    assert_statistics(found, wanted)
+    assert_attended(found, wanted)
 
 
 @pytest.mark.parametrize("given_lse", [False, True])
@@ -117,18 +124,18 @@ def test_statistics_survive_scores_of_any_size(factor, given_lse):
     exact, wanted = expected(query, key, value, scale, True)
     if given_lse:
         lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float()
-        found = kernels.score_rows(query, key, lse, None, scale, True, SMALL_TILES)
+        assert_statistics(kernels.score_rows(query, key, lse, None, scale, True, SMALL_TILES), wanted)
     else:
-        output, *found = kernels.attend_rows(query, key, value, scale, True, SMALL_TILES)
+        output, found = kernels.attend_rows(query, key, value, scale, True, SMALL_TILES)
         assert np.abs(output.double().numpy() - exact).max() < EXACT
-    assert_statistics(found, wanted)
+        assert_attended(found, wanted)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_constant_rows_are_exact(is_causal):
     query, key, value = qkv(q_len=37, kv_len=53, head_dim=11)
     key = key[:, :, :1].expand(-1, -1, 53, -1)
-    _, _, total, gap, participation = kernels.attend_rows(query, key, value, 0.3, is_causal, SMALL_TILES)
+    _, (_, total, gap, participation, _) = kernels.attend_rows(query, key, value, 0.3, is_causal, SMALL_TILES)
     visible = torch.arange(1.0, 38.0) if is_causal else torch.full((37,), 53.0)
     assert (total == visible).all()
     assert (gap == 0).all()
@@ -141,7 +148,8 @@ def test_one_hot_rows_are_exact():
     key = key / key.norm(dim=-1, keepdim=True)
     value = torch.randn_like(key)
     order = torch.randperm(length)
-    output, _, total, gap, participation = kernels.attend_rows(key[:, :, order], key, value, 1e4, False, SMALL_TILES)
+    output, sums = kernels.attend_rows(key[:, :, order], key, value, 1e4, False, SMALL_TILES)
+    _, total, gap, participation, _ = sums
     assert (total == 1).all()
     assert (gap == 0).all()
     assert (participation == 1).all()
@@ -150,7 +158,7 @@ def test_one_hot_rows_are_exact():
 
 def test_a_scale_of_zero_sees_every_key_alike():
     query, key, value = qkv()
-    output, largest, total, gap, *_ = kernels.attend_rows(query, key, value, 0.0, True, SMALL_TILES)
+    output, (largest, total, gap, *_) = kernels.attend_rows(query, key, value, 0.0, True, SMALL_TILES)
     assert (largest == 0).all()
     assert (gap == 0).all()
     assert (total == torch.arange(1.0, 38.0)).all()
@@ -160,7 +168,7 @@ def test_a_scale_of_zero_sees_every_key_alike():
 def test_a_score_that_is_not_a_number_reaches_the_total():
     query, key, value = qkv()
     key[0, 0, 52] = math.nan  # in the last, masked tile
-    output, _, total, *_ = kernels.attend_rows(query, key, value, 0.25, False, SMALL_TILES)
+    output, (_, total, *_) = kernels.attend_rows(query, key, value, 0.25, False, SMALL_TILES)
     assert total[0, 0].isnan().all()
     assert output[0, 0].isnan().all()
     assert total[0, 1].isfinite().all()
@@ -182,11 +190,9 @@ def test_strides_do_not_matter(layout):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_element_is_written_and_none_beyond(is_causal):
     query, key, value = qkv(heads=3, kv_heads=1, q_len=43, kv_len=19, head_dim=11)
-    pages = torch.full((2, *query.shape), math.nan), *(torch.full((2, 1, 3, 43), math.nan) for _ in range(4))
-    output, *statistics = (page[0] for page in pages)  # what lies behind is not the kernel's
-    kernels.launch(
-        output, (*statistics[:4], *statistics[:2]), query, key, value, None, None, 0.3, is_causal, SMALL_TILES
-    )
+    pages = torch.full((2, *query.shape), math.nan), torch.full((2, 5, 1, 3, 43), math.nan)
+    output, sums = (page[0] for page in pages)  # what lies behind is not the kernel's
+    kernels.fill(output, sums, query, key, value, None, None, 0.3, is_causal, SMALL_TILES)
     assert all(page[0].isfinite().all() for page in pages)
     assert all(page[1].isnan().all() for page in pages)
 
@@ -199,3 +205,31 @@ def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
         cut = kernels.tiles(head_dim, dtype, capability)
         width = 1 << (head_dim - 1).bit_length()
         assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room
+        for rows in (2, 16, 1000):
+            cut = kernels.sample_tiles(rows, head_dim, dtype, capability)  # it reads no values
+            assert (cut.rows + cut.stages * cut.keys) * width * dtype.itemsize <= room
+
+
+SAMPLE_TILES = Tiles(16, 16, 4, 1)
+
+
+@pytest.mark.parametrize("span", [16, 48, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", ["one query", "one key", "more queries than keys", "more keys than queries", "groups"]
+)
+def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is_causal, span):
+    query, key, value = qkv(**SHAPES[shape])
+    kv_len = key.shape[2]
+    _, wanted = expected(query, key, value, -0.4, is_causal)
+    rows = torch.randperm(query.shape[2])[: 1 + query.shape[2] // 2].int()
+    sums, norms = kernels.sample_rows(query, key, rows, -0.4, is_causal, span, SAMPLE_TILES)
+    counts = (rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)
+    visible = (counts - torch.arange(0, kv_len, span).view(-1, 1, 1, 1)).clamp(0, span).expand_as(sums[0])
+    merged = RowSums(visible, *sums).over_shards()
+    assert (merged.visible == counts).all()
+    found = torch.stack([getattr(merged, name) for name in ROW_NAMES])
+    assert_statistics(found, {name: values[:, :, rows.numpy()] for name, values in wanted.items()})
+    longest = [tensor.norm(dim=-1).amax(-1) for tensor in (query, key)]
+    group = query.shape[1] // key.shape[1]
+    torch.testing.assert_close(norms.amax(1).sqrt(), torch.stack([longest[0], longest[1].repeat_interleave(group, 1)]))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import reference
-from attnscale.measure import ops
-from attnscale.measure.ops import attention_rows, score_rows
+from attnscale.measure import backward
+from attnscale.measure.ops import attention_rows, sample_rows, score_rows
 
 from ..precision import assert_as_exact_as_sdpa, worst
 from .oracle import assert_rows, expected_rows
@@ -49,6 +49,13 @@ def sdpa(query, key, value, scale, is_causal):
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
 
 
+def assert_attended(found, wanted, tolerance):
+    """The statistics beside an output: the first four of RowSums, and the lse."""
+    assert_rows(found[:4], wanted, tolerance)
+    lse = wanted["max"] + np.log(wanted["total"])
+    assert worst(found[4], lse) <= tolerance * max(1.0, np.abs(lse).max())
+
+
 CPU_TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-13}
 
 
@@ -56,9 +63,9 @@ CPU_TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-13}
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 def test_rows_on_a_cpu_are_those_of_the_full_matrix(dtype, is_causal):
     query, key, value = qkv("cpu", dtype)
-    output, *found = attention_rows(query, key, value, 0.3, is_causal)
-    assert_rows(found, exact_rows(query, key, 0.3, is_causal), CPU_TOLERANCE[dtype])
-    assert {tensor.dtype for tensor in (output, *found)} == {dtype}
+    output, found = attention_rows(query, key, value, 0.3, is_causal)
+    assert_attended(found, exact_rows(query, key, 0.3, is_causal), CPU_TOLERANCE[dtype])
+    assert output.dtype == found.dtype == dtype
     weights = reference.softmax(scores(query, key, 0.3, is_causal))
     assert worst(output, weights @ value.double().numpy().repeat(3, axis=1)) < CPU_TOLERANCE[dtype]
     assert_rows(
@@ -91,14 +98,14 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 def test_gradients_on_a_cpu_are_those_of_sdpa(dtype, options, is_causal):
     tensors = qkv("cpu", dtype, grad=True, **OPTIONS[options])
-    output, *statistics = attention_rows(*tensors, 0.3, is_causal)
+    output, sums = attention_rows(*tensors, 0.3, is_causal)
     reference_output = sdpa(*tensors, 0.3, is_causal)
     direction = torch.randn_like(output)
     found = torch.autograd.grad(output, tensors, direction)
     wanted = torch.autograd.grad(reference_output, tensors, direction)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).abs().max() <= 10 * CPU_TOLERANCE[dtype]
-    assert not any(tensor.requires_grad for tensor in statistics)
+    assert not sums.requires_grad
 
 
 def test_gradients_pass_gradcheck():
@@ -106,11 +113,11 @@ def test_gradients_pass_gradcheck():
     assert torch.autograd.gradcheck(lambda *x: attention_rows(*x, 0.7, True)[0], tensors)
 
 
-@pytest.mark.parametrize("backward", [ops._cudnn_backward, ops._flash_backward, ops._efficient_backward])
-def test_every_cuda_backward_is_called_as_this_torch_declares_it(backward):
+@pytest.mark.parametrize("run", [backward._cudnn_backward, backward._flash_backward, backward._efficient_backward])
+def test_every_cuda_backward_is_called_as_this_torch_declares_it(run):
     query, key, value = qkv("meta", torch.bfloat16, q_len=13, kv_len=13)
     lse = torch.empty(query.shape[:3], device="meta")
-    gradients = backward(ops.Pass(query, query, key, value, query, lse, 0.3, True))
+    gradients = run(backward.Pass(query, query, key, value, query, lse, 0.3, True))
     assert [x.shape for x in gradients] == [x.shape for x in (query, key, value)]
 
 
@@ -145,19 +152,30 @@ def test_score_rows_passes_opcheck(sampled, device):
     torch.library.opcheck(score_rows, (query, key, lse, rows, 0.3, True))
 
 
-def test_score_rows_have_no_gradient():
+@pytest.mark.parametrize("device", DEVICES)
+def test_sample_rows_passes_opcheck(device):
+    query, key, _ = qkv(device, kv_len=211)
+    torch.library.opcheck(sample_rows, (query, key, torch.tensor([0, 5, 12], device=device), 0.3, True))
+
+
+def test_statistics_alone_have_no_gradient():
     query, key, _ = qkv("cpu", grad=True)
-    assert not any(tensor.requires_grad for tensor in score_rows(query, key, None, None, 0.3, True))
+    assert not score_rows(query, key, None, None, 0.3, True).requires_grad
+    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, torch.tensor([3]), 0.3, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
     real = transposed(*qkv(device, q_len=23, head_dim=11))
     rows = torch.tensor([3, 1], device=device)
-    wanted = *attention_rows(*real, 0.3, True), *score_rows(*real[:2], None, rows, 0.3, True)
+
+    def run(tensors, rows):
+        sampled = sample_rows(*tensors[:2], rows, 0.3, True)
+        return *attention_rows(*tensors, 0.3, True), score_rows(*tensors[:2], None, rows, 0.3, True), *sampled
+
+    wanted = run(real, rows)
     with FakeTensorMode() as mode:
-        fake, fake_rows = [mode.from_tensor(x) for x in real], mode.from_tensor(rows)
-        found = *attention_rows(*fake, 0.3, True), *score_rows(*fake[:2], None, fake_rows, 0.3, True)
+        found = run([mode.from_tensor(x) for x in real], mode.from_tensor(rows))
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
 
@@ -165,9 +183,11 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=gpu)])
 def test_compiles_in_one_graph_with_its_gradients(device, backend):
     def run(query, key, value):
-        output, largest, *_ = attention_rows(query * 1.5, key, value, 0.3, True)
-        return output.square().sum(), largest, score_rows(query, key, None, None, 0.3, True)
+        output, sums = attention_rows(query * 1.5, key, value, 0.3, True)
+        sampled = sample_rows(query, key, rows, 0.3, True)
+        return output.square().sum(), sums, score_rows(query, key, None, None, 0.3, True), sampled
 
+    rows = torch.tensor([2, 11], device=device)
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     for q_len in (13, 29, 31):  # the second makes the length symbolic
         tensors = qkv(device, q_len=q_len, grad=True)
@@ -183,7 +203,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from attnscale.measure.ops import attention_rows
-print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[2].tolist())
+print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[1][1].tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[[[1.0, 2.0]]]"
@@ -211,8 +231,8 @@ def test_the_kernel_is_as_exact_as_sdpa(device, dtype, head_dim, is_causal):
     scale = 1.5 * head_dim**-0.5
     for q_len, kv_len in SIZES:
         query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        output, *found = attention_rows(query, key, value, scale, is_causal)
-        assert_rows(found, exact_rows(query, key, scale, is_causal), TOLERANCE)
+        output, found = attention_rows(query, key, value, scale, is_causal)
+        assert_attended(found, exact_rows(query, key, scale, is_causal), TOLERANCE)
         weights = reference.softmax(scores(query, key, scale, is_causal))
         exact = weights @ value.double().cpu().numpy().repeat(3, axis=1)
         assert_as_exact_as_sdpa(output, sdpa(query, key, value, scale, is_causal), exact)
@@ -226,11 +246,9 @@ def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_di
     scale = head_dim**-0.5
     for q_len, kv_len in SIZES:
         query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        _, largest, total, *_ = attention_rows(query, key, value, scale, True)
+        lse = attention_rows(query, key, value, scale, True)[1][4]
         rows = torch.randperm(q_len)[: 1 + q_len // 8]
-        found = score_rows(
-            query, key, largest + total.log() if given_lse else None, rows.to(device) if sampled else None, scale, True
-        )
+        found = score_rows(query, key, lse if given_lse else None, rows.to(device) if sampled else None, scale, True)
         kept = rows.numpy() if sampled else slice(None)
         assert_rows(found, exact_rows(query, key, scale, True, kept), TOLERANCE)
 
@@ -241,13 +259,13 @@ def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_di
 def test_constant_and_one_hot_rows_are_exact_on_a_gpu(device, is_causal, dtype):
     query, key, value = qkv(device, dtype, q_len=613, kv_len=1021, head_dim=64)
     visible = torch.arange(1.0, 614.0, device=device) if is_causal else torch.full((613,), 1021.0, device=device)
-    _, _, total, gap, participation, *_ = attention_rows(query, key[:, :, :1].expand_as(key), value, 0.3, is_causal)
+    _, (_, total, gap, participation, _) = attention_rows(query, key[:, :, :1].expand_as(key), value, 0.3, is_causal)
     rounding = {"rtol": 1e-6, "atol": 1e-6}  # the Hopper kernel scales and shifts a score in one instruction
     torch.testing.assert_close(total, visible.expand_as(total), **rounding)
     torch.testing.assert_close(gap, torch.zeros_like(gap), **rounding)
     torch.testing.assert_close(participation, (1 / visible).expand_as(participation), **rounding)
     key = F.normalize(key.float(), dim=-1).to(dtype)
-    _, _, total, gap, participation, *_ = attention_rows(key, key, value, 1e4, False)
+    _, (_, total, gap, participation, _) = attention_rows(key, key, value, 1e4, False)
     assert (total >= 1).all()
     assert (participation <= 1).all()
     for found, wanted in ((total, 1.0), (gap, 0.0), (participation, 1.0)):
@@ -300,8 +318,8 @@ def test_a_cuda_graph_replays_the_operators(device):
     rows = torch.tensor([3, 150], device=device)
 
     def run():
-        attended = attention_rows(*tensors, 0.2, True)
-        return *attended, *score_rows(*tensors[:2], None, rows, 0.2, True)
+        sampled = sample_rows(*tensors[:2], rows, 0.2, True)
+        return *attention_rows(*tensors, 0.2, True), score_rows(*tensors[:2], None, rows, 0.2, True), *sampled
 
     run()  # compiles the kernels
     graph = torch.cuda.CUDAGraph()
@@ -320,12 +338,13 @@ def test_65537_rows_are_as_exact_as_a_few(device, is_causal):
     query, key, value = qkv(
         device, torch.bfloat16, batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length, head_dim=64
     )
-    output, *found = attention_rows(query, key, value, 0.125, is_causal)
-    assert all(tensor.isfinite().all() for tensor in (output, *found))
+    output, found = attention_rows(query, key, value, 0.125, is_causal)
+    assert output.isfinite().all()
+    assert found.isfinite().all()
     rows = [0, 1, 127, 128, 30011, length - 129, length - 2, length - 1]
     at = torch.tensor(rows, device=device)
     wanted = exact_rows(query, key, 0.125, is_causal, rows)
-    assert_rows([tensor[:, :, at] for tensor in found], wanted, 5e-5)
+    assert_attended(found[..., at], wanted, 5e-5)
     assert_rows(score_rows(query, key, None, at, 0.125, is_causal), wanted, 5e-5)
     exact = reference.softmax(scores(query, key, 0.125, is_causal, rows)) @ value.double().cpu().numpy()
     assert worst(output[:, :, at], exact) < 0.01

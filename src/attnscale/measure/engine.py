@@ -1,31 +1,24 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
-from dataclasses import replace
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from attnscale.errors import InputError, SettingError
+from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.kernels.call import Call, fold
 from attnscale.masks import visible_keys
-from attnscale.measure import ops
-from attnscale.measure.blocks import measure_rows, visible_rows
+from attnscale.measure import fused
+from attnscale.measure.blocks import measure_rows
 from attnscale.measure.moments import ScoreMoments, linear_moments
-from attnscale.measure.pool import pool_rows, with_moments
-from attnscale.measure.rows import RowSums
+from attnscale.measure.pool import pool_rows
 from attnscale.measure.sampling import sample_positions
-from attnscale.measure.stats import SUMS, Pooled, ScoreStats
+from attnscale.measure.stats import SUMS, ScoreStats
 from attnscale.operator import run
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import wide_dtype, without_autocast
 from attnscale.shapes import attention_shape
-
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
-BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
 def score_stats(
@@ -108,11 +101,8 @@ def attention_with_stats(
     shape = attention_shape(query, key, value, enable_gqa)
     query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
-    if rows is None and _fuses(call):
-        output, *sums = ops.attention_rows(call.query, call.key, call.value, call.scale, call.is_causal)
-        query, key = call.query.detach(), call.key.detach()  # kept without value and graph
-        kept = replace(call, query=query, key=key, value=key)
-        stats = ScoreStats(query.shape[1], exact=True, pool=partial(_pool_fused, kept, _versions(kept), sums))
+    if rows is None and fused.attends(call):
+        output, stats = fused.attend(call)
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
@@ -120,63 +110,15 @@ def attention_with_stats(
     return output.reshape(shape), stats
 
 
-def _pool_fused(call: Call, versions: tuple[int, int], sums: list[Tensor]) -> Pooled:
-    """Pool what the fused kernel left, and take the moments from query and key, which are kept until then."""
-    if _versions(call) != versions:
-        raise InputError(
-            "Expected query and key as they were when attention_with_stats() saw them, but they were written to since; "
-            "read a statistic before that, or measure with score_stats()."
-        )
-    with torch.no_grad(), without_autocast(call.query):
-        largest, total, gap, participation = sums
-        untaken = torch.zeros((), device=largest.device).expand_as(largest)
-        rows = RowSums(visible_rows(call), largest, total, gap, participation, mean=untaken, deviation=untaken)
-        pooled = pool_rows(rows)
-        return with_moments(pooled, linear_moments(call.query, call.key, call.scale, call.is_causal))
-
-
-def _versions(call: Call) -> tuple[int, int]:
-    """How often query and key were written to in place."""
-    return call.query._version, call.key._version
-
-
 def _measure(call: Call, rows: int | None) -> ScoreStats:
+    if fused.measures(call):
+        return fused.measure(call, rows)
     uneven = call.is_causal or call.attn_mask is not None
     sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
     bound = None if sample is None else _max_bound(call)
-    if _runs_kernel(call):
-        sums = ops.score_rows(call.query, call.key, None, positions, call.scale, call.is_causal)
-        found = RowSums(visible_rows(call, positions), *sums)
-    else:
-        found = measure_rows(call, positions)
+    found = measure_rows(call, positions)
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=partial(pool_rows, found, bound, sample))
-
-
-def _runs_kernel(call: Call) -> bool:
-    """Whether the Triton kernels take this: on CUDA, scores that are products of q and k alone."""
-    return (
-        call.query.device.type == "cuda"
-        and call.query.dtype == call.key.dtype
-        and call.query.dtype in KERNEL_DTYPES
-        and call.query.shape[-1] <= WIDEST_HEAD
-        and call.query.numel() > 0
-        and call.key.numel() > 0
-        and call.attn_mask is None
-        and call.softcap is None
-        and _has_triton()
-    )
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def _fuses(call: Call) -> bool:
-    """Whether one kernel gives the output too."""
-    plain = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
-    return plain and _runs_kernel(call) and not torch.is_autocast_enabled("cuda")
 
 
 def _max_bound(call: Call) -> Tensor:
@@ -191,7 +133,7 @@ def _max_bound(call: Call) -> Tensor:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
         bound = bound + call.attn_mask.amax((-2, -1))
-    highest: Tensor = (bound * (1 + BOUND_SLACK)).amax(0)
+    highest: Tensor = (bound * (1 + fused.BOUND_SLACK)).amax(0)
     return highest
 
 

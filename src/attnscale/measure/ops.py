@@ -1,61 +1,80 @@
 """attention and its row statistics as torch operators: one call to autograd, to torch.compile and to CUDA graphs."""
 
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from attnscale.kernels.call import Call, padded
+from attnscale.kernels.call import Call
+from attnscale.measure.backward import attention_rows_backward
 from attnscale.measure.blocks import measure_rows
 from attnscale.rules.rule import wide_dtype
 
-HOPPER = 9  # the major compute capability its kernel is written for
-CUDA_ALIGNMENT = 8  # torch's CUDA backwards take head dimensions that are multiples of this
-LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
-Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Attended = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]
+HOPPER = (9, 0)  # the compute capability its kernel is written for
+ATTENDED = ("max", "total", "gap", "participation", "lse")  # what attention_rows leaves of a row
+SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # and score_rows, as RowSums names them
+LEAST_SPAN = 64  # keys, of a sampled row's part; and about how many parts of all heads fill a GPU
+PARTS = 1056
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
-def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    """softmax(scale · QKᵀ) V, and max, total, gap and participation of each row: (batch, heads, q_len), no gradient."""
-    return _launch(query, key, value, scale, is_causal)
+def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(scale · QKᵀ) V, and ATTENDED of each row without gradient: (5, batch, heads, q_len)."""
+    if _on_hopper(query.device.index) and scale != 0.0:
+        from attnscale.measure import hopper  # not before it is needed: a CPU may have no triton
 
-
-def _launch(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    from attnscale.measure import kernels  # not before it is needed: a CPU may have no triton
-
-    if torch.cuda.get_device_capability(query.device)[0] == HOPPER:
-        from attnscale.measure import hopper
-
-        if scale != 0.0 and hopper.supported(query, key, value):
+        if hopper.supported(query, key, value):
             return hopper.attend_rows(query, key, value, scale, is_causal)
+    from attnscale.measure import kernels
+
     return kernels.attend_rows(query, key, value, scale, is_causal)
 
 
+@cache
+def _on_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == HOPPER
+
+
 @attention_rows.register_kernel("cpu")
-def _attention_rows_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+def _attention_rows_cpu(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )
     largest, total, gap, participation, _, _ = _measured(query, key, None, scale, is_causal)
-    return output.contiguous(), largest, total, gap, participation
+    return output.contiguous(), torch.stack([largest, total, gap, participation, lse.to(largest.dtype)])
 
 
 @attention_rows.register_fake
-def _attention_rows_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    largest, total, gap, participation, _, _ = _like_rows(query, query.shape[2])
-    return query.new_empty(query.shape), largest, total, gap, participation
+def _attention_rows_fake(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), _empty(query, len(ATTENDED), *query.shape[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale, ctx.is_causal = inputs
+    attended, sums = output
+    ctx.mark_non_differentiable(sums)
+    ctx.save_for_backward(query, key, value, attended, sums)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, attended, sums = ctx.saved_tensors
+    lse = sums[ATTENDED.index("lse")]
+    return *attention_rows_backward(grad, query, key, value, attended, lse, ctx.scale, ctx.is_causal), None, None
+
+
+attention_rows.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("attnscale::score_rows", mutates_args=(), device_types="cuda")
 def score_rows(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
-) -> Rows:
-    """The sums, in the order of RowSums, of the query rows at these positions (None: all).
+) -> Tensor:
+    """SCORED of the query rows at these positions (None: all), (6, batch, heads, rows).
 
     `lse`, (batch, heads, q_len), is what the forward of the same attention found; it only makes this faster.
     """
@@ -67,159 +86,64 @@ def score_rows(
 @score_rows.register_kernel("cpu")
 def _score_rows_cpu(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
-) -> Rows:
-    return _measured(query, key, rows, scale, is_causal)
+) -> Tensor:
+    return torch.stack(_measured(query, key, rows, scale, is_causal))
 
 
 @score_rows.register_fake
 def _score_rows_fake(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
-) -> Rows:
-    return _like_rows(query, query.shape[2] if rows is None else rows.shape[0])
+) -> Tensor:
+    return _empty(query, len(SCORED), *query.shape[:2], query.shape[2] if rows is None else rows.shape[0])
 
 
-def _without_gradient(ctx: Any, inputs: tuple[Any, ...], output: Rows) -> None:
-    ctx.mark_non_differentiable(*output)
+@torch.library.custom_op("attnscale::sample_rows", mutates_args=(), device_types="cuda")
+def sample_rows(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """SCORED of the rows at these positions over every span of keys, (6, spans, batch, heads, rows).
+
+    And the largest ‖q‖² and ‖k‖² of as many parts of the queries and keys: (2, spans, batch, heads).
+    """
+    from attnscale.measure import kernels
+
+    return kernels.sample_rows(query, key, rows, scale, is_causal, key_span(query, key))
 
 
-score_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_without_gradient)
+@sample_rows.register_kernel("cpu")
+def _sample_rows_cpu(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    sums = torch.stack(_measured(query, key, rows, scale, is_causal))
+    wide = wide_dtype(query)
+    longest = [tensor.to(wide).square().sum(-1).amax(-1) for tensor in (query, key)]
+    longest[1] = longest[1].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return sums.unsqueeze(1), torch.stack(longest).unsqueeze(1)
 
 
-def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> Rows:
+@sample_rows.register_fake
+def _sample_rows_fake(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    spans = -(-key.shape[2] // key_span(query, key))
+    parts = spans, *query.shape[:2]
+    return _empty(query, len(SCORED), *parts, rows.shape[0]), _empty(query, 2, *parts)
+
+
+def key_span(query: Tensor, key: Tensor) -> int:
+    """How many keys one program of the sampling kernel takes: as many as fill the GPU; on a CPU, all."""
+    if query.device.type == "cpu":
+        return key.shape[2]
+    parts = max(1, PARTS // (query.shape[0] * query.shape[1]))
+    return -(-key.shape[2] // (parts * LEAST_SPAN)) * LEAST_SPAN
+
+
+def _no_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+
+
+score_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_no_gradient)
+sample_rows.register_autograd(lambda ctx, *gradients: (None,) * 5, setup_context=_no_gradient)
+
+
+def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> list[Tensor]:
     sums = measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows)
-    return sums.max, sums.total, sums.gap, sums.participation, sums.mean, sums.deviation
+    return [getattr(sums, name) for name in SCORED]
 
 
-def _like_rows(query: Tensor, count: int) -> Rows:
-    def empty() -> Tensor:
-        return query.new_empty(*query.shape[:2], count, dtype=wide_dtype(query))
-
-    return empty(), empty(), empty(), empty(), empty(), empty()
-
-
-@torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
-def attention_rows_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    """The gradients of query, key and value, by the backward of the kernel that SDPA would choose for them."""
-    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
-        of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
-        return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
-    width = -(-query.shape[-1] // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
-    back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
-    if width != query.shape[-1]:
-        back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
-    run = BACKWARDS.get(_sdpa_backend(back), _efficient_backward)
-    return _laid_out(run(back), (query, key, value))
-
-
-@attention_rows_backward.register_kernel("cpu")
-def _backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, scale=scale
-    )
-    return _laid_out(gradients, (query, key, value))
-
-
-@attention_rows_backward.register_fake
-def _backward_fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-class Pass(NamedTuple):
-    """What a backward starts from."""
-
-    grad: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    lse: Tensor
-    scale: float
-    is_causal: bool
-
-
-def _sdpa_backend(back: Pass) -> SDPBackend:
-    """The kernel F.scaled_dot_product_attention would train with: it knows what each GPU, dtype and shape allow."""
-    with torch.enable_grad():
-        query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
-        grouped = query.shape[1] != key.shape[1]
-        return SDPBackend(
-            torch._fused_sdp_choice(query, key, value, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped)
-        )
-
-
-def _cudnn_backward(back: Pass) -> Gradients:
-    unused = torch.empty((), dtype=torch.int64, device=back.query.device)  # the state of dropout's random numbers
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(*back[:5], back.lse.unsqueeze(-1), unused, unused),
-        *(None, None, None),  # no bias, no packed sequences
-        *(back.query.shape[2], back.key.shape[2]),
-        *(0.0, back.is_causal),
-        scale=back.scale,
-    )
-    return of_query, of_key, of_value
-
-
-def _flash_backward(back: Pass) -> Gradients:
-    state, unused = (torch.empty(size, dtype=torch.uint64, device=back.query.device) for size in ((2,), ()))
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *back[:6],
-        *(None, None),  # no packed sequences
-        *(back.query.shape[2], back.key.shape[2]),
-        *(0.0, back.is_causal, state, unused),
-        scale=back.scale,
-    )
-    return of_query, of_key, of_value
-
-
-def _efficient_backward(back: Pass) -> Gradients:
-    """For float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys."""
-    group = back.query.shape[1] // back.key.shape[1]
-    key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (back.key, back.value))
-    unused = torch.empty((), dtype=torch.int64, device=back.query.device)
-    of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *(back.grad, back.query, key, value, None, back.output),
-        *(F.pad(back.lse, (0, -back.lse.shape[-1] % LSE_ALIGNMENT)), unused, unused),
-        *(0.0, [True, True, True, False], back.is_causal),
-        scale=back.scale,
-    )
-    if group > 1:
-        of_key, of_value = (x.unflatten(1, (-1, group)).sum(2) for x in (of_key, of_value))
-    return of_query, of_key, of_value
-
-
-BACKWARDS = {SDPBackend.CUDNN_ATTENTION: _cudnn_backward, SDPBackend.FLASH_ATTENTION: _flash_backward}
-
-
-def _laid_out(gradients: Gradients, tensors: Gradients) -> Gradients:
-    """The gradients without padding, in the memory layout of the tensors they belong to, as the fake promises."""
-    of_query, of_key, of_value = map(_like, gradients, tensors)
-    return of_query, of_key, of_value
-
-
-def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
-    gradient = gradient[..., : tensor.shape[-1]]
-    wanted = torch.empty_like(tensor)
-    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: Attended) -> None:
-    query, key, value, ctx.scale, ctx.is_causal = inputs
-    attended, *sums = output
-    ctx.mark_non_differentiable(*sums)
-    largest, total = sums[:2]
-    ctx.save_for_backward(query, key, value, attended, largest, total)
-
-
-def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, attended, largest, total = ctx.saved_tensors
-    lse = largest + total.log()
-    return *attention_rows_backward(grad, query, key, value, attended, lse, ctx.scale, ctx.is_causal), None, None
-
-
-attention_rows.register_autograd(_backward, setup_context=_save)
+def _empty(query: Tensor, *shape: int) -> Tensor:
+    return query.new_empty(shape, dtype=wide_dtype(query))

@@ -1,6 +1,6 @@
 """What one pass over the scores of a row leaves behind: enough for every statistic of its softmax, and mergeable."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -39,28 +39,29 @@ class RowSums:
 
     def merge_keys(self, other: "RowSums") -> "RowSums":
         """The same rows over the keys of both: how context-parallel ranks, each with its own keys, become one."""
-        highest = torch.maximum(self.max, other.max)
-        # A shard in which a row sees nothing has no maximum, and weighs nothing.
-        parts = [part._rescaled(torch.where(highest.isneginf(), part.max, highest)) for part in (self, other)]
-        total = parts[0].total + parts[1].total
+        pairs = ((getattr(self, name.name), getattr(other, name.name)) for name in fields(self))
+        return RowSums(*map(torch.stack, pairs)).over_shards()
+
+    def over_shards(self) -> "RowSums":
+        """Rows that saw their keys in shards, (shards, batch, heads, rows), over all of them."""
+        seen = self.visible > 0  # a shard in which a row sees nothing has no maximum, and weighs nothing
+        highest = torch.where(seen, self.max, -torch.inf).amax(0)
+        below = torch.where(seen, highest - self.max, 0.0)
+        weight = torch.where(seen, self.total * torch.exp(-below), 0.0)
+        total = weight.sum(0)
         safe = torch.where(total == 0, 1.0, total)
-        count = (self.visible + other.visible).to(total.dtype)
-        share = other.visible / count.clamp(min=1)
-        apart = torch.where((self.visible > 0) & (other.visible > 0), other.mean - self.mean, 0.0)
+        visible = self.visible.sum(0)
+        first = (
+            torch.where(seen, self.mean, -torch.inf).amax(0).nan_to_num(neginf=0.0)
+        )  # near every mean: less rounding
+        apart = torch.where(seen, self.mean - first, 0.0)
+        mean = (apart * self.visible).sum(0) / visible.clamp(min=1)
         return RowSums(
-            visible=self.visible + other.visible,
+            visible=visible,
             max=highest,
             total=total,
-            gap=(parts[0].gap * parts[0].total + parts[1].gap * parts[1].total) / safe,
-            participation=(parts[0].participation * parts[0].total ** 2 + parts[1].participation * parts[1].total ** 2)
-            / safe**2,
-            mean=torch.where(self.visible > 0, self.mean, other.mean) + apart * share,
-            deviation=self.deviation + other.deviation + apart**2 * self.visible * share,
+            gap=(torch.where(seen, self.gap + below, 0.0) * weight).sum(0) / safe,
+            participation=(torch.where(seen, self.participation, 0.0) * weight.square()).sum(0) / safe.square(),
+            mean=first + mean,
+            deviation=(torch.where(seen, self.deviation + self.visible * (apart - mean).square(), 0.0)).sum(0),
         )
-
-    def _rescaled(self, highest: Tensor) -> "RowSums":
-        """The same sums relative to a maximum that may lie above the row's own."""
-        below = torch.where(self.max.isneginf(), 0.0, highest - self.max)
-        factor = torch.where(self.max.isneginf(), 0.0, torch.exp(-below))
-        gap, participation = (torch.where(self.visible > 0, x, 0.0) for x in (self.gap, self.participation))
-        return replace(self, max=highest, total=self.total * factor, gap=gap + below, participation=participation)

@@ -7,6 +7,7 @@ textbook one for such a design, Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h t
 
 import random
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
@@ -18,6 +19,7 @@ CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes
 # Hall (1988): an interval of ±1.96 standard errors from n rows of skewness γ covers 95% once it is wider by this much
 # over n: the first for having estimated the variance, the second, times γ², for the skewness.
 STUDENT_EXCESS, SKEWNESS_EXCESS = 1.71, 1.08
+DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
 
 
@@ -59,7 +61,39 @@ def _excess(residual: Tensor, taken: Tensor) -> Tensor:
     return 1 + STUDENT_EXCESS / uncertain + SKEWNESS_EXCESS * skewness_of_total.square()
 
 
-def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample | None:
+@dataclass(frozen=True)
+class Design:
+    """Which positions are taken for certain, and the edges of the strata that the others are drawn from."""
+
+    certain: int
+    edges: tuple[int, ...]
+    taken: tuple[int, ...]  # of each stratum
+
+    @cached_property
+    def stratum(self) -> Tensor:
+        """The stratum of each sampled position; those taken for certain are one of their own."""
+        counts = torch.tensor([self.certain, *self.taken])
+        return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many positions each stratum has."""
+        return torch.tensor([self.certain, *(stop - start for start, stop in pairwise(self.edges))])
+
+    def draw(self) -> list[int]:
+        """Positions in increasing order, drawn anew."""
+        positions = list(range(self.certain))
+        for (start, stop), taken in zip(pairwise(self.edges), self.taken, strict=True):
+            positions += sorted(DRAW.sample(range(start, stop), taken))
+        return positions
+
+    def sample(self, positions: Tensor) -> Sample:
+        """A draw with what it is worth."""
+        return Sample(positions, self.stratum, self.sizes)
+
+
+@lru_cache(maxsize=64)
+def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
     """About `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
@@ -73,11 +107,44 @@ def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample
     given = [step * (wanted - certain) // strata for step in range(strata + 1)]
     # every stratum has the positions it gives, and its part of those left over
     left_over = [int((length - wanted) * (step / strata) ** (2 if uneven else 1)) for step in range(strata + 1)]
-    edges = [certain + a + b for a, b in zip(given, left_over, strict=True)]
-    positions, stratum = list(range(certain)), [0] * certain
-    for index, (start, stop) in enumerate(pairwise(edges), start=1):
-        taken = given[index] - given[index - 1]
-        positions += sorted(DRAW.sample(range(start, stop), taken))
-        stratum += [index] * taken
-    sizes = [certain, *(stop - start for start, stop in pairwise(edges))]
-    return Sample(torch.tensor(positions), torch.tensor(stratum), torch.tensor(sizes))
+    edges = (certain + a + b for a, b in zip(given, left_over, strict=True))
+    return Design(certain, tuple(edges), tuple(after - before for before, after in pairwise(given)))
+
+
+def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample | None:
+    """About `rows` rows a head, drawn anew; None where that is every row."""
+    planned = design(rows, length, batch, uneven)
+    return None if planned is None else planned.sample(torch.tensor(planned.draw()))
+
+
+class DrawnAhead:
+    """Draws of one design kept on a GPU: the next one costs no copy, which would also stop a graph capture."""
+
+    def __init__(self, planned: Design, device: torch.device) -> None:
+        self.planned, self.device = planned, device
+        self.drawn: tuple[Tensor, ...] = ()
+        self.used = 0
+
+    def next(self) -> Sample:
+        """The next draw; under graph capture, where nothing can be copied, one of those at hand again."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.used == len(self.drawn):
+            if not capturing or not self.drawn:
+                ahead = min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD)  # few for a length that is not seen again
+                draws = torch.tensor([self.planned.draw() for _ in range(ahead)], dtype=torch.int32)
+                self.drawn = draws.to(self.device, non_blocking=True).unbind()
+            self.used = 0
+        positions = self.drawn[self.used]
+        self.used += 1
+        if capturing:
+            CAPTURED.append(positions)
+        return self.planned.sample(positions)
+
+
+CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives
+
+
+@lru_cache(maxsize=64)
+def drawn_ahead(planned: Design, device: torch.device) -> DrawnAhead:
+    """The draws of a design on a device."""
+    return DrawnAhead(planned, device)

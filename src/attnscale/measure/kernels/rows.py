@@ -1,154 +1,22 @@
-"""Triton: attention that leaves exact statistics of its scores behind, and a pass for the statistics alone."""
+"""The pass over every row in Triton: a tile of query rows against all the keys they see."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 import math
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
-LEAST_WIDTH = 16  # the narrowest product of tiles
-WIDEST = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-Sums = tuple[Tensor, Tensor, Tensor, Tensor]
-SumsWithMoments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-class Tiles(NamedTuple):
-    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# By the head dimension, padded to a power of two: what won on an H200, for Hopper and data-centre Blackwell,
-LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
-# what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
-SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
-PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
-
-
-def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiling for a head dimension on a GPU; a plain function, since autotuning cannot run under graph capture."""
-    plain = dtype == torch.float32 or capability < (8, 0)
-    table = PLAIN if plain else LARGE if capability[0] in (9, 10) else SMALL
-    return table[max(triton.next_power_of_2(head_dim), 64)]
-
-
-def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, cut: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """softmax(scale · QKᵀ) V, and max, total, gap and participation of each row, from one pass."""
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    largest, total, gap, participation = sums = _empty_sums(query, query.shape[2])
-    launch(output, (*sums, largest, total), query, key, value, None, None, scale, is_causal, cut)
-    return output, largest, total, gap, participation
-
-
-def score_rows(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor | None,
-    rows: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    cut: Tiles | None = None,
-) -> SumsWithMoments:
-    """The sums of the query rows at these positions (None: all), in the order of RowSums; faster given their lse."""
-    count = query.shape[2] if rows is None else rows.shape[0]
-    sums = (*_empty_sums(query, count), *_empty_sums(query, count)[:2])
-    launch(None, sums, query, key, None, lse, rows, scale, is_causal, cut)
-    return sums
-
-
-def _empty_sums(query: Tensor, count: int) -> Sums:
-    """A tensor of its own for each statistic: an operator's results must not share memory."""
-
-    def empty() -> Tensor:
-        return torch.empty(*query.shape[:2], count, dtype=torch.float32, device=query.device)
-
-    return empty(), empty(), empty(), empty()
-
-
-def launch(
-    output: Tensor | None,
-    statistics: SumsWithMoments,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    lse: Tensor | None,
-    rows: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    cut: Tiles | None = None,
-) -> None:
-    """Fill the statistics, each (batch, heads, rows): the first four and the output, or, with no output, all six."""
-    if scale <= 0.0:  # inside, the largest product is the largest score
-        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
-    query, key = _unit_stride(query), _unit_stride(key)
-    value = key if value is None else _unit_stride(value)
-    batch, heads, _, head_dim = query.shape
-    count = statistics[0].shape[-1]
-    if cut is None:
-        cut = tiles(head_dim, query.dtype, torch.cuda.get_device_capability(query.device))
-    with torch.cuda.device_of(query):
-        _rows_kernel[(triton.cdiv(count, cut.rows) * batch * heads,)](
-            query,
-            key,
-            value,
-            query if output is None else output,
-            *statistics,
-            query if lse is None else lse,
-            query if rows is None else rows.contiguous(),
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *((0, 0, 0) if lse is None else lse.stride()),
-            heads,
-            heads // key.shape[1],
-            count,
-            key.shape[2],
-            scale,
-            scale * LOG2_E,
-            HEAD_DIM=head_dim,
-            WIDTH=max(triton.next_power_of_2(head_dim), LEAST_WIDTH),
-            TILE_ROWS=cut.rows,
-            TILE_KEYS=cut.keys,
-            CAUSAL=is_causal,
-            ATTENDS=output is not None,
-            GIVEN_LSE=lse is not None,
-            GIVEN_ROWS=rows is not None,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of no effect on narrower operands
-            num_warps=cut.warps,
-            num_stages=cut.stages,
-        )
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @triton.jit(do_not_specialize=["heads", "group", "count", "kv_len"])  # one compilation for all lengths
-def _rows_kernel(
+def rows_kernel(
     query_at: tl.tensor,
     key_at: tl.tensor,
     value_at: tl.tensor,
     output_at: tl.tensor,
-    largest_at: tl.tensor,
-    total_at: tl.tensor,
-    gap_at: tl.tensor,
-    participation_at: tl.tensor,
-    mean_at: tl.tensor,
-    deviation_at: tl.tensor,
+    sums_at: tl.tensor,
     lse_at: tl.tensor,
     rows_at: tl.tensor,
     query_batch: tl.tensor,
@@ -260,16 +128,20 @@ def _rows_kernel(
         top = highest * scale_2 - shift
         total = total / tl.exp2(top)
         mean = mean - top
-    tl.store(largest_at + to, highest * scale, mask=kept)
-    tl.store(total_at + to, total, mask=kept)
-    tl.store(gap_at + to, tl.maximum(-mean * LN_2, 0.0), mask=kept)
-    tl.store(participation_at + to, participation, mask=kept)
-    if not ATTENDS:
+    sums_at += to
+    plane = (tl.num_programs(0) // row_tiles).to(tl.int64) * count  # one statistic behind the other, as in RowSums
+    tl.store(sums_at, highest * scale, mask=kept)
+    tl.store(sums_at + plane, total, mask=kept)
+    tl.store(sums_at + 2 * plane, tl.maximum(-mean * LN_2, 0.0), mask=kept)
+    tl.store(sums_at + 3 * plane, participation, mask=kept)
+    if ATTENDS:
+        tl.store(sums_at + 4 * plane, highest * scale + tl.log(total), mask=kept)
+    else:
         visible = tl.minimum(position + 1, kv_len) if CAUSAL else tl.zeros_like(position) + kv_len
         mean_away = away / visible.to(tl.float32)
-        tl.store(mean_at + to, (pivot + mean_away) * scale, mask=kept)
+        tl.store(sums_at + 4 * plane, (pivot + mean_away) * scale, mask=kept)
         deviation = tl.maximum(away_square - away * mean_away, 0.0)
-        tl.store(deviation_at + to, deviation * (scale * scale), mask=kept)
+        tl.store(sums_at + 5 * plane, deviation * (scale * scale), mask=kept)
 
 
 @triton.jit
@@ -306,7 +178,7 @@ def _visit(
     # Were the few masked tiles pipelined too, ptxas would serialise every product on the tensor cores (C7515).
     for start in tl.range(begin, end, TILE_KEYS, num_stages=1 if MASKED else None):
         column = start + tl.arange(0, TILE_KEYS)
-        key = _tile(key_at, start, key_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
+        key = key_tile(key_at, start, key_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if MASKED:
             visible = (column < kv_len)[None, :]
@@ -337,14 +209,14 @@ def _visit(
         total += tl.sum(p, 1)
         square += tl.sum(p * p, 1)
         if ATTENDS:
-            value = _tile(value_at, start, value_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
+            value = key_tile(value_at, start, value_row, kv_len, HEAD_DIM, WIDTH, TILE_KEYS, MASKED)
             output = tl.dot(p.to(value.dtype), value, output * shrink[:, None], input_precision=PRECISION)
         highest = higher
     return output, highest, total, slope, square, away, away_square
 
 
 @triton.jit
-def _tile(
+def key_tile(
     at: tl.tensor,
     start: tl.tensor,
     stride: tl.tensor,

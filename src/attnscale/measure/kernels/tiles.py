@@ -1,0 +1,50 @@
+"""How the Triton kernels are cut: plain tables, since autotuning needs a GPU and cannot run under graph capture."""
+
+from typing import NamedTuple
+
+import torch
+
+WIDEST = 256  # a tile holds whole heads
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
+SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the head dimension, padded to a power of two: what won on an H200, for Hopper and data-centre Blackwell,
+LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
+# what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
+SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
+PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
+
+
+def padded_width(head_dim: int, least: int) -> int:
+    """The power of two a tile is wide."""
+    return max(1 << (head_dim - 1).bit_length(), least)
+
+
+def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiling of a pass over every row."""
+    table = PLAIN if _plain(dtype, capability) else LARGE if capability[0] in (9, 10) else SMALL
+    return table[padded_width(head_dim, 64)]
+
+
+def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiling of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
+    if _plain(dtype, capability):
+        return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
+    height = min(padded_width(rows, 16), SAMPLED_ROWS)
+    wide = head_dim > 128
+    return Tiles(height, 32 if wide else 64, 4, 2 if wide else 3)
+
+
+def _plain(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    return dtype == torch.float32 or capability < TENSOR_CORES
