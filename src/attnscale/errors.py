@@ -5,6 +5,7 @@
     │   ├── ShapeError
     │   ├── DtypeError              a TypeError too
     │   └── DeviceError
+    ├── ModelError                  a model that cannot be loaded, or not be run on an input made for it
     └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for
         └── UnknownRuleError
 
@@ -30,6 +31,10 @@ class DtypeError(InputError, TypeError):
 
 class DeviceError(InputError):
     """Tensors live on different devices."""
+
+
+class ModelError(AttnscaleError):
+    """A model cannot be loaded, or not be run on an input made for it."""
 
 
 class SettingError(AttnscaleError):

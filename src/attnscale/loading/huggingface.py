@@ -1,0 +1,147 @@
+"""A Hugging Face model from a folder or a config.json: transformers' own classes only, on a disarmed configuration."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.errors import ModelError
+from attnscale.loading.config import read_config
+from attnscale.loading.loaded import Request
+from attnscale.loading.memory import require_room
+from attnscale.loading.telling import telling
+from attnscale.loading.weights import find_weights, read_weights, size_of
+
+IN_A_LAYER = re.compile(r"\.\d+\.")  # encoder.layer.3.…: the trunk, not a head on top of it
+RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers that older checkpoints carry along
+
+
+def load_huggingface(config_path: Path, weights_path: Path | None, request: Request) -> nn.Module:
+    """The model that a config.json describes, with those weights, or at random initialisation without any."""
+    raw = read_config(config_path)
+    quantised = raw.pop("quantization_config", None)
+    if quantised is not None and weights_path is not None:
+        raise ModelError(
+            f"The weights of {config_path.parent} are quantised, which is not supported; or --random-init."
+        )
+    transformers = _transformers()
+    if raw["model_type"] not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"Unknown model_type {raw['model_type']!r} in {config_path}: transformers {transformers.__version__} "
+            "has no such model, and code that comes with a model is never run."
+        )
+    with quiet(), telling(f"build a {raw['model_type']} model from {config_path}"):
+        config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+        make = _class_of(config)
+        if weights_path is None:
+            return _random(make, config, request)
+    require_room(size_of(weights_path), request.device)
+    request.report("reading weights")
+    weights = read_weights(weights_path)
+    with quiet(), telling(f"load the weights {weights_path}"):
+        return _loaded(make, config, weights, weights_path)
+
+
+def weights_beside(folder: Path) -> Path | None:
+    """The weights of a folder that holds a config.json; a folder without one holds no model."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"Expected a config.json in {folder}, and there is none: no model to check.")
+    return find_weights(folder)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and reports off the screen: what matters of them is told in one sentence."""
+    logging: Any = import_module("transformers.utils.logging")
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError:
+        raise ModelError("A Hugging Face model needs the package transformers: pip install 'attnscale[hf]'.") from None
+
+
+def _class_of(config: Any) -> Any:
+    """The class that the configuration names, if it is transformers' own and made for it; else the bare model."""
+    transformers = _transformers()
+    named = config.architectures if isinstance(config.architectures, list) else []
+    for name in named:
+        found: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+        if is_model and found.config_class is type(config):
+            return found
+    found = transformers.MODEL_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _random(make: Any, config: Any, request: Request) -> nn.Module:
+    with torch.device("meta"):
+        sketch = make(deepcopy(config))
+    tensors: Iterable[Tensor] = [*sketch.parameters(), *sketch.buffers()]
+    require_room(sum(tensor.numel() * torch.float32.itemsize for tensor in tensors), request.device)
+    config.dtype = torch.float32
+    model: nn.Module = make(config)
+    return model
+
+
+def _loaded(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:
+    # From the tensors, never from the folder: nothing else in it is looked at.
+    model: nn.Module
+    model, info = make.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype="auto",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_kernels=False,
+    )
+    prefix = f"{make.base_model_prefix}."
+    has_head = any(name.startswith(prefix) for name in model.state_dict())
+    wrong = sorted(info["mismatched_keys"])
+    missing = sorted(name for name in info["missing_keys"] if not _beside_the_trunk(name, prefix if has_head else ""))
+    extra = sorted(name for name in info["unexpected_keys"] if IN_A_LAYER.search(name) and not _recomputed(name))
+    if wrong:
+        name, found, expected = wrong[0]
+        raise ModelError(
+            f"The weights {path} do not fit the configuration: expected {name!r} of shape {tuple(expected)}, "
+            f"got {tuple(found)}{_more(wrong)}."
+        )
+    if missing:
+        raise ModelError(f"The weights {path} do not fit the configuration: {missing[0]!r} is missing{_more(missing)}.")
+    if extra:
+        raise ModelError(
+            f"The weights {path} do not fit the configuration: the model has no {extra[0]!r}{_more(extra)}."
+        )
+    return model
+
+
+def _beside_the_trunk(name: str, prefix: str) -> bool:
+    """Whether a weight belongs to a head or a pooler, which no attention depends on."""
+    return "pooler" in name or bool(prefix and not name.startswith(prefix) and not IN_A_LAYER.search(name))
+
+
+def _recomputed(name: str) -> bool:
+    return name.endswith(RECOMPUTED)
+
+
+def _more(found: list[Any]) -> str:
+    return f", and {len(found) - 1} more like it" if len(found) > 1 else ""

@@ -1,0 +1,46 @@
+"""Is there room for a model? Asked before it is made: a system that runs out ends the process without a word."""
+
+from pathlib import Path
+
+import torch
+
+from attnscale.errors import ModelError
+
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_room(needed: int, device: str) -> None:
+    """Refuse a model whose weights, of so many bytes, do not fit into what is free."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ModelError(
+            f"Out of memory: the model's weights take {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free "
+            f"on {device}."
+        )
+
+
+def free_bytes(device: str) -> int | None:
+    """What is free on a device; None where the system does not say."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = [value for value in (_free_of_the_system(), _free_of_the_container()) if value is not None]
+    return min(free) if free else None
+
+
+def _free_of_the_system() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kibibytes[0] * 1024 if kibibytes else None
+
+
+def _free_of_the_container() -> int | None:
+    try:
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used, 0)

@@ -1,0 +1,101 @@
+"""Inputs that a model of each kind runs on, made from its configuration alone."""
+
+import json
+
+import pytest
+import torch
+
+from attnscale.errors import ModelError, SettingError
+from attnscale.loading import Request, load_model
+
+VISION = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37, image_size=30, patch_size=15
+)
+CLIP = dict(
+    text_config=TEXT | {"max_position_embeddings": 19, "projection_dim": 16},
+    vision_config=VISION | {"projection_dim": 16},
+)
+CONFIGS = {
+    "gpt2": dict(vocab_size=103, n_embd=32, n_layer=2, n_head=4, n_positions=61),
+    "llama": TEXT | {"num_key_value_heads": 2, "max_position_embeddings": 71},
+    "roberta": TEXT | {"max_position_embeddings": 43, "pad_token_id": 1},
+    "t5": dict(vocab_size=103, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4),
+    "bart": dict(
+        vocab_size=103, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, max_position_embeddings=53,
+    ),
+    "opt": TEXT | {"ffn_dim": 37, "word_embed_proj_dim": 32, "max_position_embeddings": 47},
+    "vit": VISION,
+    "videomae": VISION | {"num_frames": 4, "tubelet_size": 2},
+    "clip": CLIP | {"projection_dim": 16},
+    "whisper": dict(
+        vocab_size=103, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37, num_mel_bins=20, max_source_positions=31,
+        max_target_positions=23, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    ),
+    "wav2vec2": TEXT | {"conv_dim": [16, 16], "conv_stride": [10, 8], "conv_kernel": [10, 8],
+        "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2},
+    "audio-spectrogram-transformer": TEXT | {"max_length": 60, "num_mel_bins": 24, "patch_size": 8},
+}  # fmt: skip
+
+
+def write(tmp_path, kind, **more):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind} | CONFIGS.get(kind, {}) | more), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.inference_mode()
+def test_a_model_of_each_kind_runs_on_the_inputs_made_for_it(tmp_path, kind):
+    loaded = load_model(Request(write(tmp_path, kind)))
+    output = loaded.model(**loaded.kwargs)
+    assert output[0].isfinite().all()
+    assert loaded.fed
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "length"),
+    [
+        ("gpt2", {"input_ids"}, 61),
+        ("llama", {"input_ids"}, 71),
+        ("roberta", {"input_ids"}, 41),  # two positions go to the padding token
+        ("t5", {"input_ids", "decoder_input_ids"}, 256),
+        ("bart", {"input_ids", "decoder_input_ids"}, 53),
+        ("clip", {"input_ids", "pixel_values"}, 19),
+        ("whisper", {"input_features", "decoder_input_ids"}, 23),
+    ],
+)
+def test_what_is_made_and_how_long_it_is(tmp_path, kind, names, length):
+    kwargs = load_model(Request(write(tmp_path, kind))).kwargs
+    assert kwargs.keys() == names
+    assert {value.shape[1] for name, value in kwargs.items() if name.endswith("ids")} == {length}
+
+
+def test_pictures_and_sound_have_the_configured_size(tmp_path):
+    assert load_model(Request(write(tmp_path, "vit", num_channels=5))).kwargs["pixel_values"].shape == (1, 5, 30, 30)
+    assert load_model(Request(write(tmp_path, "videomae"))).kwargs["pixel_values"].shape == (1, 4, 3, 30, 30)
+    assert load_model(Request(write(tmp_path, "whisper"))).kwargs["input_features"].shape == (1, 20, 62)
+
+
+def test_rotary_positions_may_go_further_than_the_model_was_made_for_and_a_note_says_so(tmp_path):
+    loaded = load_model(Request(write(tmp_path, "llama"), length=80))
+    assert loaded.kwargs["input_ids"].shape == (1, 80)
+    assert "made for 71 tokens" in loaded.notes[0]
+
+
+def test_inputs_have_the_models_dtype(tmp_path):
+    loaded = load_model(Request(write(tmp_path, "vit", dtype="bfloat16")))
+    assert loaded.kwargs["pixel_values"].dtype == next(loaded.model.parameters()).dtype
+
+
+def test_a_text_for_a_model_without_a_tokenizer_or_without_text_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="--text needs the model's tokenizer"):
+        load_model(Request(write(tmp_path, "gpt2"), text="why root d"))
+    with pytest.raises(SettingError, match="takes no text"):
+        load_model(Request(write(tmp_path, "vit"), text="why root d"))
+
+
+def test_a_model_that_takes_something_else_is_told_how_to_be_given(tmp_path):
+    with pytest.raises(ModelError, match=r"takes 'past_values', which cannot be made here; give it as package.module"):
+        load_model(Request(write(tmp_path, "patchtst", context_length=16, patch_length=4, d_model=8)))
