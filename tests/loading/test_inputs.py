@@ -8,9 +8,9 @@ import torch
 from attnscale.errors import ModelError, SettingError
 from attnscale.loading import Request, load_model
 
-VISION = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37, image_size=30, patch_size=15
-)
+TRUNK = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
+TEXT = TRUNK | {"vocab_size": 103}
+VISION = TRUNK | {"image_size": 30, "patch_size": 15}
 CLIP = dict(
     text_config=TEXT | {"max_position_embeddings": 19, "projection_dim": 16},
     vision_config=VISION | {"projection_dim": 16},
