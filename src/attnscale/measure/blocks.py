@@ -1,6 +1,13 @@
-"""The pass over the scores in plain torch, a block of rows at a time: any device, mask, bias and soft-cap."""
+"""The pass over the scores in plain torch, a block of rows at a time: any device, mask, bias and soft-cap.
+
+Where the attention's output is wanted too, it comes from the same scores: they and their exponentials are most of the
+work of both.
+"""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,43 +15,37 @@ from torch import Tensor
 from attnscale.kernels.call import Call
 from attnscale.masks import visible_keys
 from attnscale.measure.rows import RowSums
+from attnscale.measure.threads import share
 from attnscale.rules.rule import wide_dtype
 
-CACHE_SCORES = 2**18  # scores at a time on a CPU: 1 MB of float32, the second-level cache of a core
-DEVICE_SCORES = 2**26  # scores at a time elsewhere: 256 MB of float32
-LEAST_ROWS, MOST_ROWS = 16, 128  # of one product on a CPU
+CORE_SCORES = 2**19  # scores at a time on a core of its own: two buffers of 2 MB in float32
+CPU_SCORES = 2**20  # on all cores together
+DEVICE_SCORES = 2**26  # on a GPU
+LEAST_ROWS, MOST_ROWS = 64, 256  # of one product on a CPU: fewer make it slow, more hide much of a causal block
+WORTH_THREADS = 2**24  # scores; OpenMP's own threads spin for milliseconds after an operator, and hold up a short pass
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
+LOG2_E = math.log2(math.e)
 
 
-def measure_rows(call: Call, positions: Tensor | None = None) -> RowSums:
-    """The sums of every row, or of the rows at these positions."""
-    batch, heads = call.query.shape[:2]
+class Block(NamedTuple):
+    """Some rows of some heads of one batch entry."""
+
+    entry: int
+    heads: slice
+    rows: slice  # of the query, or of the positions given
+
+
+def measure_rows(call: Call, positions: Tensor | None = None, output: Tensor | None = None) -> RowSums:
+    """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V."""
     visible = visible_rows(call, positions)
-    names = ("max", "total", "gap", "participation", "mean", "deviation")
-    wide, device = wide_dtype(call.query), call.query.device
-    sums = {name: torch.empty(visible.shape, dtype=wide, device=device) for name in names}
-    together, block = _cut(call, visible.shape[-1])
-    room = torch.empty(2, together * block * call.key.shape[-2], dtype=wide, device=device)
-    for entry in range(batch):
-        for first in range(0, heads, together):
-            some = slice(first, min(first + together, heads))
-            query, key = _operands(call, entry, some)
-            for start in range(0, visible.shape[-1], block):
-                rows = slice(start, min(start + block, visible.shape[-1]))
-                scores, shown = _scores(call, query, key, rows, positions, entry, some, room[0])
-                found = _reduced(scores, shown, visible[entry, some, rows], room[1])
-                for name, value in zip(names, found, strict=True):
-                    sums[name][entry, some, rows] = value
-    return RowSums(visible=visible, **sums)
-
-
-def _cut(call: Call, rows: int) -> tuple[int, int]:
-    """How many heads and rows at a time: a block that stays in the cache, or that fills a GPU."""
-    heads, keys = call.query.shape[1], max(1, call.key.shape[-2])
-    if call.query.device.type != "cpu":
-        return heads, max(LEAST_ROWS, DEVICE_SCORES // (heads * keys))
-    block = min(max(rows, 1), MOST_ROWS, max(LEAST_ROWS, CACHE_SCORES // keys))
-    return min(heads, max(1, CACHE_SCORES // (block * keys))), block
+    found = Pass(call, positions, torch.zeros(6, *visible.shape, dtype=wide_dtype(call.query), device=visible.device))
+    shared = call.query.device.type == "cpu" and visible.numel() * call.key.shape[-2] >= WORTH_THREADS
+    blocks = _cut(call, visible.shape[-1], shared)
+    if shared:
+        share(lambda taken: found.measure(taken, output), blocks)
+    else:
+        found.measure(iter(blocks), output)
+    return _finished(found.sums, visible)
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
@@ -57,73 +58,127 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
-def _operands(call: Call, entry: int, heads: slice) -> tuple[Tensor, Tensor]:
-    """Scaled queries (heads, q_len, head_dim) and keys (heads, kv_len, head_dim), in float32 at least."""
-    wide = wide_dtype(call.query)
-    query = call.query[entry, heads].to(wide) * call.scale
-    if call.group == 1:
-        return query, call.key[entry, heads].to(wide)
-    shared = torch.arange(heads.start, heads.stop, device=call.key.device) // call.group
-    return query, call.key[entry, shared].to(wide)
+def _cut(call: Call, rows: int, shared: bool) -> list[Block]:
+    """Blocks that stay in the cache, of one core if they are shared out, or that fill a GPU."""
+    batch, heads, keys = *call.query.shape[:2], call.key.shape[-2]
+    if not min(batch, heads, keys):
+        return []
+    on_cpu = call.query.device.type == "cpu"
+    scores = CORE_SCORES if shared else CPU_SCORES if on_cpu else DEVICE_SCORES
+    block = max(LEAST_ROWS, min(MOST_ROWS, scores // keys)) if on_cpu else max(LEAST_ROWS, scores // (heads * keys))
+    block = min(max(rows, 1), block)
+    together = max(1, min(heads, scores // (block * keys)))
+    return [
+        Block(entry, slice(head, min(head + together, heads)), slice(row, min(row + block, rows)))
+        for entry in range(batch)
+        for head in range(0, heads, together)
+        for row in reversed(range(0, rows, block))  # the longest of a causal head first: the threads end together
+    ]
 
 
-def _scores(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    rows: slice,
-    positions: Tensor | None,
-    entry: int,
-    heads: slice,
-    room: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """The scores of these rows, and 1 or 0 for each of the last columns that is shown or hidden; None: all shown.
+@dataclass(frozen=True)
+class Pass:
+    """What the blocks of one pass share."""
 
-    Causal rows end at the last key any of them sees.
-    """
-    at = torch.arange(rows.start, rows.stop, device=query.device) if positions is None else positions[rows]
-    if positions is None and call.is_causal:
-        key = key[:, : min(rows.stop, key.shape[1])]
-    query = query[:, rows] if positions is None else query[:, at]
-    scores = room[: query.shape[0] * query.shape[1] * key.shape[1]].view(*query.shape[:2], key.shape[1])
-    torch.bmm(query, key.mT, out=scores)
-    if call.softcap is not None:
-        scores.div_(call.softcap).tanh_().mul_(call.softcap)
-    if call.is_causal:
-        first = rows.start if positions is None else 0  # every row sees the keys before the first row
-        return scores, (torch.arange(first, key.shape[1], device=scores.device) <= at[:, None]).to(scores.dtype)
-    if call.attn_mask is None:
-        return scores, None
-    mask = call.attn_mask[entry if call.attn_mask.shape[0] > 1 else 0]
-    mask = mask[heads] if mask.shape[0] > 1 else mask
-    mask = mask[:, at] if mask.shape[1] > 1 else mask
-    if mask.dtype == torch.bool:
-        return scores, mask.to(scores.dtype)
-    scores.add_(mask.to(scores.dtype).clamp(min=-HIDDEN))
-    return scores, (mask != -math.inf).to(scores.dtype)
+    call: Call
+    positions: Tensor | None
+    sums: Tensor  # (6, batch, heads, rows): max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), with w = e^{s−m}
+
+    def measure(self, blocks: Iterator[Block], output: Tensor | None) -> None:
+        """Fill in the sums, and the output, of these blocks."""
+        room = self.sums.new_empty(0)
+        with torch.no_grad():
+            for block in blocks:
+                query, key = self._operands(block)
+                size = query.shape[0] * query.shape[1] * key.shape[1]
+                if room.shape[-1] < size:
+                    room = self.sums.new_empty(2, size)  # once, for the first is the largest: new memory is slow
+                both = room[:, :size].view(2, *query.shape[:2], key.shape[1])
+                torch.baddbmm(both[1], query, key.mT, beta=0.0, alpha=self.call.scale, out=both[1])
+                _reduce(both, self._shown(block, both[1]), self.sums[:, block.entry, block.heads, block.rows])
+                if output is not None:
+                    _attend(both[0], self._of(self.call.value, block), self.sums[1][block], output[block])
+
+    def _operands(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Queries (heads, rows, head_dim) and the keys that any of them sees, in float32 at least."""
+        query, key = self.call.query[block.entry, block.heads], self._of(self.call.key, block)
+        if self.positions is None:
+            query = query[:, block.rows]
+            key = key[:, : block.rows.stop] if self.call.is_causal else key
+        else:
+            query = query[:, self.positions[block.rows]]
+        return query.to(self.sums.dtype), key
+
+    def _of(self, tensor: Tensor, block: Block) -> Tensor:
+        """The key or value of these query heads."""
+        if self.call.group == 1:
+            return tensor[block.entry, block.heads].to(self.sums.dtype)
+        shared = torch.arange(block.heads.start, block.heads.stop, device=tensor.device) // self.call.group
+        return tensor[block.entry, shared].to(self.sums.dtype)
+
+    def _shown(self, block: Block, scores: Tensor) -> Tensor | None:
+        """Cap and bias the scores; 1 or 0 for each of the last columns that is shown or hidden, None: all shown."""
+        call = self.call
+        if call.softcap is not None:
+            scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        at = block.rows if self.positions is None else self.positions[block.rows]
+        if call.is_causal:
+            return self._past(at, scores)
+        if call.attn_mask is None:
+            return None
+        mask = call.attn_mask[block.entry if call.attn_mask.shape[0] > 1 else 0]
+        mask = mask[block.heads] if mask.shape[0] > 1 else mask
+        mask = mask[:, at] if mask.shape[1] > 1 else mask
+        if mask.dtype == torch.bool:
+            return mask.to(scores.dtype)
+        scores.add_(mask.to(scores.dtype).clamp(min=-HIDDEN))
+        return (mask != -math.inf).to(scores.dtype)
+
+    def _past(self, at: slice | Tensor, scores: Tensor) -> Tensor | None:
+        """1 where a causal row sees the key, 0 where it comes later; from the first key that some row does not see."""
+        rows, keys = scores.shape[1:]
+        if isinstance(at, slice):
+            return self.sums.new_ones(rows, max(keys - at.start, 0)).tril_()
+        return (torch.arange(keys, device=at.device) <= at[:, None]).to(scores.dtype)
 
 
-def _reduced(scores: Tensor, shown: Tensor | None, visible: Tensor, room: Tensor) -> list[Tensor]:
-    """The sums of each row, in the order of RowSums; the scores are used up."""
-    if not scores.shape[-1]:
-        return [scores.new_full(visible.shape, value) for value in (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0)]
+def _reduce(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
+    """From the scores, the second of `both`, the sums of each row; the first is left with e^{s−m}, 0 where hidden."""
+    weights, below = both
     # Hidden keys by adds and products, which run at full speed, over the columns where there may be some.
-    last = slice(scores.shape[-1] - (0 if shown is None else shown.shape[-1]), None)
+    last = slice(below.shape[-1] - (0 if shown is None else shown.shape[-1]), None)
     if shown is not None:
-        scores[..., last].add_((shown - 1.0) * HIDDEN)
-    highest = scores.amax(-1)
-    below = scores.sub_(highest.unsqueeze(-1))
+        below[..., last].add_(shown - 1.0, alpha=HIDDEN)
+    highest = torch.amax(below, -1, keepdim=True)
+    sums[0] = highest.squeeze(-1)
+    below.sub_(highest)
     if shown is not None:
         below[..., last].mul_(shown)
-    # moments about the maximum, which is never far: a large mean does not swallow the variance
-    count = visible.clamp(min=1).to(below.dtype)
-    mean = below.sum(-1) / count
-    deviation = torch.linalg.vector_norm(below, dim=-1).square_().sub_(count * mean.square()).clamp_(min=0.0)
-    weights = torch.exp(below, out=room[: below.numel()].view(below.shape))
+    torch.mul(below, LOG2_E, out=weights).exp2_()  # three times as fast as exp, thirty times where it underflows
     if shown is not None:
         weights[..., last].mul_(shown)
-    total = weights.sum(-1)
-    gap = below.mul_(weights).sum(-1).neg_() / total
-    participation = torch.linalg.vector_norm(weights, dim=-1).div_(total).square_()
-    seen = visible > 0
-    return [torch.where(seen, highest, -math.inf), total, gap, participation, mean + highest, deviation]
+    torch.sum(both, -1, out=sums[1:3])
+    torch.linalg.vector_norm(both, dim=-1, out=sums[3:5])
+    torch.sum(below.mul_(weights), -1, out=sums[5])
+
+
+def _attend(weights: Tensor, value: Tensor, total: Tensor, output: Tensor) -> None:
+    torch.bmm(weights, value[:, : weights.shape[-1]], out=output)
+    output.div_(total.clamp(min=1.0).unsqueeze(-1))  # only a row that sees nothing has less; its output is zero
+
+
+def _finished(sums: Tensor, visible: Tensor) -> RowSums:
+    highest, total, mean, participation, deviation, gap = sums
+    some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
+    # moments about the maximum, which is never far: a large mean does not swallow the variance
+    mean.div_(count)
+    deviation.square_().sub_(count * mean.square()).clamp_(min=0.0)
+    return RowSums(
+        visible=visible,
+        max=highest.masked_fill_(visible == 0, -math.inf),
+        total=total,
+        gap=gap.neg_().div_(some),
+        participation=participation.div_(some).square_(),
+        mean=mean + highest,
+        deviation=deviation,
+    )

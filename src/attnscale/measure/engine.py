@@ -9,7 +9,7 @@ from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.kernels.call import Call, fold
 from attnscale.masks import visible_keys
-from attnscale.measure import fused
+from attnscale.measure import attending, fused
 from attnscale.measure.blocks import measure_rows
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import pool_rows
@@ -103,6 +103,9 @@ def attention_with_stats(
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
     if rows is None and fused.attends(call):
         output, stats = fused.attend(call)
+    elif rows is None and attending.serves(call):
+        output, found = attending.attend_rows(call)
+        stats = ScoreStats(call.query.shape[1], exact=True, pool=partial(pool_rows, found))
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
