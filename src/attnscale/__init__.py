@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnscale import reference, rules, theory
+    from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
     from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
     from attnscale.modules import MultiheadAttention
@@ -14,18 +15,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AttnscaleError",
+    "Finding",
     "MultiheadAttention",
     "ScoreMoments",
     "ScoreStats",
     "attention",
     "attention_weights",
     "attention_with_stats",
+    "audit",
     "reference",
     "rules",
     "score_moments",
     "score_stats",
     "theory",
     "watch",
+    "what_if",
 ]
 
 # Loaded when first used, so that the command line answers without importing torch.
@@ -40,6 +44,9 @@ _HOME = {
     "score_moments": "attnscale.measure",
     "score_stats": "attnscale.measure",
     "watch": "attnscale.watching",
+    "Finding": "attnscale.diagnose",
+    "audit": "attnscale.diagnose",
+    "what_if": "attnscale.diagnose",
 }
 
 
