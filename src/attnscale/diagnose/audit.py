@@ -14,6 +14,7 @@ from attnscale.diagnose.scale import scale_findings
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_findings
 from attnscale.diagnose.what_if import WhatIf, what_if
 from attnscale.errors import SettingError
+from attnscale.watching import watch
 from attnscale.watching.layer import Layer
 
 
@@ -86,8 +87,6 @@ class Audit:
 
 def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
     """Run the model once, as model(*args, **kwargs), and diagnose every attention that was seen."""
-    from attnscale.watching import watch
-
     with torch.no_grad(), watch(model, rows=None, keep=True) as seen:
         model(*args, **kwargs)
     return diagnose(seen.layers, trained=is_trained(model))

@@ -68,7 +68,8 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
 def _scale(
     config: object | None, lineage: list[tuple[str, nn.Module]], around: list[tuple[str, nn.Module]], head_dim: int
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
-    stretch = rotary_factor(config)
+    stretch, usual = rotary_factor(config), head_dim**-0.5
+    stretched = (usual * stretch,) if stretch != 1.0 else ()
     said = configured_scale(config, lineage, head_dim) or designed_scale(config, around, head_dim)
     if said:
         scale, source = said
@@ -78,11 +79,10 @@ def _scale(
         value, source = chosen
         return value, source, () if value is None else (value,), Authority.CONFIGURED
     found = attribute_scale(around, head_dim)
-    usual = head_dim**-0.5
     if found is None:
-        return None, "", (usual * stretch,) if stretch != 1.0 else (), Authority.NONE
+        return None, "", stretched, Authority.NONE
     authority = Authority.NAMED if found.can_only_be_the_scale else Authority.ATTRIBUTE
-    return found.scale, found.source, (*found.readings, usual * stretch), authority
+    return found.scale, found.source, found.readings + stretched, authority
 
 
 def _lineage(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
