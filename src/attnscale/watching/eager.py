@@ -86,8 +86,8 @@ class Written:
             head_dim=self.queries.shape[-1],
             model_dims=tuple({width for width in (query_way.width, self.heads * self.queries.shape[-1]) if width}),
             query_len=layout.length,
-            key_len=layout.shape[layout.key_axis],
-            causal=looks_causal(visible, self.probe, layout.length),
+            key_len=int(self._in_product.sum()),
+            causal=looks_causal(visible[..., self._in_product], self.probe, layout.length),
             softcap=self.softcap,
             stats=by_row.measure(rows, None if rows is None else self.highest()),
             scales=self.scales(scores[0], visible[0]),
@@ -144,9 +144,8 @@ class Written:
         right = self.layout.product.right.mT if self.layout.keys_are_right else self.layout.product.left
         columns = torch.from_numpy(self.layout.columns[self.layout.columns != NOWHERE].copy())
         first = torch.from_numpy(self.arrival.at[:: len(self.probe), 0].copy())
-        chosen = right[columns].expand(self.heads, -1, -1) if right.dim() == 2 else right[first][:, columns]
-        keys: Tensor = chosen.detach().to(wide_dtype(right))
-        return keys
+        chosen: Tensor = right[columns].expand(self.heads, -1, -1) if right.dim() == 2 else right[first][:, columns]
+        return chosen.detach().to(wide_dtype(right))
 
     @cached_property
     def predicted(self) -> Tensor:
@@ -229,7 +228,8 @@ class Written:
         wide = wide_dtype(query)
         ours = (queries.to(wide) @ keys.to(wide).mT)[..., columns]
         ours = ours * torch.from_numpy(arrival.factor * layout.product.alpha).to(ours).reshape(*shape, 1)
-        return ours.unflatten(0, layout.groups.shape)
+        found: Tensor = ours.unflatten(0, layout.groups.shape)
+        return found
 
     def highest(self) -> Tensor:
         """The largest score there is, a value a head."""
@@ -242,7 +242,7 @@ class Written:
         """Queries or keys of the first batch entry as they left their projections: (1, heads, length, features)."""
         operand = self.layout.product.left if queries == self.layout.keys_are_right else self.layout.product.right.mT
         first = torch.from_numpy(self.arrival.at[:: len(self.probe), 0].copy())
-        chosen = operand.expand(self.heads, -1, -1) if operand.dim() == 2 else operand[first]
+        chosen: Tensor = operand.expand(self.heads, -1, -1) if operand.dim() == 2 else operand[first]
         way = self.ways[0 if queries else 1]
         kept: Tensor = (chosen / torch.from_numpy(way.factor.mean(1)).to(chosen)[:, None, None]).unsqueeze(0).detach()
         return kept

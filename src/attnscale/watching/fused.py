@@ -36,6 +36,7 @@ class Kernel:
     is_causal: bool = False
     softcap: float | None = None
     width: int | None = None  # of what was projected, where that is known
+    inside: str = ""  # the submodule it stands for, which did not run itself
     score_mod: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # scores, positions -> scores, visible
 
     def sighting(self, rows: int | None, keep: bool) -> Sighting:
@@ -135,12 +136,13 @@ def _way(node: Node | None, tensor: Tensor) -> _Way:
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
-    distinct = len(set(channels(node, points[:: len(rows)])))
+    # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
+    distinct = max(len(set(channels(node, points[end :: len(rows)])) - {()}) for end in (0, len(rows) - 1))
     return _Way(
         factor.reshape(heads, -1).mean(1),
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
-        distinct if heads % distinct == 0 else heads,
+        distinct if distinct and heads % distinct == 0 else heads,
     )
 
 
@@ -262,12 +264,14 @@ def _encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     if source.is_nested:
         lengths = torch.tensor([len(part) for part in source.unbind()], device=source.device)
         source = source.to_padded_tensor(0.0)
-        mask, mask_type = torch.arange(source.shape[1], device=source.device) >= lengths[:, None], 1
+        beyond = torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
+        mask, mask_type = (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1), None
     if given["norm_first"]:
         source = F.layer_norm(source, (width,), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
     packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
     query, key, _ = packed.chunk(3, dim=-1)
-    yield from _projected_inside(query, key, given["num_heads"], mask, mask_type)
+    for kernel in _projected_inside(query, key, given["num_heads"], mask, mask_type):
+        yield replace(kernel, inside="self_attn")
 
 
 def _projected_inside(

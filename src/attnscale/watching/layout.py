@@ -106,8 +106,8 @@ def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
         if other == axis or shape[other] == 1:
             continue
         steps = first + np.outer([0, 1, shape[other] - 1], np.eye(rank, dtype=np.int64)[other])
-        start, near, far = arrive(node, steps, product).at
-        if near[query_place] == start[query_place]:
+        start, near, far = at = arrive(node, steps, product).at
+        if near[query_place] == start[query_place] or _is_another_head(product, at[:2], query_place):
             other_axes.append(other)
         elif len(start) == 3 and far[0] != start[0]:
             apart = _taken_apart(node, other, product.node.shape[query_place])
@@ -127,6 +127,14 @@ def _key_place(at: Points) -> int:
     return -1 if moved[-1] or not moved.any() else -2 if moved[-2] else -1
 
 
+def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
+    """Whether two rows of the product are the same query of two heads: einsum lays heads that share a key so."""
+    points = at.copy()
+    points[:, -1 if query_place == -2 else -2] = 0
+    first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
+    return first != second
+
+
 def _taken_apart(node: Node, axis: int, length: int) -> Node | None:
     """The node with an axis of (heads · queries) split in two."""
     size = node.shape[axis]
@@ -141,11 +149,22 @@ def _with_heads(bare: Layout) -> Layout | None:
     at = arrive(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
     if not at.found.all():
         return None
-    query, key = (channels(bare.operand_node(q), bare.operand_points(at.at, q)) for q in (True, False))
+    query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
     groups = _by_head(query, [bare.shape[axis] for axis in bare.other_axes])
-    owned = len({key[group] for group in groups[0]})
-    kv_heads = owned if groups.shape[1] % owned == 0 else groups.shape[1]
+    owned = _distinct_keys(bare, at.at[groups[0]])
+    kv_heads = owned if owned and groups.shape[1] % owned == 0 else groups.shape[1]
     return Layout(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
+
+
+def _distinct_keys(layout: Layout, at: Points) -> int:
+    """Key heads that are no copies: a cache stands before the new keys, padding after them, so both ends are asked."""
+    counts = []
+    for column in (layout.first_key, len(layout.columns) - 1):
+        points = at.copy()
+        points[:, -1 if layout.keys_are_right else -2] = max(layout.columns[column], 0)
+        keys = channels(layout.operand_node(queries=False), layout.operand_points(points, queries=False))
+        counts.append(len(set(keys) - {()}))
+    return max(counts)
 
 
 def _by_head(keys: list[tuple[object, ...]], sizes: list[int]) -> Indices:

@@ -18,7 +18,6 @@ from attnscale.watching.coordinates import NOWHERE, Map, Points, Shape, broadcas
 
 if TYPE_CHECKING:
     from attnscale.watching.products import Product
-    from attnscale.watching.sighting import Sighting
     from attnscale.watching.softmaxes import Softmax
 
 LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
@@ -54,8 +53,12 @@ class Node:
     about: "Product | None" = None  # any function of it, its row maximum for instance
     exponent: "Node | None" = None  # the exponential of this node, masked perhaps
     sum_of: "tuple[Node, int] | None" = None  # the sum of the exponential of this node, over this dimension
+    log_sum_axis: int | None = None  # the logarithm of the sum of exponentials over this dimension
+    log_softmax_axis: int | None = None  # scores less that: the logarithm of a softmax
+    outer: tuple[Tensor, Tensor] | None = None  # every pair of elements of these two, multiplied
+    mixed_by_powers: "tuple[Node, Tensor] | None" = None  # values, summed with these exponentials
     weights: "Softmax | None" = None  # an elementwise image of the output of this softmax
-    log_weights: "tuple[str, Sighting, int] | None" = None  # their logarithm: where, what, over which axis
+    log_weights: "Softmax | None" = None  # the logarithm of the output of this softmax
     mixed: "Softmax | None" = None  # the values, summed with the weights of this softmax
 
 

@@ -30,14 +30,18 @@ def within(first: Place, second: Place) -> str:
     return common[-1]
 
 
+def uncompiled(name: str) -> str:
+    """A module path without the wrapper that torch.compile puts round a module."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 class Running:
     """The modules of a model that are running now, and those that ever ran."""
 
     def __init__(self, model: nn.Module, ran: Callable[[str, Any], None]) -> None:
         self._root = type(model).__name__
         self._ran = ran
-        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-        self._names[id(model)] = ""
+        self._names = {id(module): uncompiled(name) for name, module in reversed(list(model.named_modules()))}
         self.stack: list[str] = []
         self.called: set[str] = set()
         self._handles: list[RemovableHandle] = []

@@ -76,6 +76,7 @@ def moved(
         sum_of=parent.sum_of,
         weights=parent.weights if keeps else None,
         mixed=parent.mixed if effect in ("same", "times", "over") else None,
+        mixed_by_powers=parent.mixed_by_powers if effect == "same" else None,
     )
 
 
@@ -246,6 +247,10 @@ def _arithmetic(op: Operation, effects: tuple[str, str]) -> Node:
     node = moved(main, op.shape, back, effect, operand)
     second = op.ledger.node(other) if isinstance(other, Tensor) else None
     if second is not None:
+        if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
+            node.outer = (op.args[0], op.args[1])
+        if effect == "shift":
+            node.log_softmax_axis = second.log_sum_axis
         node.learned = main.learned or second.learned
         node.parameter = main.parameter and (second.parameter or second.shape == ())
         node.sum_of = main.sum_of if effect in ("plus", "same") else None
@@ -348,7 +353,7 @@ def _tanh(op: Operation) -> Node:
 def _exp(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "exp")
     if node.about is not None and op.node().scores is not None:
-        node.exponent = op.node()
+        node.exponent = op.node() if op.name == "exp" else moved(op.node(), op.shape, None, "times", math.log(2))
     return node
 
 
@@ -375,6 +380,8 @@ def _reduce(op: Operation) -> Result:
     node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, about=parent.about)
     if op.name == "sum" and parent.exponent is not None and len(axes) == 1:
         node.sum_of = (parent.exponent, axes[0] % len(parent.shape))
+    if op.name == "logsumexp" and parent.scores is not None and len(axes) == 1:
+        node.log_sum_axis = axes[0] % len(parent.shape)
     return [node, None] if isinstance(op.result, (tuple, list)) else node
 
 
@@ -432,5 +439,5 @@ READERS: dict[str, Callable[[Operation], Result]] = {
     "view_as_complex": _view_as_complex, "view_as_real": _view_as_real,
     "cat": _cat, "stack": _stack,
     "mul": _times, "div": _over, "add": _plus, "sub": _minus, "rsub": _reverse_minus, "neg": _negative,
-    "masked_fill": _fill, "where": _where, "tanh": _tanh, "exp": _exp, "copy": _copy,
+    "masked_fill": _fill, "where": _where, "tanh": _tanh, "exp": _exp, "exp2": _exp, "copy": _copy,
 }  # fmt: skip

@@ -1,11 +1,13 @@
 """Matrix products of the running model: projections, scores, and values mixed by weights."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
+from attnscale.watching import coordinates
 from attnscale.watching.coordinates import Map, Points, Shape
 from attnscale.watching.lineage import Ledger, Node, Projection, Step, follow
 
@@ -24,6 +26,7 @@ class Product:
     alpha: float
     place: "Place"
     node: Node
+    learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
     capped: bool = False  # a tanh was taken of it
 
 
@@ -34,16 +37,58 @@ def read_product(
     left, right = (ledger.node(operand) for operand in operands)
     node = Node(shape, learned=True)
     if left.parameter or right.parameter:
-        return _projected(node, left, right, weight=1 if right.parameter else 0)
+        node = _projected(node, left, right, weight=1 if right.parameter else 0)
+        if len(shape) == 3 and node.scores is None:
+            node.scores = node.about = Product(*operands, left, right, alpha, place, node, learned_query=True)
+        return node
     for side, operand in enumerate((left, right)):
         if operand.weights is not None:
             operand.weights.mixes(operand, axis=-2 if side else -1)
             node.mixed = operand.weights
             return node
+        if operand.exponent is not None:
+            node.mixed_by_powers = (operand, operands[side])
+            return node
     if len(shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
         return _projected(node, left, right, weight=0 if right.learned else 1)
     node.scores = node.about = Product(*operands, left, right, alpha, place, node)
     return node
+
+
+def read_outer_sum(place: "Place", parent: Node, nodes: tuple[Node, Node], axis: int, shape: Shape) -> Node | None:
+    """A sum over every pair of elements, (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), which is a product too."""
+    left, right = (operand.expand(*_aligned(operand, parent.shape)) for operand in parent.outer or ())
+    rows = [at for at in range(len(parent.shape)) if at != axis and right.shape[at] < parent.shape[at]]
+    columns = [at for at in range(len(parent.shape)) if at != axis and left.shape[at] < parent.shape[at]]
+    if len(rows) != 1 or len(columns) != 1:
+        return None
+    batch = [at for at in range(len(parent.shape)) if at not in (axis, rows[0], columns[0])]
+    sizes = tuple(parent.shape[at] for at in batch)
+    lead, count = (math.prod(sizes),), len(sizes)
+    operands, lineages = [], []
+    for operand, node, order in ((left, nodes[0], (*rows, axis)), (right, nodes[1], (axis, *columns))):
+        back = coordinates.permuted([*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)])
+        whole = (*sizes, *(operand.shape[at] for at in order))
+        turned = operand.permute(*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)).squeeze(-1)
+        node = _moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
+        node = _moved(node, (*whole, 1), back)
+        node = _moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
+        operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
+        lineages.append(node)
+    made = Node((*lead, parent.shape[rows[0]], parent.shape[columns[0]]), learned=True)
+    made.scores = made.about = Product(operands[0], operands[1], lineages[0], lineages[1], 1.0, place, made)
+    axes = [*batch, rows[0], columns[0]]
+    apart = (*sizes, *made.shape[1:])
+    result = _moved(made, apart, coordinates.reshaped(made.shape, apart))
+    return _moved(result, shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
+
+
+def _moved(node: Node, shape: Shape, back: Map) -> Node:
+    return Node(shape, (Step(node, back),), learned=True, depth=node.depth + 1, scores=node.scores, about=node.about)
+
+
+def _aligned(tensor: Tensor, shape: Shape) -> Shape:
+    return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
 
 
 def _projected(node: Node, left: Node, right: Node, weight: int) -> Node:

@@ -1,5 +1,6 @@
 """A softmax whose input was scores, followed on to the values that its weights mix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,17 @@ class Softmax:
 
     sighting: Sighting
     axis: int
+    report: Callable[[Sighting], None] | None = None
+    waits: bool = False  # it is attention only if its weights go on to mix values
+
+    def ran(self) -> None:
+        """Its weights exist."""
+        if not self.waits:
+            self._report()
 
     def mixes(self, weights: Node, axis: int) -> None:
         """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
+        self._report()
         if weights.shape[axis] < 2:
             return
         points = np.zeros((2, len(weights.shape)), dtype=np.int64)
@@ -26,6 +35,11 @@ class Softmax:
                 moved = (trail.points[0] != trail.points[1]).nonzero()[0]
                 self.sighting.mixes_along_softmax = bool((moved == self.axis).any())
                 self.sighting.factor_after_softmax *= float(trail.factor[0])
+
+    def _report(self) -> None:
+        if self.report is not None:
+            self.report(self.sighting)
+            self.report = None
 
     def scaled(self, factor: float) -> None:
         """The mixed values were multiplied by a constant."""

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from attnscale.errors import InputError, SettingError
 from attnscale.watching.declared import declared
 from attnscale.watching.eager import see_softmax
-from attnscale.watching.fused import flex_call, kernel_calls, recognised
+from attnscale.watching.fused import Kernel, flex_call, kernel_calls, recognised
 from attnscale.watching.lineage import Ledger, Node, shape_of
 from attnscale.watching.names import Running, within
 from attnscale.watching.operations import Operation, read
-from attnscale.watching.products import convolved, read_product
+from attnscale.watching.products import convolved, read_outer_sum, read_product
 from attnscale.watching.seen import Seen
-from attnscale.watching.sighting import Sighting
 from attnscale.watching.softmaxes import Softmax
 
 DEFAULT_ROWS = 64
@@ -57,11 +57,29 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
     watcher = Watcher(model, rows, keep)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        stack.enter_context(_bias_class_under_modes())
         watcher.running.attach()
         stack.callback(watcher.running.detach)
         stack.enter_context(watcher)
         yield watcher.seen
     watcher.conclude()
+
+
+@contextmanager
+def _bias_class_under_modes() -> Iterator[None]:
+    """Let torch's CausalBias be made inside a model: under any mode its plain constructor raises."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return Tensor.__new__(cls)
+
+    CausalBias.__new__ = new  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CausalBias.__new__
 
 
 class Watcher(TorchDispatchMode):
@@ -102,7 +120,7 @@ class Watcher(TorchDispatchMode):
     def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not isinstance(func, torch._ops.OpOverload):
             if str(func) == "flex_attention":
-                self._see_kernel(flex_call(self.ledger, args).sighting(self.rows, self.keep), result)
+                self._see_kernel(flex_call(self.ledger, args), result)
             return
         space, _, name = func._schema.name.partition("::")
         name = name.removesuffix("_") if not name.startswith("__") else name
@@ -112,7 +130,7 @@ class Watcher(TorchDispatchMode):
                 argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
             } | kwargs
             for kernel in kernel_calls(self.ledger, f"{space}::{name}", given):
-                self._see_kernel(kernel.sighting(self.rows, self.keep), result)
+                self._see_kernel(kernel, result)
             return
         operation = Operation(name, args, kwargs, result, self.ledger)
         node = self._special(operation) or read(operation)
@@ -121,57 +139,91 @@ class Watcher(TorchDispatchMode):
             self.ledger.write(tensor, its)
 
     def _special(self, op: Operation) -> Node | None:
+        """Products, softmaxes and what is written in their place; None for all else."""
         if op.name in PRODUCTS:
             first, second = (op.args[index] for index in PRODUCTS[op.name])
-            return read_product(
-                self.ledger, self.running.place(), (first, second), op.shape, op.kwargs.get("alpha", 1.0)
-            )
+            alpha = op.kwargs.get("alpha", 1.0)
+            return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha)
         if op.name == "convolution":
             return convolved(self.ledger.node(op.args[1]), op.shape)
         if op.name in SOFTMAXES:
-            self.softmaxes += 1
-            return self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1), op)
+            return self._weights(op, self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1)))
         if op.name == "_log_softmax":
-            return self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1), op, exponentiated=False)
-        if op.name == "exp" and (logarithm := op.node().log_weights) is not None:
-            return self._weights(op, *logarithm)
+            return self._log_weights(op, self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1)))
+        if op.name == "exp":
+            return self._see_exponential(op)
         if op.name in ("div", "mul"):
             return self._see_division(op)
+        if op.name == "sum" and op.node().outer is not None:
+            return self._see_outer_sum(op)
         return None
 
-    def _see_softmax(
-        self, scores: Tensor, node: Node, axis: int, op: Operation, exponentiated: bool = True
-    ) -> Node | None:
+    def _see_softmax(self, scores: Tensor, node: Node, axis: int) -> Softmax | None:
+        self.softmaxes += 1
         axis %= max(scores.dim(), 1)
         written = None if node.scores is None else see_softmax(node.scores, scores, node, axis)
         if written is None or node.scores is None:
             return None
-        path = within(node.scores.place, self.running.place())
-        sighting = written.sighting(self.rows, self.keep)
-        if exponentiated:
-            return self._weights(op, path, sighting, axis)
-        return Node(op.shape, learned=True, log_weights=(path, sighting, axis))
+        path, line = within(node.scores.place, self.running.place()), self.running.place().line
+        softmax = Softmax(written.sighting(self.rows, self.keep), axis)
+        softmax.report = lambda sighting: self.seen.note(path, line, sighting)
+        softmax.waits = node.scores.learned_query
+        return softmax
 
-    def _weights(self, op: Operation, path: str, sighting: Sighting, axis: int) -> Node:
-        self.seen.note(path, self.running.place().line, sighting)
-        return Node(op.shape, learned=True, weights=Softmax(sighting, axis))
+    def _weights(self, op: Operation, softmax: Softmax | None) -> Node | None:
+        if softmax is None:
+            return None
+        softmax.ran()
+        return Node(op.shape, learned=True, weights=softmax)
+
+    def _log_weights(self, op: Operation, softmax: Softmax | None) -> Node | None:
+        return None if softmax is None else Node(op.shape, learned=True, log_weights=softmax)
+
+    def _see_exponential(self, op: Operation) -> Node | None:
+        """exp(log_softmax(z)), or exp(z − logsumexp(z))."""
+        node = op.node()
+        if node.log_weights is not None:
+            return self._weights(op, node.log_weights)
+        if node.log_softmax_axis is not None:
+            return self._weights(op, self._see_softmax(op.args[0], node, node.log_softmax_axis))
+        return None
 
     def _see_division(self, op: Operation) -> Node | None:
-        """e / Σe, which is a softmax, written as a division or as a product with the inverse."""
+        """e / Σe, which is a softmax: written as a division, as a product with the inverse, or after mixing values."""
         if not all(isinstance(arg, Tensor) for arg in op.args[:2]):
             return None
-        top, bottom = op.node(0), op.node(1)
+        (top, powers), (bottom, _) = ((op.node(side), op.args[side]) for side in (0, 1))
         if op.name == "mul" and top.sum_of is not None:
-            top, bottom = bottom, top
-        if top.exponent is None or bottom.sum_of is None or bottom.sum_of[0] is not top.exponent:
+            (top, powers), bottom = (bottom, op.args[1]), top
+        if bottom.sum_of is None:
             return None
-        self.softmaxes += 1
-        exponential = op.args[0] if top is op.node(0) else op.args[1]
-        return self._see_softmax(exponential.log(), top.exponent, bottom.sum_of[1], op)
+        mixed = top.mixed_by_powers
+        top, powers = mixed or (top, powers)
+        if top.exponent is None or bottom.sum_of[0] is not top.exponent:
+            return None
+        softmax = self._see_softmax(powers.reshape(top.exponent.shape).log(), top.exponent, bottom.sum_of[1])
+        if mixed is None or softmax is None:
+            return self._weights(op, softmax)
+        softmax.ran()
+        return Node(op.shape, learned=True, mixed=softmax)
 
-    def _see_kernel(self, sighting: Sighting, result: Any) -> None:
+    def _see_outer_sum(self, op: Operation) -> Node | None:
+        """Products, and mixtures of values, written as a multiplication and a sum."""
+        parent, axes = op.node(), op.argument(1, "dim")
+        axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
+        assert parent.outer is not None
+        if parent.weights is not None:
+            parent.weights.mixes(parent, axis)
+            return Node(op.shape, learned=True, mixed=parent.weights)
+        if op.argument(2, "keepdim", False):
+            return None
+        first, second = (self.ledger.node(operand) for operand in parent.outer)
+        return read_outer_sum(self.running.place(), parent, (first, second), axis, op.shape)
+
+    def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
-        self.seen.note(place.modules[-1], place.line, sighting)
+        sighting = kernel.sighting(self.rows, self.keep)
+        self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
             self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
