@@ -42,7 +42,7 @@ class Audit:
         return head_verdicts(self._layer(layer))
 
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
-        """What every rule would do to the query and key just seen.
+        """What every rule would do to the query and key of the first sequence just seen.
 
         The scale and the soft-cap are the layer's own. A mask or bias that is not causal is not kept, nor the value:
         the key stands in for it.

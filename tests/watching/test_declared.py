@@ -1,0 +1,302 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from attnscale import MultiheadAttention
+from attnscale.watching.declared import Authority, declared
+
+TINY = dict(
+    hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,
+    max_position_embeddings=64,
+)  # fmt: skip
+
+
+class Attention(nn.Module):
+    """A module with whatever attributes it is given."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class Block(nn.Module):
+    def __init__(self, attention, **attributes):
+        super().__init__()
+        self.attn = attention
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def said(head_dim=16, /, **attributes):
+    return declared(Block(Attention(**attributes)), "attn", head_dim)
+
+
+def configured(head_dim=16, path="attn", /, **fields):
+    return declared(Block(Attention(), config=SimpleNamespace(**fields)), path, head_dim)
+
+
+# Attributes
+
+
+@given(head_dim=st.integers(2, 256), power=st.sampled_from([-0.5, 0.5, -0.25, 0.25]))
+def test_a_root_of_the_dimension_restates_the_usual_scale(head_dim, power):
+    found = said(head_dim, scale=head_dim**power)
+    assert found.scale == head_dim**-0.5
+    assert found.scale_readings == (head_dim**-0.5,)
+    assert found.scale_source == "attn.scale"
+
+
+@pytest.mark.parametrize("name", ["scaling", "softmax_scale", "norm_factor", "inv_norm_factor", "temperature"])
+def test_the_usual_names_are_read(name):
+    assert said(16, **{name: 4.0}).scale == 0.25
+
+
+@pytest.mark.parametrize("value", [torch.tensor([4.0]), torch.tensor(0.25), nn.Parameter(torch.full((1,), 0.25))])
+def test_a_tensor_of_one_element_is_a_number(value):
+    assert said(16, scale=value).scale == 0.25
+
+
+@pytest.mark.parametrize("value", [None, True, 1.0, 0.0, -0.25, math.nan, "sum", torch.ones(3), nn.Linear(2, 2)])
+def test_what_cannot_be_a_scale_says_nothing(value):
+    found = said(16, scale=value)
+    assert (found.scale, found.scale_authority) == (None, Authority.NONE)
+
+
+def test_a_number_of_its_own_may_multiply_or_divide():
+    assert set(said(16, scale=0.1).scale_readings) >= {0.1, 10.0}
+    assert said(16, scale=10.0).scale == said(16, scale=0.1).scale == 0.1
+
+
+def test_a_second_number_may_multiply_the_first():
+    assert any(math.isclose(reading, 0.25 * 1.3) for reading in said(16, scale=0.25, temperature=1.3).scale_readings)
+
+
+def test_a_name_that_can_mean_nothing_else_has_more_authority():
+    assert said(16, scale=0.1).scale_authority is Authority.ATTRIBUTE
+    assert said(16, softmax_scale=0.1).scale_authority is Authority.NAMED
+
+
+class ScalesTheQuery(Attention):
+    def forward(self, query, key, value):
+        if self.fused:
+            return F.scaled_dot_product_attention(query, key, value)
+        return (query * self.scale @ key.mT).softmax(-1) @ value
+
+
+class PassesItOn(Attention):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+class DividesTheScores(Attention):
+    def forward(self, q, k, v):
+        scores = torch.matmul(q, k.transpose(-2, -1))
+        scores /= self.scale
+        return scores.softmax(-1) @ v
+
+
+class ScalesTheBranch(Attention):
+    def forward(self, x, q, k, v):
+        return x + self.scale * F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("kind", "authority"),
+    [
+        (ScalesTheQuery, Authority.NAMED),
+        (PassesItOn, Authority.NAMED),
+        (DividesTheScores, Authority.NAMED),
+        (ScalesTheBranch, Authority.ATTRIBUTE),
+    ],
+)
+def test_the_code_tells_whether_a_number_is_the_scale(kind, authority):
+    assert declared(kind(scale=0.1), "", 16).scale_authority is authority
+
+
+def test_only_what_calls_itself_attention_is_read_upwards():
+    inner = Attention()
+    assert declared(Block(Block(inner), scale=0.1), "attn.attn", 16).scale is None
+    outer = Attention(scale=0.25)
+    outer.inner = inner
+    assert declared(Block(outer), "attn.inner", 16).scale == 0.25
+
+
+def test_a_path_that_leads_nowhere_is_read_as_far_as_it_goes():
+    assert declared(Block(Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
+
+
+def test_caps_and_flags_of_a_module_are_read():
+    found = said(16, logit_softcap=30.0, use_qk_norm=True)
+    assert (found.softcap, found.softcap_source) == (30.0, "attn.logit_softcap")
+    assert (found.qk_norm, found.qk_norm_source) == (True, "attn.use_qk_norm")
+    assert said(16, softcap=0.0, qk_norm=nn.LayerNorm(4)).softcap is None
+    assert not said(16, softcap=None, qk_norm=nn.LayerNorm(4)).qk_norm
+
+
+# Rules of this library
+
+
+@pytest.mark.parametrize(
+    ("rule", "scale"), [("unscaled", 1.0), ("inverse_dim", 0.5), (0.3, 0.3), ("log_length", None), ("QKNorm", None)]
+)
+def test_a_rule_is_a_choice(rule, scale):
+    found = declared(MultiheadAttention(32, 2, scale=rule), "", 16)
+    assert found.scale == scale
+    assert found.scale_authority is Authority.CONFIGURED
+
+
+# Configurations
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale", "source"),
+    [
+        (dict(query_pre_attn_scalar=144), 1 / 12, "config.query_pre_attn_scalar"),
+        (dict(attention_multiplier=0.0078125), 0.0078125, "config.attention_multiplier"),
+        (dict(softmax_scale=0.3), 0.3, "config.softmax_scale"),
+        (dict(attn_config=SimpleNamespace(softmax_scale=0.2)), 0.2, "config.attn_config.softmax_scale"),
+        (dict(attn_config=dict(softmax_scale=0.2)), 0.2, "config.attn_config.softmax_scale"),
+        (dict(attn_config=dict(softmax_scale=None)), None, ""),
+        (dict(scale_attn_weights=False), 1.0, "config.scale_attn_weights"),
+        (dict(scale_attn_weights=True), 0.25, "config.scale_attn_weights"),
+        (dict(key_multiplier=0.5), 0.125, "config.key_multiplier"),
+        (dict(hidden_size=32, residual_multiplier=0.2, logit_scale=2.0), None, ""),
+    ],
+)
+def test_fields_that_set_the_scale(fields, scale, source):
+    found = configured(16, **fields)
+    assert found.scale == (None if scale is None else pytest.approx(scale))
+    assert found.scale_source == source
+    assert found.scale_authority is (Authority.NONE if scale is None else Authority.CONFIGURED)
+
+
+def test_a_scale_that_falls_with_depth_knows_its_layer():
+    model = Block(Attention(), config=SimpleNamespace(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=True))
+    stack = nn.ModuleDict({"h": nn.ModuleList([nn.Identity(), nn.Identity(), model])})
+    assert declared(stack, "h.2.attn", 16).scale == pytest.approx(0.25 / 3)
+
+
+@pytest.mark.parametrize("name", ["attn_logit_softcapping", "attention_logit_cap", "attn_softcap", "attn_logit_cap"])
+def test_fields_that_cap_the_scores(name):
+    found = configured(16, **{name: 50.0})
+    assert (found.softcap, found.softcap_source) == (50.0, f"config.{name}")
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "moe_router_logit_softcapping", "logit_cap", "recap"])
+def test_fields_that_cap_something_else(name):
+    assert configured(16, **{name: 50.0}).softcap is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False), ("qwen3", False)])
+def test_flags_of_a_norm(value, expected):
+    assert configured(16, use_qk_norm=value).qk_norm is expected
+
+
+def test_the_nearest_configuration_wins():
+    inner = Block(Attention(), config=SimpleNamespace(softmax_scale=0.1))
+    outer = Block(inner, config=SimpleNamespace(softmax_scale=0.2))
+    assert declared(outer, "attn.attn", 16).scale == 0.1
+
+
+def test_a_tower_is_configured_by_its_own_part():
+    parts = SimpleNamespace(
+        text_config=SimpleNamespace(query_pre_attn_scalar=100), vision_config=SimpleNamespace(hidden_size=4)
+    )
+    model = nn.Module()
+    model.config = parts
+    model.vision_tower, model.language_model = Block(Attention()), Block(Attention())
+    assert declared(model, "vision_tower.attn", 16).scale is None
+    assert declared(model, "language_model.attn", 16).scale == pytest.approx(0.1)
+
+
+def test_the_configuration_comes_before_the_attribute():
+    model = Block(Attention(scale=0.25), config=SimpleNamespace(attention_multiplier=0.1))
+    assert declared(model, "attn", 16).scale_source == "config.attention_multiplier"
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_stretched_rotary_embedding_may_scale_the_scores(name):
+    found = configured(16, **{name: {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}})
+    assert found.scale is None
+    assert found.scale_readings == pytest.approx((0.25 * (0.1 * math.log(40) + 1) ** 2,))
+    assert configured(16, **{name: {"rope_type": "linear", "factor": 4.0}}).scale_readings == ()
+
+
+def test_a_model_that_says_nothing_declares_nothing():
+    found = declared(nn.TransformerEncoderLayer(32, 2), "self_attn", 16)
+    assert (found.scale, found.softcap, found.qk_norm, found.scale_readings) == (None, None, False, ())
+
+
+# Real architectures: what they declare is what their code multiplies by
+
+
+def gpt2(**fields):
+    return transformers.GPT2Model(transformers.GPT2Config(**TINY, n_embd=48, n_layer=2, n_head=4, **fields))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # transformers' DeBERTa, when imported
+@pytest.mark.parametrize(
+    ("make", "path", "head_dim", "scale"),
+    [
+        (lambda: transformers.LlamaModel(transformers.LlamaConfig(**TINY)), "layers.0.self_attn", 12, 12**-0.5),
+        (lambda: gpt2(), "h.1.attn", 12, 12**-0.5),
+        (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "h.1.attn", 12, 12**-0.5 / 2),
+        (lambda: gpt2(scale_attn_weights=False), "h.1.attn", 12, 1.0),
+        (
+            lambda: transformers.Gemma2Model(transformers.Gemma2Config(**TINY, head_dim=16, query_pre_attn_scalar=20)),
+            "layers.0.self_attn",
+            16,
+            20**-0.5,
+        ),
+        (
+            lambda: transformers.GraniteModel(transformers.GraniteConfig(**TINY, attention_multiplier=0.07)),
+            "layers.1.self_attn",
+            12,
+            0.07,
+        ),
+        (
+            lambda: transformers.T5EncoderModel(
+                transformers.T5Config(d_model=48, d_kv=12, num_heads=4, num_layers=1, d_ff=32, vocab_size=29)
+            ),
+            "encoder.block.0.layer.0.SelfAttention",
+            12,
+            1.0,
+        ),
+        (
+            lambda: transformers.DebertaV2Model(
+                transformers.DebertaV2Config(**TINY, relative_attention=True, pos_att_type=["c2p", "p2c"])
+            ),
+            "encoder.layer.0.attention.self",
+            12,
+            36**-0.5,
+        ),
+    ],
+)
+def test_published_architectures(make, path, head_dim, scale):
+    model = make()
+    found = declared(model, path, head_dim)
+    assert found.scale == pytest.approx(scale)
+    own = getattr(model.get_submodule(path), "scaling", None)
+    assert own is None or own == pytest.approx(scale)
+
+
+def test_a_scale_written_over_in_a_published_module_is_no_design():
+    model = transformers.LlamaModel(transformers.LlamaConfig(**TINY))
+    model.layers[0].self_attn.scaling = 1 / 12
+    assert declared(model, "layers.0.self_attn", 12).scale_authority is Authority.NAMED
+    model.layers[0].self_attn.scaling = 1.0
+    assert declared(model, "layers.0.self_attn", 12).scale is None
+
+
+def test_gemma_2_declares_its_soft_cap():
+    model = transformers.Gemma2Model(transformers.Gemma2Config(**TINY, head_dim=16))
+    found = declared(model, "layers.0.self_attn", 16)
+    assert (found.softcap, found.softcap_source) == (50.0, "config.attn_logit_softcapping")
