@@ -7,7 +7,9 @@ import typer
 
 from attnscale import __version__
 from attnscale.cli.bench import bench
+from attnscale.cli.check import check
 from attnscale.cli.claims import claims
+from attnscale.cli.output import tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
 from attnscale.errors import AttnscaleError
@@ -17,6 +19,7 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
+app.command()(check)
 app.command()(predict)
 app.command()(rules)
 app.command()(claims)
@@ -35,7 +38,7 @@ def attnscale(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Keep attention scores in range: predict their spread, choose a scale, check what is claimed about it."""
+    """Keep attention scores in range: check a model, predict their spread, choose a scale, test what is claimed."""
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     try:
         app(prog_name="attnscale")
     except AttnscaleError as error:
-        typer.echo(f"attnscale: {error}", err=True)
+        tell(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

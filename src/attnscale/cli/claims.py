@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.output import AsJson, print_json
+from attnscale.cli.output import AsJson, print_json, tell
 
 
 def claims(
@@ -32,5 +32,5 @@ def claims(
         show_ledger(shown)
     differences = changed(everything)
     for difference in differences:
-        typer.echo(f"attnscale: {difference}", err=True)
+        tell(difference)
     raise typer.Exit(1 if differences else 0)

@@ -9,6 +9,8 @@ import torch
 
 from attnscale.errors import AttnscaleError, ModelError
 
+# Where it was raised is said of the code that called torch, and not of what watches it.
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "watching"))
 LONGEST = 300  # characters of an exception's own words
 
 
@@ -35,7 +37,8 @@ def described(error: BaseException) -> str:
     """
     says = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    told = [frame for frame in frames if not frame.filename.startswith(OURS)] or frames
+    where = f" ({Path(told[-1].filename).name}, line {told[-1].lineno})" if told else ""
     return f"{type(error).__name__}{', ' if says else ''}{says[:LONGEST].rstrip('.')}{where}"
 
 

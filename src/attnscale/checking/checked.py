@@ -1,0 +1,126 @@
+"""Checked: everything `attnscale check` has to say; text, JSON and HTML render the same object."""
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from attnscale.checking.grouped import Group, grouped
+from attnscale.checking.line import MEANINGS, Line, line_of
+from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
+
+WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model, what it was run on, and the audit of that run."""
+
+    title: str
+    fed: str
+    device: str
+    rows: int | None  # looked at per head; None: all
+    notes: tuple[str, ...]
+    audit: Audit
+    asked: str | None = None  # the layer to try other scales on, where one was named
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """The table: one line a layer, in the order they ran."""
+        findings = self.audit.findings
+        return tuple(
+            line_of(layer, [finding for finding in findings if finding.layer == name])
+            for name, layer in self.audit.layers.items()
+        )
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The findings, those that say the same put together, the worst first."""
+        return grouped(self.audit.findings)
+
+    @property
+    def footnotes(self) -> dict[str, str]:
+        """What the verdicts mean that are neither `healthy` nor a finding."""
+        judgements = {line.judgement for line in self.lines}
+        return {word: meaning for word, meaning in MEANINGS.items() if word in judgements}
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether anything found is of severity error."""
+        return self.audit.worst == "error"
+
+    @cached_property
+    def focus(self) -> str | None:
+        """The layer to try other scales on: the one named, else the one found worst, else that of the widest spread."""
+        if self.asked is not None:
+            return self.asked
+        finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale)]
+        finite = [line for line in finite if self.audit.layers[line.name].query is not None]
+        if not finite:
+            return None
+        named = {line.name for line in finite}
+        blamed = (group.first.layer for group in self.groups if group.first.layer in named)
+        return next(blamed, max(finite, key=lambda line: line.spread).name)
+
+    @cached_property
+    def what_if(self) -> WhatIf | None:
+        """What every rule would do to the layer in focus."""
+        return None if self.focus is None else self.audit.what_if(self.focus, rows=WHAT_IF_ROWS)
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict in one sentence."""
+        counts = Counter(finding.severity for finding in self.audit.findings)
+        if not counts["error"] and not counts["warning"]:
+            return f"Fine: {self._summary}{_also(counts['note'], 'note')}."
+        worst = self.groups[0]
+        known = CODES.get(worst.first.code, worst.first.message.rstrip("."))
+        where = f"in {len(worst.layers)} of {_count(len(self.lines), 'layer')}"
+        start = "Not fine" if counts["error"] else "No errors, but a warning"
+        left = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
+        return f"{start}: {where}, {known} ({', '.join(left)} in all)."
+
+    @property
+    def _summary(self) -> str:
+        spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
+        span = f"{min(spreads):.2g} to {max(spreads):.2g}" if len(spreads) > 1 else f"{max(spreads, default=0):.2g}"
+        state = "trained" if self.audit.trained else "at initialisation"
+        return f"{_count(len(self.lines), 'attention layer')}, {state}, scores spread by {span}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON takes it: None where a number is not finite."""
+        audit = self.audit.to_dict()
+        layers = {line.name: audit["layers"][line.name] | asdict(line) for line in self.lines}
+        tried = None if self.asked is None or self.what_if is None else self.what_if.to_dict()["rows"]
+        found: dict[str, Any] = plain(
+            {
+                "model": self.title,
+                "input": self.fed,
+                "device": self.device,
+                "rows": self.rows,
+                "notes": list(self.notes),
+                "conclusion": self.conclusion,
+                **audit,
+                "layers": layers,
+                "what_if": None if tried is None else {"layer": self.asked, "rows": tried},
+            }
+        )
+        return found
+
+
+def plain(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _also(number: int, what: str) -> str:
+    return f"; {_count(number, what)}" if number else ""

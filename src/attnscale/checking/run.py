@@ -1,0 +1,41 @@
+"""Load, run once, diagnose."""
+
+import warnings
+
+import torch
+
+from attnscale.checking.checked import Checked
+from attnscale.diagnose import Audit, diagnose, is_trained
+from attnscale.loading import Loaded, Request, load_model, offline
+from attnscale.loading.telling import telling
+from attnscale.watching import watch
+
+
+def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
+    """Check the model asked for: `rows` are looked at per head, all where None; `what_if` names a layer to try on."""
+    with offline(), warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        loaded = load_model(request)
+        audit = _watched(loaded, rows, request)
+        request.report("diagnosing")
+        notes = (*loaded.notes, *(_own(warning) for warning in heard if _is_own(warning)))
+        checked = Checked(loaded.title, loaded.fed, request.device, rows, notes, audit, what_if)
+        if what_if is not None:
+            _ = checked.what_if  # a layer that was not seen is told now
+        return checked
+
+
+def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:
+    request.report("running the model")
+    with telling(f"run {loaded.title} on {loaded.fed}"), torch.no_grad(), watch(loaded.model, rows, keep=True) as seen:
+        loaded.model(*loaded.args, **loaded.kwargs)
+    return diagnose(seen.layers, trained=is_trained(loaded.model))
+
+
+def _is_own(warning: warnings.WarningMessage) -> bool:
+    """What watching says of itself is passed on; what a model's own code warns of is not about its attention."""
+    return "could not be followed" in str(warning.message)
+
+
+def _own(warning: warnings.WarningMessage) -> str:
+    return f"{' '.join(str(warning.message).split()).rstrip('.')}."

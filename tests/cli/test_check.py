@@ -1,0 +1,291 @@
+"""`attnscale check`, by what it prints and how it exits."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from attnscale.cli import main
+from attnscale.diagnose import CODES, SEVERITIES
+from tests.checking.broken import EVIL
+
+BROKEN = "tests.checking.broken:"
+ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(Path.cwd())}
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """Run `attnscale check …` in this process: status, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnscale", "check", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out, printed.err
+
+    return run
+
+
+def in_a_process(*arguments):
+    command = [sys.executable, "-m", "attnscale", "check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, check=False)
+
+
+def test_without_a_model_the_bundled_one_is_checked_and_fine():
+    result = in_a_process()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    rows = [line.split() for line in lines if re.match(r"\d ", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert {row[3] for row in rows} == {"0.177"}  # 1/√32
+    assert lines[-1].startswith("Fine: 4 attention layers, trained, scores spread by")
+
+
+def test_an_unscaled_layer_is_an_error_with_its_cause_and_what_to_do(check):
+    status, out, err = check(f"{BROKEN}unscaled")
+    text = " ".join(out.split())
+    assert status == 1
+    assert err == ""
+    assert "error unscaled layers.*, * = 0, 2" in text
+    assert "Multiply q·k by 1/√d_k = 0.213" in text
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if re.match(r"\d ", line)}
+    assert [rows[index][-1] for index in "012"] == ["unscaled", "healthy", "unscaled"]
+    assert [float(rows[index][3]) for index in "012"] == [1.0, 0.213, 1.0]
+    spread, expected = (float(cell) for cell in rows["1"][1:3])
+    assert spread == pytest.approx(expected, rel=0.15)  # random q and k are independent
+    assert float(rows["0"][1]) == pytest.approx(float(rows["0"][2]) * 22**0.5, rel=0.15)
+    assert text.split("Not fine: ")[1].startswith("in 2 of 3 layers, the scores reach the softmax")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], [f"{BROKEN}unscaled"], [f"{BROKEN}evil"], ["--what-if", "blocks.0.attention"], ["--help"]]
+)
+def test_everything_fits_80_columns_without_colour_in_a_pipe(check, arguments):
+    _, out, _ = check(*arguments)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b[" not in out
+
+
+def test_nan_weights_are_a_finding_and_no_bad_input(check):
+    status, out, _ = check(f"{BROKEN}not_a_number")
+    assert status == 1
+    assert "error non_finite" in out
+    status, out, _ = check(f"{BROKEN}not_a_number", "--json")
+    assert status == 1
+    assert json.loads(out)["layers"]["layers.1"]["verdict"] == "non_finite"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([f"{BROKEN}without_attention"], "Expected attention in the watched model, but saw none"),
+        ([f"{BROKEN}fails"], r"Could not run .*broken:fails on the inputs it came with: RuntimeError, .* \(broken.py"),
+        ([f"{BROKEN}too_large"], "Out of memory: could not run"),
+        ([f"{BROKEN}nothing"], "Could not make the model"),
+        (["nowhere/at/all"], ".* no such path. Models are not fetched"),
+        (["--rows", "0"], "Expected --rows of at least 1, got 0."),
+        (["--length", "1"], "Expected --length of at least 2, got 1."),
+        (["--device", "tpu"], "Expected a device that is here"),
+        (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
+        (["--html", "."], "Expected a file to write, and . is a folder."),
+        (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
+    ],
+)
+def test_bad_input_ends_with_status_two_and_one_sentence(check, arguments, sentence):
+    status, out, err = check(*arguments)
+    assert status == 2
+    assert out == ""
+    assert re.match(rf"attnscale: {sentence}", err)
+    assert len(err.splitlines()) == 1
+
+
+def test_bad_input_leaves_no_traceback_from_a_process_either(tmp_path):
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    for arguments in ([tmp_path], [f"{BROKEN}without_attention"], [tmp_path / "nowhere"]):
+        result = in_a_process(*arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert re.fullmatch(r"attnscale: [^\n]+\n", result.stderr)
+
+
+def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding(check):
+    status, out, err = check(f"{BROKEN}unscaled", "--json", "--rows", 11, "--what-if", "layers.1")
+    found = json.loads(out)
+    assert (status, err) == (1, "")
+    assert list(found) == [
+        "model", "input", "device", "rows", "notes", "conclusion", "trained", "worst", "findings", "layers", "what_if",
+    ]  # fmt: skip
+    assert (found["rows"], found["worst"], found["trained"]) == (11, "error", False)
+    assert list(found["layers"]) == ["layers.0", "layers.1", "layers.2"]
+    layer = found["layers"]["layers.1"]
+    numbers = {"spread", "expected_spread", "scale", "entropy_ratio", "top1", "saturated", "gradient_gain"}
+    assert all(isinstance(layer[name], float) for name in numbers)
+    assert layer["scale"] == pytest.approx(22**-0.5, rel=1e-4)
+    assert layer["stats"]["heads"] == 2
+    assert len(layer["stats"]["entropy"]) == 2
+    for finding in found["findings"]:
+        assert list(finding) == ["layer", "head", "code", "severity", "message", "measured", "expected", "advice"]
+        assert finding["code"] in CODES
+        assert finding["severity"] in SEVERITIES
+    assert {row["name"] for row in found["what_if"]["rows"]} >= {"current", "calibrated", "softcap:30", "clip:100"}
+
+
+def test_text_and_length_decide_the_input(check, tmp_path):
+    (tmp_path / "text.txt").write_text("Why is it √d_k? " * 9, encoding="utf-8")
+    _, out, _ = check("--text", tmp_path / "text.txt", "--length", 31, "--json")
+    assert json.loads(out)["input"] == "31 bytes of the text"
+    (tmp_path / "text.txt").write_bytes(b"\xff\xfe\x00")
+    status, _, err = check("--text", tmp_path / "text.txt")
+    assert status == 2
+    assert "Expected UTF-8 text" in err
+
+
+def test_random_init_takes_the_training_away(check):
+    _, out, _ = check("--random-init", "--json")
+    found = json.loads(out)
+    assert found["trained"] is False
+    assert all(0.7 < layer["spread"] < 1.3 for layer in found["layers"].values())
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text outside scripts and styles."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.text, self.inside = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.inside and self.inside.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.inside):
+            self.text.append(data)
+
+
+@pytest.fixture
+def page(check, tmp_path):
+    def write(name):
+        path = tmp_path / "new" / f"{name}.html"
+        check(f"{BROKEN}{name}", "--html", path)
+        assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half-written beside it
+        return path.read_text(encoding="utf-8")
+
+    return write
+
+
+def test_the_report_needs_nothing_else(page):
+    written = page("unscaled")
+    elements = Elements(written)
+    for _, attributes in elements.found:
+        assert not {"src", "href", "srcset", "action", "data"} & attributes.keys()
+    style = re.search(r"<style>(.*?)</style>", written, re.DOTALL)[1]
+    assert not re.search(r"url\(|@import", style)
+    policy = next(attrs["content"] for tag, attrs in elements.found if "http-equiv" in attrs)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert "script-src 'unsafe-inline'" not in policy
+
+
+def test_the_report_says_what_the_terminal_says(page, check):
+    text = " ".join(" ".join(Elements(page("unscaled")).text).split())
+    _, out, _ = check(f"{BROKEN}unscaled")
+    conclusion = " ".join(out[out.index("Not fine") :].split())
+    assert conclusion in text
+    for expected in ("What matters", "Layer by layer", "Head by head", "What another scale would do", "calibrated"):
+        assert expected in text
+
+
+def test_a_name_that_is_code_stays_a_name_everywhere(page, check):
+    written = page("evil")
+    assert EVIL not in written
+    elements = Elements(written)
+    assert "img" not in {tag for tag, _ in elements.found}
+    assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
+    assert EVIL in "".join(elements.text)
+    assert [tag for tag, _ in elements.found].count("script") == 3
+    island = re.search(r'<script type="application/json" id="figure">(.*?)</script>', written, re.DOTALL)[1]
+    assert "onerror=alert(1)&gt;" in json.loads(island)["hover"][0][0]
+    _, out, _ = check(f"{BROKEN}evil")
+    assert EVIL in out
+    _, out, _ = check(f"{BROKEN}coloured")
+    assert "\x1b" not in out
+    assert "red[bold]" in out
+
+
+def test_scripts_are_allowed_by_the_hash_of_what_they_hold(page):
+    import base64
+    import hashlib
+
+    written = page("healthy")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', written)[1].replace("&#39;", "'")
+    scripts = re.findall(r"<script>(.*?)</script>", written, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_plotly_and_transformers_load_only_when_used():
+    code = """
+import sys
+from attnscale.cli import main
+sys.argv = ["attnscale", "check", "--rows", "8", "--length", "32"]
+try:
+    main()
+except SystemExit:
+    pass
+print([name for name in ("plotly", "transformers", "jinja2") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_progress_goes_to_a_terminal_alone(check):
+    _, _, err = check()
+    assert err == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one child")
+def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef make():\n    print('ready', flush=True)\n    time.sleep(60)\n", encoding="utf-8"
+    )
+    (tmp_path / "report.html").write_text("old", encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attnscale", "check", "slow:make", "--html", "report.html"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"
+    assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"slow.py", "report.html"}
+
+
+def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check, tmp_path):
+    config = dict(model_type="gpt2", vocab_size=103, n_embd=44, n_layer=2, n_head=2, n_positions=61)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    status, out, err = check(tmp_path / "config.json", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert err == "attnscale: There is no tokenizer that could be read, so the tokens are random.\n"
+    assert [layer["scale"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
+    assert found["worst"] != "error"
