@@ -112,10 +112,10 @@ def test_weights_that_are_not_numbers_are_found():
 
 
 @pytest.mark.parametrize(
-    ("factor", "code"),
-    [(16**0.5, "unscaled"), (16**-0.5, "scaled_by_dim"), (1.0, None), (3**-0.5, "scaled_by_model_dim")],
+    ("scale", "code"),
+    [(1.0, "unscaled"), (1 / 16, "scaled_by_dim"), (48**-0.5, "scaled_by_model_dim"), (16**-0.5, None)],
 )
-def test_a_published_model_whose_scale_was_written_over(factor, code):
+def test_a_published_model_whose_scale_was_written_over(scale, code):
     config = transformers.LlamaConfig(
         hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=32, vocab_size=29
     )
