@@ -15,13 +15,12 @@ from attnscale.rules.rule import wide_dtype
 from attnscale.watching.coordinates import NOWHERE
 from attnscale.watching.layout import Arrival, Layout, arrive, find_layout
 from attnscale.watching.lineage import Node, Trail, follow
-from attnscale.watching.products import Product
+from attnscale.watching.products import Product, channels
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
 
 PROBED_ROWS = 8
 DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
-STANDARD_ERRORS = 6.0  # beyond which a bias alone does not explain a slope
 VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
 FACTOR_OF_ONE = 1e-6
 
@@ -73,6 +72,18 @@ class Written:
         """How the first of them went."""
         return self.arrival.trails[0]
 
+    @property
+    def head_dim(self) -> int:
+        """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
+        own = self._query_channel(self.layout.product)
+        parts = [part for part in self.trail.other_products if self._query_channel(part) not in (own, ())]
+        return int(sum(part.left.shape[-1] for part in (self.layout.product, *parts)))
+
+    def _query_channel(self, product: Product) -> tuple[object, ...]:
+        """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
+        node = product.left_node if self.layout.keys_are_right else product.right_node
+        return channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0]
+
     def sighting(self, rows: int | None, keep: bool) -> Sighting:
         """Everything that is reported of this call."""
         layout, (query_way, key_way) = self.layout, self.ways
@@ -83,8 +94,8 @@ class Written:
             kind="eager",
             heads=self.heads,
             kv_heads=layout.kv_heads,
-            head_dim=self.queries.shape[-1],
-            model_dims=tuple({width for width in (query_way.width, self.heads * self.queries.shape[-1]) if width}),
+            head_dim=self.head_dim,
+            model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
             query_len=layout.length,
             key_len=int(self._in_product.sum()),
             causal=looks_causal(visible[..., self._in_product], self.probe, layout.length),
@@ -95,10 +106,10 @@ class Written:
             key_norm=rms_norm(self.keys[None]).cpu() / torch.from_numpy(np.abs(key_way.factor).mean(1)),
             normalised=query_way.normalised and key_way.normalised,
             biased=_stands_out(scores[0] - self.predicted, scores[0], visible[0]),
-            bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.trail.biases),
+            bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=layout.product.capped and self.softcap is None,
-            query=self._kept(queries=True) if keep else None,
-            key=self._kept(queries=False) if keep else None,
+            query=self._kept(queries=True) if keep and not self.trail.other_products else None,
+            key=self._kept(queries=False) if keep and not self.trail.other_products else None,
         )
 
     @cached_property
@@ -120,6 +131,13 @@ class Written:
         )
 
     @property
+    def biases(self) -> list[tuple[Tensor, float]]:
+        """What was added to the scores, and by how much it was multiplied afterwards."""
+        bias = self.layout.product.bias
+        own = [] if bias is None else [(bias, float(self.arrival.factor.mean()))]
+        return self.trail.biases + own
+
+    @property
     def softcap(self) -> float | None:
         """What a tanh on the way is multiplied by."""
         return abs(self.trail.caps[0]) if self.trail.caps else None
@@ -135,8 +153,9 @@ class Written:
         left = self.layout.product.left if self.layout.keys_are_right else self.layout.product.right.mT
         at = [torch.from_numpy(column.copy()) for column in self.arrival.at.T]
         row = at[-2] if self.layout.keys_are_right else at[-1]
-        chosen: Tensor = left[row] if left.dim() == 2 else left[at[0], row]
-        return chosen.detach().to(wide_dtype(left)).unflatten(0, (self.heads, -1))
+        chosen = left[row] if left.dim() == 2 else left[at[0], row]
+        found: Tensor = chosen.detach().to(wide_dtype(left)).unflatten(0, (self.heads, -1))
+        return found
 
     @cached_property
     def keys(self) -> Tensor:
@@ -160,11 +179,10 @@ class Written:
         """The slope of the softmax's input on q·k, a head at a time."""
         query, key = self.ways
         stated = torch.from_numpy((np.abs(query.factor * key.factor) * self._multiplier).mean(1))
-        if self.trail.blended or self.softcap is not None:
-            return stated
-        slope, error = _slope(self.predicted, scores, visible & self._in_product)
-        doubt = (STANDARD_ERRORS * error).clamp(min=DISAGREEMENT)
-        return torch.where((slope - 1).abs() > doubt, stated * slope, stated)
+        if self.trail.added or self.layout.product.bias is not None or self.trail.blended or self.softcap is not None:
+            return stated  # what else is in the scores would be taken for a slope
+        slope = _slope(self.predicted, scores, visible & self._in_product)
+        return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @cached_property
     def _in_product(self) -> Tensor:
@@ -198,7 +216,7 @@ class Written:
     @cached_property
     def _finite_gaps(self) -> list[float]:
         """Of masks that subtract a number too small to be told from a score by itself."""
-        gaps = [(hiding_gap(bias), by) for bias, by in self.trail.biases]
+        gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
         return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]
 
     def _everywhere(self, positions: Tensor) -> Arrival:
@@ -248,17 +266,13 @@ class Written:
         return kept
 
 
-def _slope(predicted: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def _slope(predicted: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     """Least squares of scores (heads, rows, keys) on what was predicted of them, each row with its own intercept."""
-    x, y = predicted.double(), scores.double().masked_fill(~visible, 0.0)
     count = visible.sum(-1, keepdim=True).clamp(min=1)
-    x, y = (torch.where(visible, v - torch.where(visible, v, 0.0).sum(-1, keepdim=True) / count, 0.0) for v in (x, y))
-    power = x.square().sum((-2, -1))
-    slope = (x * y).sum((-2, -1)) / power
-    rest = (y - slope[:, None, None] * x).square().sum((-2, -1))
-    error = (rest / power / visible.sum((-2, -1)).clamp(min=2)).sqrt()
-    known = torch.isfinite(slope) & (power > 0)
-    return torch.where(known, slope, 1.0).cpu(), torch.where(known, error, 0.0).cpu()
+    x, y = (values.double().masked_fill(~visible, 0.0) for values in (predicted, scores))
+    x, y = ((values - values.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0) for values in (x, y))
+    slope = (x * y).sum((-2, -1)) / x.square().sum((-2, -1))
+    return torch.where(torch.isfinite(slope), slope, 1.0).cpu()
 
 
 def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:

@@ -36,6 +36,7 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: str = "same"
     operand: float | Tensor | None = None
+    other_product: "Product | None" = None  # what was added is an image of this
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +85,8 @@ class Trail:
     caps: list[float] = field(default_factory=list)  # what each tanh on the way is multiplied by afterwards
     biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
     fills: list[float] = field(default_factory=list)  # what replaces hidden elements
+    added: bool = False  # something was added, a bias or another product
+    other_products: "list[Product]" = field(default_factory=list)  # the products that were added
     normalised: bool = False
     blended: bool = False  # passed an operation whose effect on the value is not known
 
@@ -148,6 +151,7 @@ def _split(trail: Trail) -> Iterable[Trail]:
                 caps=list(trail.caps),
                 biases=list(trail.biases),
                 fills=list(trail.fills),
+                other_products=list(trail.other_products),
             )
 
 
@@ -155,8 +159,12 @@ def _walk(trail: Trail, step: Step, product: "Product | None") -> None:
     if step.effect in ("times", "over") and trail.counting:
         factor = values_at(step.operand, trail.points)
         trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
-    elif step.effect == "plus" and isinstance(step.operand, Tensor):
-        trail.biases.append((step.operand, float(np.mean(trail.factor))))
+    elif step.effect == "plus":
+        trail.added = True
+        if step.other_product is not None:
+            trail.other_products.append(step.other_product)
+        if isinstance(step.operand, Tensor):
+            trail.biases.append((step.operand, float(np.mean(trail.factor))))
     elif step.effect == "fill":
         trail.fills.append(float(np.mean(trail.factor)) * float(step.operand or 0.0))
     elif step.effect == "shift":

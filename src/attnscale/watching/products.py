@@ -23,15 +23,21 @@ class Product:
     right: Tensor
     left_node: Node
     right_node: Node
-    alpha: float
     place: "Place"
     node: Node
+    alpha: float = 1.0
+    bias: Tensor | None = None  # added by the same operation
     learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
     capped: bool = False  # a tanh was taken of it
 
 
 def read_product(
-    ledger: Ledger, place: "Place", operands: tuple[Tensor, Tensor], shape: Shape, alpha: float = 1.0
+    ledger: Ledger,
+    place: "Place",
+    operands: tuple[Tensor, Tensor],
+    shape: Shape,
+    alpha: float = 1.0,
+    bias: Tensor | None = None,
 ) -> Node:
     """What a matrix product is, from what its operands are."""
     left, right = (ledger.node(operand) for operand in operands)
@@ -39,7 +45,7 @@ def read_product(
     if left.parameter or right.parameter:
         node = _projected(node, left, right, weight=1 if right.parameter else 0)
         if len(shape) == 3 and node.scores is None:
-            node.scores = node.about = Product(*operands, left, right, alpha, place, node, learned_query=True)
+            node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias, learned_query=True)
         return node
     for side, operand in enumerate((left, right)):
         if operand.weights is not None:
@@ -51,7 +57,7 @@ def read_product(
             return node
     if len(shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
         return _projected(node, left, right, weight=0 if right.learned else 1)
-    node.scores = node.about = Product(*operands, left, right, alpha, place, node)
+    node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias)
     return node
 
 
@@ -76,7 +82,7 @@ def read_outer_sum(place: "Place", parent: Node, nodes: tuple[Node, Node], axis:
         operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
         lineages.append(node)
     made = Node((*lead, parent.shape[rows[0]], parent.shape[columns[0]]), learned=True)
-    made.scores = made.about = Product(operands[0], operands[1], lineages[0], lineages[1], 1.0, place, made)
+    made.scores = made.about = Product(operands[0], operands[1], lineages[0], lineages[1], place, made)
     axes = [*batch, rows[0], columns[0]]
     apart = (*sizes, *made.shape[1:])
     result = _moved(made, apart, coordinates.reshaped(made.shape, apart))

@@ -142,8 +142,9 @@ class Watcher(TorchDispatchMode):
         """Products, softmaxes and what is written in their place; None for all else."""
         if op.name in PRODUCTS:
             first, second = (op.args[index] for index in PRODUCTS[op.name])
-            alpha = op.kwargs.get("alpha", 1.0)
-            return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha)
+            alpha, beta = op.kwargs.get("alpha", 1.0), op.kwargs.get("beta", 1.0)
+            bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
+            return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha, bias)
         if op.name == "convolution":
             return convolved(self.ledger.node(op.args[1]), op.shape)
         if op.name in SOFTMAXES:
