@@ -75,9 +75,20 @@ class Written:
     @property
     def head_dim(self) -> int:
         """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
-        own = self._query_channel(self.layout.product)
-        parts = [part for part in self.trail.other_products if self._query_channel(part) not in (own, ())]
-        return int(sum(part.left.shape[-1] for part in (self.layout.product, *parts)))
+        return self.queries.shape[-1] + sum(part.left.shape[-1] for part in self._parts)
+
+    @cached_property
+    def _parts(self) -> list[Product]:
+        """Products of other features of the same queries: added, and scaled alike."""
+        own, parts = self._query_channel(self.layout.product), []
+        for node, factor in self.trail.other_scores:
+            product = node.scores
+            if product is None or self._query_channel(product) in (own, ()):
+                continue
+            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            alike = np.isclose(arrival.factor[0] * factor * product.alpha, self._multiplier.flat[0], rtol=1e-4)
+            parts += [product] if arrival.found.all() and alike else []
+        return parts
 
     def _query_channel(self, product: Product) -> tuple[object, ...]:
         """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
@@ -108,8 +119,8 @@ class Written:
             biased=_stands_out(scores[0] - self.predicted, scores[0], visible[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=layout.product.capped and self.softcap is None,
-            query=self._kept(queries=True) if keep and not self.trail.other_products else None,
-            key=self._kept(queries=False) if keep and not self.trail.other_products else None,
+            query=self._kept(queries=True) if keep and not self._parts else None,
+            key=self._kept(queries=False) if keep and not self._parts else None,
         )
 
     @cached_property

@@ -36,7 +36,7 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: str = "same"
     operand: float | Tensor | None = None
-    other_product: "Product | None" = None  # what was added is an image of this
+    other_scores: "Node | None" = None  # what was added, where that is an image of another product
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class Trail:
     biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
     fills: list[float] = field(default_factory=list)  # what replaces hidden elements
     added: bool = False  # something was added, a bias or another product
-    other_products: "list[Product]" = field(default_factory=list)  # the products that were added
+    other_scores: "list[tuple[Node, float]]" = field(default_factory=list)  # of the products added, with their factors
     normalised: bool = False
     blended: bool = False  # passed an operation whose effect on the value is not known
 
@@ -151,7 +151,7 @@ def _split(trail: Trail) -> Iterable[Trail]:
                 caps=list(trail.caps),
                 biases=list(trail.biases),
                 fills=list(trail.fills),
-                other_products=list(trail.other_products),
+                other_scores=list(trail.other_scores),
             )
 
 
@@ -161,8 +161,8 @@ def _walk(trail: Trail, step: Step, product: "Product | None") -> None:
         trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
     elif step.effect == "plus":
         trail.added = True
-        if step.other_product is not None:
-            trail.other_products.append(step.other_product)
+        if step.other_scores is not None:
+            trail.other_scores.append((step.other_scores, float(np.mean(trail.factor))))
         if isinstance(step.operand, Tensor):
             trail.biases.append((step.operand, float(np.mean(trail.factor))))
     elif step.effect == "fill":

@@ -251,8 +251,8 @@ def _arithmetic(op: Operation, effects: tuple[str, str]) -> Node:
             node.outer = (op.args[0], op.args[1])
         if effect == "shift":
             node.log_softmax_axis = second.log_sum_axis
-        if effect == "plus" and main.scores is not None and second.scores is not main.scores:
-            node.steps[0].other_product = second.scores
+        if effect == "plus" and main.scores is not None and second.scores not in (None, main.scores):
+            node.steps[0].other_scores = second
         node.learned = main.learned or second.learned
         node.parameter = main.parameter and (second.parameter or second.shape == ())
         node.sum_of = main.sum_of if effect in ("plus", "same") else None

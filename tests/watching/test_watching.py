@@ -1,0 +1,207 @@
+"""What watch() promises around the attentions it sees."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import attnscale
+from attnscale.errors import AttnscaleError
+from attnscale.watching import watcher
+from tests.zoo.entry import Block, SelfAttention
+
+
+@pytest.fixture(autouse=True)
+def failures_raise(monkeypatch):
+    monkeypatch.setattr(watcher, "RAISE_FAILURES", True)
+
+
+class Plain(SelfAttention):
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(24, Plain(24, 2)) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_row_that_checkpointing_recomputes_is_counted_once(reentrant):
+    model = Checkpointed(reentrant)
+    x = torch.randn(2, 7, 24, requires_grad=True)
+    with attnscale.watch(model, rows=None) as seen:
+        model(x).sum().backward()
+    assert [layer.calls for layer in seen.layers.values()] == [1, 1]
+    assert seen.layers["blocks.0.attention"].stats.rows.tolist() == [14, 14]
+
+
+def test_gradients_taken_inside_are_those_taken_outside():
+    torch.manual_seed(0)
+    model = Block(24, Plain(24, 2))
+    x = torch.randn(2, 7, 24)
+    gradients = []
+    for watched in (False, True):
+        model.zero_grad()
+        if watched:
+            with attnscale.watch(model):
+                model(x).square().sum().backward()
+        else:
+            model(x).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def tiny_llama(**options):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_generation_with_a_cache(implementation):
+    model = tiny_llama(attn_implementation=implementation)
+    prompt = torch.randint(3, 64, (1, 9))
+    plain = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    with attnscale.watch(model, rows=None) as seen:
+        watched = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    assert torch.equal(plain, watched)
+    layer = seen.layers["model.layers.0.self_attn"]
+    assert (layer.heads, layer.kv_heads, layer.head_dim, layer.calls, layer.causal) == (4, 2, 12, 5, True)
+    assert layer.scale_applied == pytest.approx(12**-0.5, rel=1e-6)
+    assert layer.stats.rows.tolist() == [13] * 4  # nine of the prompt and four new tokens
+    assert layer.stats.count.tolist() == [13 * 14 // 2] * 4
+
+
+def test_a_preallocated_cache():
+    model = tiny_llama(attn_implementation="eager")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    prompt = torch.randint(3, 64, (1, 9))
+    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
+        model(prompt, past_key_values=cache, cache_position=torch.arange(9))
+    layer = seen.layers["model.layers.1.self_attn"]
+    assert layer.scale_applied == pytest.approx(12**-0.5, rel=1e-3)
+    assert (layer.heads, layer.kv_heads) == (4, 2)
+    assert layer.stats.count.tolist() == [45] * 4
+
+
+def test_several_batches_add_up():
+    model, batches = Block(24, Plain(24, 2)), [torch.randn(2, length, 24) for length in (5, 9)]
+    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
+        for batch in batches:
+            model(batch)
+    assert seen.layers["attention"].stats.rows.tolist() == [28, 28]
+    assert seen.layers["attention"].calls == 2
+
+
+def test_the_path_of_a_module_around_an_attention_finds_it():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=2, n_layer=2, vocab_size=50)).eval()
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(torch.randint(0, 50, (1, 6)))
+    assert seen.layers["transformer.h.1"] is seen.layers["transformer.h.1.attn"]
+    with pytest.raises(KeyError, match=r"transformer\.h\.0\.attn"):
+        seen.layers["transformer"]
+
+
+def test_the_table_names_every_layer():
+    model = Checkpointed(reentrant=False)
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(torch.randn(1, 5, 24))
+    lines = str(seen).splitlines()
+    assert lines[0].split()[:3] == ["layer", "kind", "heads"]
+    assert [line.split()[0] for line in lines[1:]] == ["blocks.0.attention", "blocks.1.attention"]
+
+
+def test_nothing_of_the_model_is_kept_alive():
+    model = Block(24, Plain(24, 2))
+    x = torch.randn(1, 5, 24)
+    kept = []
+    model.attention.q_proj.register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(x)
+    gc.collect()
+    assert kept
+    assert all(reference() is None for reference in kept)
+    assert seen.layers
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.5, True])
+def test_rows_that_make_no_sense(rows):
+    with pytest.raises(AttnscaleError, match="whole number"), attnscale.watch(nn.Linear(1, 1), rows=rows):
+        pass
+
+
+def test_what_is_not_a_module_is_refused():
+    with pytest.raises(AttnscaleError, match=r"torch\.nn\.Module"), attnscale.watch(torch.softmax):
+        pass
+
+
+def test_a_model_that_did_not_run_is_an_error_that_says_so():
+    with pytest.raises(AttnscaleError, match="no module of it was called"), attnscale.watch(nn.Linear(1, 1)):
+        pass
+
+
+def test_the_error_of_the_model_comes_through():
+    with pytest.raises(ZeroDivisionError), attnscale.watch(nn.Linear(1, 1)):
+        raise ZeroDivisionError
+
+
+def test_the_attention_of_another_model_is_not_counted():
+    model, other = Block(24, Plain(24, 2)), Block(24, Plain(24, 3))
+    x = torch.randn(1, 5, 24)
+    with attnscale.watch(model) as seen, torch.no_grad():
+        other(x)
+        model(x)
+    assert [layer.heads for layer in seen.layers.values()] == [2]
+
+
+def test_a_classifier_and_a_router_are_no_attention():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Block(24, Plain(24, 2))
+            self.gate, self.experts, self.head = (
+                nn.Linear(24, 3),
+                nn.Parameter(torch.randn(3, 24, 24)),
+                nn.Linear(24, 7),
+            )
+
+        def forward(self, x):
+            x = self.attention(x)
+            gates = self.gate(x).softmax(-1)
+            x = torch.einsum("bne,bnd,edf->bnf", gates, x, self.experts)
+            return self.head(x).softmax(-1)
+
+    model = Router()
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(torch.randn(2, 5, 24))
+    assert list(seen.layers) == ["attention.attention"]
+
+
+def test_pooling_by_a_linear_score_is_no_scaled_attention():
+    class Pooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.score = Block(24, Plain(24, 2)), nn.Linear(24, 1)
+
+        def forward(self, x):
+            x = self.block(x)
+            return (self.score(x).softmax(1) * x).sum(1)
+
+    model = Pooling()
+    assert [str(finding) for finding in attnscale.audit(model, torch.randn(2, 9, 24)).findings] == []
