@@ -84,9 +84,9 @@ class Checked:
     @property
     def _summary(self) -> str:
         spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
-        span = f"{min(spreads):.2g} to {max(spreads):.2g}" if len(spreads) > 1 else f"{max(spreads, default=0):.2g}"
+        bounds = dict.fromkeys(f"{bound:.2g}" for bound in (min(spreads), max(spreads))) if spreads else ["nothing"]
         state = "trained" if self.audit.trained else "at initialisation"
-        return f"{_count(len(self.lines), 'attention layer')}, {state}, scores spread by {span}"
+        return f"{_count(len(self.lines), 'attention layer')}, {state}, scores spread by {' to '.join(bounds)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON takes it: None where a number is not finite."""

@@ -1,6 +1,7 @@
 """A Hugging Face model from a folder or a config.json: transformers' own classes only, on a disarmed configuration."""
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -57,7 +58,10 @@ def weights_beside(folder: Path) -> Path | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and reports off the screen: what matters of them is told in one sentence."""
+    """Keep transformers' progress bars and reports, where it is in use, off the screen: what matters is told."""
+    if "transformers" not in sys.modules:
+        yield
+        return
     logging: Any = import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

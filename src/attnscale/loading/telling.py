@@ -19,9 +19,9 @@ def telling(doing: str) -> Iterator[None]:
     """Turn whatever is raised within into a ModelError, `Could not <doing>: …`; attnscale's own errors pass."""
     try:
         yield
-    except AttnscaleError:
+    except (AttnscaleError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, and a panic of a library in Rust, are no Exceptions
         if is_out_of_memory(error):
             raise ModelError(
                 f"Out of memory: could not {doing}. Try a smaller --length or another --device."
