@@ -89,6 +89,12 @@ def test_a_layer_that_passes_no_gradient_is_an_error(trained):
     assert ("saturated", "error") in found(random_layer(length=32, query_std=100.0), trained)
 
 
+@pytest.mark.parametrize(("keys", "expected"), [(2, []), (3, []), (5, ["saturated"]), (64, ["saturated"])])
+def test_two_or_three_keys_cannot_tell_a_frozen_layer(keys, expected):
+    layer = layer_of(30 * torch.randn(2, 3, 8, 11), torch.randn(2, 3, keys, 11))
+    assert [code for code, _ in found(layer) if code == "saturated"] == expected
+
+
 def test_a_wrong_multiplier_is_the_cause_of_dilution():
     (finding,) = verdict_findings(random_layer(head_dim=64, scale=1 / 64), trained=False)
     assert (finding.code, finding.severity, finding.head) == ("diluted", "warning", None)

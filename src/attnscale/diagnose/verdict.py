@@ -32,7 +32,9 @@ CONFIRMED = 1.25
 # Of the gradient that uniform weights would pass. Published initialisations stay above it: cosine attention starts at
 # 10 cos θ (Swin-v2), which over 13 keys of a narrow head is past the freezing point and passes 0.43 of the gradient.
 STOPS_GRADIENT = 0.25
-ENOUGH_KEYS = 8  # the freezing point is a law of many keys: of two, one may well take nearly all
+# The freezing point is a law of many keys: of two, one may well take nearly all by chance, and of a few it sometimes
+# does. So a few keys are judged by a gradient that is all but gone, and fewer not at all.
+MANY_KEYS, FEW_KEYS = 8, 4
 DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
 # (largest score, severity, what is known of it), the worst first.
 EXPLODING = (
@@ -119,9 +121,10 @@ def _edge_of_saturation(keys: int) -> float:
 
 def _is_frozen(head: Verdict) -> bool:
     """Beyond the freezing point itself, with little of the gradient left."""
-    share = STOPS_GRADIENT if head.keys >= ENOUGH_KEYS else DEAD_GAIN
-    stops_gradient = head.gradient_gain < share * (1 - 1 / max(head.keys, 1.0))
-    return head.verdict == "saturated" and head.spread > head.freezing_point and stops_gradient
+    if head.verdict != "saturated" or head.keys < FEW_KEYS:
+        return False
+    share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
+    return head.spread > head.freezing_point and head.gradient_gain < share * (1 - 1 / head.keys)
 
 
 def _non_finite(layer: Layer, broken: int) -> Finding:
