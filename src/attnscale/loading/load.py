@@ -88,7 +88,7 @@ def _from_path(path: Path, request: Request) -> Loaded:
     weights = None if request.random_init else weights
     model = load_huggingface(config, weights, request)
     inputs = make_inputs(model, request, folder)
-    title = f"{type(model).__name__} from {path.name or path}{'' if weights else ', at random initialisation'}"
+    title = f"{type(model).__name__} from {path}{'' if weights else ', at random initialisation'}"
     return Loaded(model, title, inputs.fed, (), inputs.kwargs, (*notes, *inputs.notes))
 
 
