@@ -42,11 +42,10 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
         make = _class_of(config)
         if weights_path is None:
             return _random(make, config, request)
-    require_room(size_of(weights_path), request.device)
     request.report("reading weights")
-    weights = read_weights(weights_path)
     with quiet(), telling(f"load the weights {weights_path}"):
-        return _loaded(make, config, weights, weights_path)
+        require_room(size_of(weights_path), request.device)
+        return _loaded(make, config, read_weights(weights_path), weights_path)
 
 
 def weights_beside(folder: Path) -> Path | None:
