@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test lint types tests format gpu pictures clean
+.PHONY: demo test lint types tests format gpu slow pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale claims
@@ -27,6 +27,10 @@ format: $(INSTALLED)
 # On a machine with a CUDA device and torch, triton and pytest of its own.
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+# Fetches a trained Llama of 112 MB with npm.
+slow: $(INSTALLED)
+	$(BIN)/pytest -m slow
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py

@@ -119,7 +119,7 @@ class NormOfTheQueryAlone(Normed):
         return self.merge(F.scaled_dot_product_attention(self.q_norm(query), key, value))
 
 
-@bug("inert_qk_norm", 57, 3)
+@bug("inert_qk_norm", 57, 3, causal=True)
 class NormsUnderOtherNames(SelfAttention):
     """query_layernorm and key_layernorm, of another kind."""
 

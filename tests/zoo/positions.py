@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .entry import SelfAttention, above_diagonal, correct
+from .entry import Block, Entry, Expected, SelfAttention, above_diagonal, correct, enter
 from .fused import dense
 from .recording import note
 
@@ -195,7 +195,7 @@ class ContentAndPosition(SelfAttention):
         return self.merge(scores.softmax(-1) @ value)
 
 
-@correct(55, 5, causal=True, statistics="none")
+@correct(55, 5, causal=True, statistics="shape")
 class Sinks(SelfAttention):
     """A learned score for nothing at all, joined before the softmax and dropped after it."""
 
@@ -209,5 +209,43 @@ class Sinks(SelfAttention):
         scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
         sinks = self.sinks.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
         joined = torch.cat([scores, sinks], dim=-1)
+        note(self, joined)
         joined = joined - joined.max(dim=-1, keepdim=True).values
         return self.merge(F.softmax(joined, dim=-1)[..., :-1] @ value)
+
+
+class Biased(SelfAttention):
+    """An attention that is handed its bias."""
+
+    def forward(self, x, bias):
+        query, key, value = self.project(x)
+        scores = torch.matmul(query, key.transpose(-1, -2)) * self.head_dim**-0.5
+        scores = scores + bias[:, -x.shape[1] :, -x.shape[1] :]
+        scores = scores.masked_fill(above_diagonal(x.shape[1]), torch.finfo(x.dtype).min)
+        note(self, scores)
+        return self.merge(F.softmax(scores.float(), dim=-1) @ value)
+
+
+class OneBiasForAll(nn.Module):
+    """MPT's: the bias is made once, and every layer adds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(57, Biased(57, 3)) for _ in range(3))
+
+    def forward(self, x):
+        distance = torch.arange(1 - x.shape[1], 1, dtype=torch.int32).view(1, 1, -1)
+        slopes = 1.0 / torch.pow(2, torch.arange(1, 4).float() * 2)
+        alibi = (distance * slopes.view(1, 3, 1, 1)).squeeze(0)
+        for block in self.blocks:
+            x = block(x, alibi)
+        return x
+
+
+enter(
+    Entry(
+        "positions.OneBiasForAll",
+        lambda: (OneBiasForAll(), (torch.randn(2, 13, 57),)),
+        {f"blocks.{index}.attention": Expected(3, 19, 19**-0.5, 3, causal=True) for index in range(3)},
+    )
+)

@@ -1,0 +1,142 @@
+"""Watching Hugging Face's models: the scale each is configured to apply, and the statistics of its eager weights."""
+
+import numpy as np
+import pytest
+import torch
+
+import attnscale
+
+pytest.importorskip("transformers")
+
+from .architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' and torch's own
+
+EVERY = [(name, how) for name, architecture in ARCHITECTURES.items() for how in architecture.implementations]
+
+
+def watched(model, inputs, rows=64):
+    with torch.no_grad(), attnscale.watch(model, rows=rows) as seen:
+        outputs = model(**inputs)
+    return seen, outputs
+
+
+def found_layers(seen, architecture):
+    found = {}
+    for path in architecture.layers:
+        names = [name for name in seen.layers if name == path or name.startswith(f"{path}.")]
+        assert len(names) == 1, f"expected one layer at {path}, got {names} of {list(seen.layers)}"
+        found[path] = seen.layers[names[0]]
+    assert len(found) == len(seen.layers), f"expected {list(found)}, got {list(seen.layers)}"
+    return found
+
+
+def test_there_are_enough_architectures():
+    assert len(ARCHITECTURES) >= 18
+
+
+@pytest.mark.parametrize(("name", "how"), EVERY)
+def test_scale_applied_is_the_configured_one(name, how):
+    architecture = ARCHITECTURES[name]
+    seen, _ = watched(*architecture.build(how))
+    for path, layer in found_layers(seen, architecture).items():
+        assert layer.scale_applied == pytest.approx(architecture.layers[path], rel=1e-3), path
+        if architecture.declares:
+            assert layer.scale_expected == pytest.approx(architecture.layers[path], rel=1e-6), path
+        assert (layer.heads, layer.head_dim) == (architecture.heads, architecture.head_dim)
+        assert layer.kv_heads == (architecture.kv_heads or architecture.heads)
+        if architecture.softcap is not None:
+            assert layer.softcap == pytest.approx(architecture.softcap, rel=1e-2)
+
+
+@pytest.mark.parametrize(("name", "how"), EVERY)
+def test_outputs_are_bit_identical(name, how):
+    tolerance = 1e-5 if how == "flex_attention" else 0.0  # transformers compiles it; watched, it runs as written
+    model, inputs = ARCHITECTURES[name].build(how)
+    with torch.no_grad():
+        plain = model(**inputs)
+    _, outputs = watched(model, inputs)
+    for field in plain:
+        if isinstance(plain[field], torch.Tensor):
+            torch.testing.assert_close(outputs[field], plain[field], rtol=tolerance, atol=tolerance)
+
+
+def statistics_of(weights):
+    """Entropy, top-1 and gradient gain of weights (batch, heads, q_len, kv_len), one value a head.
+
+    What is missing to one went to a sink, which takes part in the softmax.
+    """
+    weights = weights.double()
+    weights = torch.cat([weights, (1 - weights.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    return {
+        "entropy": -torch.special.xlogy(weights, weights).sum(-1).mean((0, 2)),
+        "top1": weights.amax(-1).mean((0, 2)),
+        "gradient_gain": (1 - weights.square().sum(-1)).mean((0, 2)),
+    }
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name, how in EVERY if ARCHITECTURES[name].weights])
+def test_statistics_are_those_of_the_eager_weights(name, how):
+    architecture = ARCHITECTURES[name]
+    model, inputs = architecture.build("eager")
+    with torch.no_grad():
+        weights = architecture.eager_weights(model(**inputs, output_attentions=True))
+    seen, _ = watched(*architecture.build(how), rows=None)
+    found = found_layers(seen, architecture)
+    assert weights
+    for path, expected in weights.items():
+        if found[path].calls > 1:  # a shared layer comes out once a call
+            continue
+        for statistic, values in statistics_of(expected).items():
+            got = getattr(found[path].stats, statistic).numpy()
+            np.testing.assert_allclose(got, values.numpy(), rtol=1e-4, atol=1e-6, err_msg=f"{path} {statistic}")
+
+
+def test_a_layer_shared_by_all_of_albert_is_the_mean_of_its_calls():
+    architecture = ARCHITECTURES["ALBERT"]
+    model, inputs = architecture.build("eager")
+    with torch.no_grad():
+        calls = model(**inputs, output_attentions=True).attentions
+    seen, _ = watched(model, inputs, rows=None)
+    (layer,) = found_layers(seen, architecture).values()
+    assert layer.calls == len(calls) == 2
+    for statistic, values in statistics_of(torch.cat(calls)).items():
+        np.testing.assert_allclose(getattr(layer.stats, statistic).numpy(), values.numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "how"), EVERY)
+def test_a_healthy_architecture_gets_no_finding(name, how):
+    model, inputs = ARCHITECTURES[name].build(how)
+    assert [str(finding) for finding in attnscale.audit(model, **inputs).findings] == []
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama"])
+def test_the_usual_initialisation_of_a_narrow_model_is_no_error(name):
+    """0.02 at a width of 33 gives scores of almost nothing: worth a word, not a failure."""
+    model, inputs = ARCHITECTURES[name].build("sdpa", initializer_range=0.02)
+    assert [finding for finding in attnscale.audit(model, **inputs).findings if finding.severity == "error"] == []
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+def test_generation_with_a_cache_is_watched(how):
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**ARCHITECTURES["Llama"].settings)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=how).eval()
+    tokens = torch.randint(3, 101, (1, 7))
+    plain = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    with attnscale.watch(model, rows=None) as seen:
+        again = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(plain, again)
+    for layer in seen.layers.values():
+        assert layer.scale_applied == pytest.approx(12**-0.5, rel=1e-3)
+        assert layer.key_len == plain.shape[1] - 1
+
+
+def test_wrong_scale_in_a_llama_is_named():
+    model, inputs = ARCHITECTURES["Llama"].build("sdpa")
+    for block in model.layers:
+        block.self_attn.scaling = 60**-0.5
+    codes = {finding.code for finding in attnscale.audit(model, **inputs).findings}
+    assert codes & {"scaled_by_model_dim", "config_mismatch"}

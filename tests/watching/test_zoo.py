@@ -1,0 +1,188 @@
+"""Watching the zoo: nothing changes, and what is found is what each attention really computes."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+import attnscale
+from tests.measure.oracle import NAMES, expected_stats
+from tests.zoo import BUGS, CORRECT, ENTRIES, recording
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch's own: nested tensors, TorchScript, FlexAttention
+
+SHIFTED = {"mean", "variance", "std", "max"}  # what a constant added to a row changes
+CONSEQUENCES = {"saturated", "diluted", "exploding"}  # what a wrong scale may do on top of being wrong
+
+
+@pytest.fixture(autouse=True)
+def _unreadable_operations_are_errors(monkeypatch):
+    monkeypatch.setattr("attnscale.watching.watcher.RAISE_FAILURES", True)
+
+
+def watched(entry, rows=64, gradients=False):
+    model, inputs = entry.build()
+    with attnscale.watch(model, rows=rows) as seen, torch.set_grad_enabled(gradients and entry.gradients):
+        model(*inputs)
+    return seen
+
+
+def found_layers(seen, entry):
+    """The expected layers, each under its own path or that of a module inside it, and no other."""
+    found = {}
+    for path in entry.layers:
+        names = [name for name in seen.layers if name == path or name.startswith(f"{path}.")]
+        assert len(names) == 1, f"expected one layer at {path}, got {names} of {list(seen.layers)}"
+        found[path] = seen.layers[names[0]]
+    assert len(seen.layers) == len(found), f"expected {list(found)}, got {list(seen.layers)}"
+    return found
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_outputs_and_gradients_are_bit_identical(name, gradients):
+    entry = ENTRIES[name]
+    if gradients and not entry.gradients:
+        pytest.skip("it has no backward pass")
+
+    def run(watch):
+        torch._dynamo.reset()
+        model, inputs = entry.build()
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(gradients):
+            if watch:
+                with attnscale.watch(model):
+                    output = model(*inputs)
+            else:
+                output = model(*inputs)
+        drawn = torch.rand(3)
+        if not gradients:
+            return [output, drawn]
+        output.square().sum().backward()
+        return [output, drawn, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for plain, seen in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(seen, plain, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_scale_applied_is_the_one_in_the_code(name):
+    entry = ENTRIES[name]
+    for path, layer in found_layers(watched(entry), entry).items():
+        expected = entry.layers[path].scale
+        if expected is not None:
+            assert layer.scale_applied == pytest.approx(expected, rel=entry.tolerance), path
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.code != "softmax_wrong_axis"])
+def test_what_the_attention_is_made_of(name):
+    entry = ENTRIES[name]
+    for path, layer in found_layers(watched(entry), entry).items():
+        for field in ("heads", "kv_heads", "head_dim", "causal", "calls"):
+            expected = getattr(entry.layers[path], field)
+            assert expected is None or getattr(layer, field) == expected, field
+        if entry.layers[path].softcap is None:
+            assert layer.softcap is None
+        else:
+            assert layer.softcap == pytest.approx(entry.layers[path].softcap, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in CORRECT.items() if entry.statistics != "none"])
+def test_statistics_are_those_of_the_real_scores(name):
+    entry = CORRECT[name]
+    model, inputs = entry.build()
+    with recording(model) as scores, torch.no_grad():
+        model.train()(*inputs)  # in train: no fast path, which shows no scores
+    seen = watched(entry, rows=None)
+    coarse = entry.tolerance > 1e-3
+    for path, layer in found_layers(seen, entry).items():
+        real = scores[path].clone()
+        if entry.statistics == "unpadded":
+            real[1, :, 9:] = -torch.inf
+        if layer.heads != real.shape[1]:
+            real = real.reshape(-1, layer.heads, *real.shape[2:])
+        expected = expected_stats(real.numpy())
+        assert layer.stats.exact
+        np.testing.assert_array_equal(layer.stats.rows.numpy(), expected["rows"], "rows")
+        np.testing.assert_array_equal(layer.stats.count.numpy(), expected["count"], "count")
+        for statistic in NAMES:
+            if entry.statistics == "shape" and statistic in SHIFTED:
+                continue
+            found = getattr(layer.stats, statistic).numpy()
+            tolerance = 2e-2 if coarse else 1e-4
+            np.testing.assert_allclose(found, expected[statistic], tolerance, tolerance / 10, err_msg=statistic)
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_attention_gets_no_finding(name):
+    model, inputs = CORRECT[name].build()
+    assert [str(finding) for finding in attnscale.audit(model, *inputs).findings] == []
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_gets_its_code(name):
+    model, inputs = BUGS[name].build()
+    findings = attnscale.audit(model, *inputs).findings
+    codes = {finding.code for finding in findings}
+    assert BUGS[name].code in codes
+    assert codes - {BUGS[name].code} <= CONSEQUENCES
+
+
+def patched_things(model):
+    """Everything a watcher could leave behind."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [
+        F.scaled_dot_product_attention,
+        F.softmax,
+        F.multi_head_attention_forward,
+        torch.softmax,
+        torch.matmul,
+        torch.Tensor.softmax,
+        torch.Tensor.__matmul__,
+        torch._transformer_encoder_layer_fwd,
+        torch._native_multi_head_attention,
+        torch.nn.attention.flex_attention.flex_attention,
+        torch.backends.mha.get_fastpath_enabled(),
+        _len_torch_dispatch_stack(),
+        torch.overrides._len_torch_function_stack(),
+        torch.nn.modules.module._global_forward_hooks.copy(),
+        torch.nn.modules.module._global_forward_pre_hooks.copy(),
+        [{name: dict(getattr(module, name)) for name in hooks} for module in model.modules()],
+        [dict(module.__dict__).keys() for module in model.modules()],
+        [type(module).forward for module in model.modules()],
+    ]
+
+
+@pytest.mark.parametrize("name", ["fused.Plain", "fused.FlexSoftcap", "products.AsPrinted", "torch_modules.Encoder"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_restored_also_after_an_exception(name, fails):
+    model, inputs = ENTRIES[name].build()
+    with torch.no_grad():
+        model(*inputs)  # whatever modules keep from a call, they keep from this one
+        before = patched_things(model)
+        try:
+            with attnscale.watch(model):
+                model(*inputs)
+                if fails:
+                    model(torch.zeros(1, 2, 3))
+        except RuntimeError:
+            assert fails
+    assert patched_things(model) == before
+
+
+def test_inference_mode_and_autocast_are_watched_too():
+    entry = ENTRIES["products.AsPrinted"]
+    model, inputs = entry.build()
+    with torch.inference_mode(), attnscale.watch(model) as seen:
+        model(*inputs)
+    assert seen.layers["attention"].scale_applied == pytest.approx(11**-0.5, rel=1e-3)
+    with torch.autocast("cpu", torch.bfloat16), attnscale.watch(model) as seen:
+        model(*inputs)
+    assert seen.layers["attention"].scale_applied == pytest.approx(11**-0.5, rel=4e-3)
+
+
+def test_a_model_without_attention_is_an_error_that_says_so():
+    model = torch.nn.Linear(3, 5)
+    with pytest.raises(attnscale.errors.AttnscaleError, match="attention"), attnscale.watch(model):
+        model(torch.randn(2, 3))
