@@ -35,7 +35,7 @@ def small_blocks(request, monkeypatch):
     """Many blocks, and so many threads, from few scores."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    for name in ("WORTH_THREADS", "CORE_SCORES", "CPU_SCORES"):
+    for name in ("WORTH_A_THREAD", "CORE_SCORES"):
         monkeypatch.setattr(blocks, name, 2 * 17 * kv_len)
     monkeypatch.setattr(blocks, "LEAST_ROWS", 17)
     yield
@@ -91,10 +91,10 @@ def test_transforms_and_autocast_take_attention_itself():
 
 def test_every_task_is_done_once_and_a_failure_is_raised():
     done = []
-    share(done.extend, range(1000))
+    share(done.extend, range(1000), 3)
     assert sorted(done) == list(range(1000))
     with pytest.raises(ZeroDivisionError):
-        share(lambda tasks: [1 // task for task in tasks], range(10))
+        share(lambda tasks: [1 // task for task in tasks], range(10), 2)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -102,14 +102,15 @@ def test_threads_are_left_as_they_were():
     before = torch.get_num_threads()
     attention_with_stats(*qkv(), enable_gqa=True)
     found = []
-    share(lambda tasks: found.extend(torch.get_num_threads() for _ in tasks), range(100))
+    share(lambda tasks: found.extend(torch.get_num_threads() for _ in tasks), range(100), 2)
     assert set(found) == {1}
+    assert len(found) == 100
     assert torch.get_num_threads() == before
 
 
 def test_a_forked_child_has_threads_of_its_own():
-    share(list, range(10))
-    child = multiprocessing.get_context("fork").Process(target=share, args=(list, range(10)))
+    share(list, range(10), 2)
+    child = multiprocessing.get_context("fork").Process(target=share, args=(list, range(10), 2))
     child.start()
     child.join(60)
     assert child.exitcode == 0

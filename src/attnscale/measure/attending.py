@@ -9,6 +9,7 @@ from attnscale.kernels.call import Call
 from attnscale.measure.backward import attention_rows_backward
 from attnscale.measure.blocks import measure_rows
 from attnscale.measure.rows import RowSums
+from attnscale.measure.threads import usable
 
 
 def serves(call: Call) -> bool:
@@ -20,8 +21,7 @@ def serves(call: Call) -> bool:
         and call.value.numel() > 0
         and call.query.dtype == call.key.dtype == call.value.dtype
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and usable()
         and (not _learns(call) or _has_backward(call))
     )
 

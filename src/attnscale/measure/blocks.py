@@ -18,11 +18,10 @@ from attnscale.measure.rows import RowSums
 from attnscale.measure.threads import share
 from attnscale.rules.rule import wide_dtype
 
-CORE_SCORES = 2**19  # scores at a time on a core of its own: two buffers of 2 MB in float32
-CPU_SCORES = 2**20  # on all cores together
-DEVICE_SCORES = 2**26  # on a GPU
+CORE_SCORES = 2**19  # scores at a time on a core: two buffers of 2 MB in float32
+DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
 LEAST_ROWS, MOST_ROWS = 64, 256  # of one product on a CPU: fewer make it slow, more hide much of a causal block
-WORTH_THREADS = 2**24  # scores; OpenMP's own threads spin for milliseconds after an operator, and hold up a short pass
+WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads hold while they wait for work are missed
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 LOG2_E = math.log2(math.e)
 
@@ -38,11 +37,11 @@ class Block(NamedTuple):
 def measure_rows(call: Call, positions: Tensor | None = None, output: Tensor | None = None) -> RowSums:
     """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V."""
     visible = visible_rows(call, positions)
-    found = Pass(call, positions, torch.zeros(6, *visible.shape, dtype=wide_dtype(call.query), device=visible.device))
-    shared = call.query.device.type == "cpu" and visible.numel() * call.key.shape[-2] >= WORTH_THREADS
-    blocks = _cut(call, visible.shape[-1], shared)
-    if shared:
-        share(lambda taken: found.measure(taken, output), blocks)
+    make = torch.empty if call.key.shape[-2] else torch.zeros
+    found = Pass(call, positions, make(6, *visible.shape, dtype=wide_dtype(call.query), device=visible.device))
+    blocks, threads = _cut(call, visible.shape[-1]), visible.numel() * call.key.shape[-2] // WORTH_A_THREAD
+    if threads and call.query.device.type == "cpu":
+        share(lambda taken: found.measure(taken, output), blocks, threads)
     else:
         found.measure(iter(blocks), output)
     return _finished(found.sums, visible)
@@ -58,15 +57,17 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
-def _cut(call: Call, rows: int, shared: bool) -> list[Block]:
-    """Blocks that stay in the cache, of one core if they are shared out, or that fill a GPU."""
+def _cut(call: Call, rows: int) -> list[Block]:
+    """Blocks that stay in a core's cache, or that fill a GPU."""
     batch, heads, keys = *call.query.shape[:2], call.key.shape[-2]
-    if not min(batch, heads, keys):
+    if not min(batch, heads, rows, keys):
         return []
-    on_cpu = call.query.device.type == "cpu"
-    scores = CORE_SCORES if shared else CPU_SCORES if on_cpu else DEVICE_SCORES
-    block = max(LEAST_ROWS, min(MOST_ROWS, scores // keys)) if on_cpu else max(LEAST_ROWS, scores // (heads * keys))
-    block = min(max(rows, 1), block)
+    if call.query.device.type == "cpu":
+        scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, CORE_SCORES // keys))
+        block = min(block, -(-rows // 2)) if call.is_causal else block  # the first half sees much less
+    else:
+        scores, block = DEVICE_SCORES, max(LEAST_ROWS, DEVICE_SCORES // (heads * keys))
+    block = min(block, rows)
     together = max(1, min(heads, scores // (block * keys)))
     return [
         Block(entry, slice(head, min(head + together, heads)), slice(row, min(row + block, rows)))
@@ -102,12 +103,8 @@ class Pass:
     def _operands(self, block: Block) -> tuple[Tensor, Tensor]:
         """Queries (heads, rows, head_dim) and the keys that any of them sees, in float32 at least."""
         query, key = self.call.query[block.entry, block.heads], self._of(self.call.key, block)
-        if self.positions is None:
-            query = query[:, block.rows]
-            key = key[:, : block.rows.stop] if self.call.is_causal else key
-        else:
-            query = query[:, self.positions[block.rows]]
-        return query.to(self.sums.dtype), key
+        query = query[:, block.rows] if self.positions is None else query.index_select(1, self.positions[block.rows])
+        return query.to(self.sums.dtype), key[:, : self._ends(block)[1]] if self.call.is_causal else key
 
     def _of(self, tensor: Tensor, block: Block) -> Tensor:
         """The key or value of these query heads."""
@@ -121,11 +118,13 @@ class Pass:
         call = self.call
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
-        at = block.rows if self.positions is None else self.positions[block.rows]
-        if call.is_causal:
-            return self._past(at, scores)
-        if call.attn_mask is None:
+        if call.attn_mask is None and not call.is_causal:
             return None
+        at = torch.arange(block.rows.start, block.rows.stop) if self.positions is None else self.positions[block.rows]
+        if call.is_causal:
+            columns = torch.arange(min(self._ends(block)[0], scores.shape[-1]), scores.shape[-1])
+            return (columns.to(at.device) <= at.unsqueeze(-1)).to(scores)
+        assert call.attn_mask is not None
         mask = call.attn_mask[block.entry if call.attn_mask.shape[0] > 1 else 0]
         mask = mask[block.heads] if mask.shape[0] > 1 else mask
         mask = mask[:, at] if mask.shape[1] > 1 else mask
@@ -134,12 +133,13 @@ class Pass:
         scores.add_(mask.to(scores.dtype).clamp(min=-HIDDEN))
         return (mask != -math.inf).to(scores.dtype)
 
-    def _past(self, at: slice | Tensor, scores: Tensor) -> Tensor | None:
-        """1 where a causal row sees the key, 0 where it comes later; from the first key that some row does not see."""
-        rows, keys = scores.shape[1:]
-        if isinstance(at, slice):
-            return self.sums.new_ones(rows, max(keys - at.start, 0)).tril_()
-        return (torch.arange(keys, device=at.device) <= at[:, None]).to(scores.dtype)
+    def _ends(self, block: Block) -> tuple[int, int]:
+        """Causal rows: all of them see the keys before the first of these numbers, and none those from the second."""
+        if self.positions is None:
+            return block.rows.start, block.rows.stop
+        if self.positions.device.type != "cpu":
+            return 0, self.call.key.shape[-2]  # to look would be to wait for the device
+        return int(self.positions[block.rows].min()), int(self.positions[block.rows].max()) + 1
 
 
 def _reduce(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:

@@ -13,8 +13,10 @@ from attnscale.measure import attending, fused
 from attnscale.measure.blocks import measure_rows
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import pool_rows
+from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import SUMS, ScoreStats
+from attnscale.measure.threads import alone
 from attnscale.operator import run
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import wide_dtype, without_autocast
@@ -119,19 +121,27 @@ def _measure(call: Call, rows: int | None) -> ScoreStats:
     uneven = call.is_causal or call.attn_mask is not None
     sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
-    bound = None if sample is None else _max_bound(call)
-    found = measure_rows(call, positions)
+    if positions is None:
+        found, bound = measure_rows(call), None
+    else:
+        look = partial(_look, call, positions)
+        found, bound = alone(look) if call.query.device.type == "cpu" else look()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=partial(pool_rows, found, bound, sample))
+
+
+@torch.no_grad()
+def _look(call: Call, positions: Tensor) -> tuple[RowSums, Tensor]:
+    return measure_rows(call, positions), _max_bound(call)
 
 
 def _max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    norms = [
+    queries, keys = (
         torch.linalg.vector_norm(tensor, dim=-1, dtype=wide_dtype(tensor)).amax(-1) for tensor in (call.query, call.key)
-    ]
-    bound = abs(call.scale) * norms[0] * norms[1].repeat_interleave(call.group, dim=1)
+    )
+    bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():

@@ -15,25 +15,34 @@ from typing import TypeVar
 import torch
 
 Task = TypeVar("Task")
+Result = TypeVar("Result")
 _STARTING = Lock()
 
 
-def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task]) -> None:
-    """Call `work` once on each of as many threads as torch has; whichever is free gets the next task.
+def usable() -> bool:
+    """Whether another thread may touch the tensors: not while torch.compile traces or torch.func transforms."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def alone(work: Callable[[], Result]) -> Result:
+    """Call `work` where every operator runs on one thread: for little work, to which a join costs too much."""
+    threads = torch.get_num_threads()
+    return work() if threads == 1 or not usable() else _pool(threads).submit(work).result()
+
+
+def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads: int) -> None:
+    """Call `work` on each of so many threads, and no more than torch has; whichever is free gets the next task.
 
     >>> done = []
-    >>> share(lambda taken: done.extend(taken), range(5))
+    >>> share(done.extend, range(5), threads=2)
     >>> sorted(done)
     [0, 1, 2, 3, 4]
     """
-    queue = deque(tasks)
-    threads = 1 if torch.compiler.is_compiling() else torch.get_num_threads()
-    if min(threads, len(queue)) < 2:
+    queue, most = deque(tasks), torch.get_num_threads()
+    if min(most, threads) < 2 or not usable():
         work(_taken(queue))
         return
-    with _STARTING:
-        pool = _pool(threads)
-    running = [pool.submit(work, _taken(queue)) for _ in range(min(threads, len(queue)))]
+    running = [_pool(most).submit(work, _taken(queue)) for _ in range(min(threads, most, len(queue)))]
     for future in running:
         future.result()
 
@@ -46,8 +55,13 @@ def _taken(queue: deque[Task]) -> Iterator[Task]:
             return
 
 
-@cache
 def _pool(threads: int) -> ThreadPoolExecutor:
+    with _STARTING:
+        return _started(threads)
+
+
+@cache
+def _started(threads: int) -> ThreadPoolExecutor:
     """Threads in which every operator runs on that thread alone; kept, since MKL keeps buffers for each it has seen."""
     pool, started = ThreadPoolExecutor(threads, "attnscale"), Barrier(threads + 1)
 
@@ -64,4 +78,4 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has none of the threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_started.cache_clear)
