@@ -17,7 +17,7 @@ CALLS = 5  # calls in one timing, so that the events' own cost does not show
 CHUNK = 256  # rows of the reference at a time
 SHAPES = ((4, 16, 4096, 128), (4, 16, 4096, 64), (1, 16, 16384, 128))
 CHECKED = ((2, 4, 2, 128, 128), (1, 3, 1, 200, 1000), (2, 2, 2, 1000, 200), (1, 2, 1, 4096, 4096), (1, 1, 1, 1, 77))
-NAMES = ("output", "max", "total", "gap", "participation")
+NAMES = ("output", "max", "total", "gap", "participation", "lse")
 POISON = 12345.0
 
 
@@ -38,13 +38,13 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal
         total = exponentials.sum(-1)
         weights = exponentials / total[..., None]
         gap = -(weights * below).nan_to_num(0.0).sum(-1)
-        chunks.append((weights @ value, largest, total, gap, weights.square().sum(-1)))
+        chunks.append((weights @ value, largest, total, gap, weights.square().sum(-1), largest + total.log()))
     return tuple(torch.cat(parts, 2) for parts in zip(*chunks, strict=True))
 
 
 def poison(like: Tensor) -> None:
     """Leave memory that is wrong everywhere where the allocator takes the next outputs from."""
-    blocks = [torch.full_like(like, POISON), torch.full((4, *like.shape[:3]), POISON, device=like.device)]
+    blocks = [torch.full_like(like, POISON), torch.full((5, *like.shape[:3]), POISON, device=like.device)]
     del blocks
 
 
@@ -58,7 +58,8 @@ def check(variant: str, dtype: torch.dtype, head_dim: int, is_causal: bool) -> l
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             scale = head_dim**-0.5
             poison(query)
-            found = hopper.attend_rows(query, key, value, scale, is_causal, variant)
+            output, sums = hopper.attend_rows(query, key, value, scale, is_causal, variant)
+            found = output, *sums
             wanted = reference(query, key, value, scale, is_causal)
             for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
                 error = (have.double() - want).abs()

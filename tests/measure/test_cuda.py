@@ -1,5 +1,7 @@
 """score_stats and attention_with_stats on a CUDA device. Run with `make gpu`."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,44 @@ def test_sampled_statistics_lie_within_their_errors(is_causal):
             assert ((getattr(stats, name) - getattr(exact, name)).abs() <= 6 * stats.stderr(name) + 1e-5).all(), name
     assert (stats.max <= exact.max + 1e-4).all()
     assert (exact.max <= stats.max_bound).all()
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float32, 64), (torch.float16, 40)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sampling_leaves_output_and_gradients_as_they_are_and_brackets_the_maximum_by_the_lse(
+    dtype, head_dim, is_causal
+):
+    tensors = [tensor.requires_grad_() for tensor in qkv(dtype, head_dim)]
+    output, stats = attention_with_stats(*tensors, is_causal=is_causal, rows=32)
+    plain = attention(*tensors, is_causal=is_causal)
+    assert torch.equal(output, plain)
+    direction = torch.randn_like(output)
+    found, wanted = (torch.autograd.grad(result, tensors, direction) for result in (output, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)  # torch's backwards add up in any order
+    exact = score_stats(*(tensor.detach() for tensor in tensors[:2]), is_causal=is_causal)
+    assert (exact.max <= stats.max_bound).all()
+    assert (stats.max_bound <= exact.max + math.log(kv_len) + 1e-3).all()
+
+
+def test_a_captured_graph_keeps_its_sample_whatever_is_drawn_after_it():
+    query, key, value = qkv(torch.bfloat16, 64)
+    for _ in range(2):
+        attention_with_stats(query, key, value, is_causal=True, rows=32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, captured = attention_with_stats(query, key, value, is_causal=True, rows=32)
+    for _ in range(20):  # past the draws at hand, whose memory would be given to others
+        score_stats(query, key, is_causal=True, rows=32)
+    overwritten = [torch.full((64,), 2**30, device="cuda", dtype=torch.int32) for _ in range(1000)]
+    for tensor in (query, key):
+        tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    exact = score_stats(query, key, is_causal=True)
+    assert captured.rows.tolist() == [32] * heads
+    for name in ("entropy", "top1", "std"):
+        error = (getattr(captured, name) - getattr(exact, name)).abs()
+        assert (error <= 6 * captured.stderr(name) + 1e-5).all(), name
+    del overwritten
 
 
 def test_a_query_written_to_before_its_statistics_are_read_is_noticed():

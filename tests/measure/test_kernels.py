@@ -223,9 +223,10 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     kv_len = key.shape[2]
     _, wanted = expected(query, key, value, -0.4, is_causal)
     rows = torch.randperm(query.shape[2])[: 1 + query.shape[2] // 2].int()
-    sums, norms = kernels.sample_rows(query, key, rows, -0.4, is_causal, span, SAMPLE_TILES)
+    sums, norms = kernels.sample_rows(query, key, rows, -0.4, is_causal, True, span, SAMPLE_TILES)
     counts = (rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)
     visible = (counts - torch.arange(0, kv_len, span).view(-1, 1, 1, 1)).clamp(0, span).expand_as(sums[0])
+    assert torch.equal(kernels.sample_rows(query, key, rows, -0.4, is_causal, False, span, SAMPLE_TILES)[0], sums)
     merged = RowSums(visible, *sums).over_shards()
     assert (merged.visible == counts).all()
     found = torch.stack([getattr(merged, name) for name in ROW_NAMES])

@@ -109,3 +109,20 @@ def test_ranks_get_the_numbers_of_one_process_on_the_whole_batch():
     for name in (*NAMES, "rows", "count"):
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
     assert not any(math.isnan(value) for value in found["entropy"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("rows", [None, 16])
+def test_a_single_rank_on_nccl_gets_its_own_numbers_back(rows):
+    query, key = (torch.randn(2, 3, 257, 16, device="cuda") for _ in range(2))
+    stats = score_stats(query, key, is_causal=True, rows=rows)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        merged = stats.all_reduce()
+    finally:
+        dist.destroy_process_group()
+    assert merged.exact == stats.exact == (rows is None)
+    assert_same(merged, stats)
+    torch.testing.assert_close(merged.stderr("entropy"), stats.stderr("entropy"))

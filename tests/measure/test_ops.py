@@ -152,16 +152,17 @@ def test_score_rows_passes_opcheck(sampled, device):
     torch.library.opcheck(score_rows, (query, key, lse, rows, 0.3, True))
 
 
+@pytest.mark.parametrize("bounds", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_sample_rows_passes_opcheck(device):
+def test_sample_rows_passes_opcheck(device, bounds):
     query, key, _ = qkv(device, kv_len=211)
-    torch.library.opcheck(sample_rows, (query, key, torch.tensor([0, 5, 12], device=device), 0.3, True))
+    torch.library.opcheck(sample_rows, (query, key, torch.tensor([0, 5, 12], device=device), 0.3, True, bounds))
 
 
 def test_statistics_alone_have_no_gradient():
     query, key, _ = qkv("cpu", grad=True)
     assert not score_rows(query, key, None, None, 0.3, True).requires_grad
-    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, torch.tensor([3]), 0.3, True))
+    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, torch.tensor([3]), 0.3, True, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,7 +171,7 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
     rows = torch.tensor([3, 1], device=device)
 
     def run(tensors, rows):
-        sampled = sample_rows(*tensors[:2], rows, 0.3, True)
+        sampled = sample_rows(*tensors[:2], rows, 0.3, True, True)
         return *attention_rows(*tensors, 0.3, True), score_rows(*tensors[:2], None, rows, 0.3, True), *sampled
 
     wanted = run(real, rows)
@@ -184,7 +185,7 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
 def test_compiles_in_one_graph_with_its_gradients(device, backend):
     def run(query, key, value):
         output, sums = attention_rows(query * 1.5, key, value, 0.3, True)
-        sampled = sample_rows(query, key, rows, 0.3, True)
+        sampled = sample_rows(query, key, rows, 0.3, True, True)
         return output.square().sum(), sums, score_rows(query, key, None, None, 0.3, True), sampled
 
     rows = torch.tensor([2, 11], device=device)
@@ -318,7 +319,7 @@ def test_a_cuda_graph_replays_the_operators(device):
     rows = torch.tensor([3, 150], device=device)
 
     def run():
-        sampled = sample_rows(*tensors[:2], rows, 0.2, True)
+        sampled = sample_rows(*tensors[:2], rows, 0.2, True, True)
         return *attention_rows(*tensors, 0.2, True), score_rows(*tensors[:2], None, rows, 0.2, True), *sampled
 
     run()  # compiles the kernels

@@ -105,6 +105,8 @@ def attention_with_stats(
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
     if rows is None and fused.attends(call):
         output, stats = fused.attend(call)
+    elif rows is not None and fused.measures(call) and not torch.compiler.is_compiling():
+        output, stats = fused.attend_sampling(call, rows)
     elif rows is None and attending.serves(call):
         output, found = attending.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=partial(pool_rows, found))

@@ -3,18 +3,20 @@
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.errors import InputError
 from attnscale.kernels.call import Call
-from attnscale.measure import ops
+from attnscale.measure import forward, ops
 from attnscale.measure.moments import linear_moments
 from attnscale.measure.pool import pool_rows, with_moments
 from attnscale.measure.rows import RowSums
-from attnscale.measure.sampling import Sample, design, drawn_ahead
+from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
 from attnscale.measure.stats import Pooled, ScoreStats
+from attnscale.operator import run
 from attnscale.rules.rule import without_autocast
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,21 +63,79 @@ def attend(call: Call) -> tuple[Tensor, ScoreStats]:
     return output, ScoreStats(query.shape[1], exact=True, pool=pool)
 
 
+def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
+    """The output of attention(), bit for bit, and statistics of about this many rows a head."""
+    planned = _design(call, rows)
+    if planned is None:
+        return attend(call) if attends(call) else (run(call), measure(call, None))
+    output, lse = forward.attend(call)
+    with torch.no_grad():
+        sampled = _sample(call, planned, bounds=lse is None)
+        return output, sampled.stats(None if lse is None else lse.detach())
+
+
 def measure(call: Call, rows: int | None) -> ScoreStats:
     """The statistics alone, of every row or of about this many a head."""
-    query, key = call.query, call.key
-    batch, heads, q_len, _ = query.shape
-    planned = None if rows is None else design(rows, q_len, batch, call.is_causal)
-    if planned is None:
+    with torch.no_grad():
+        planned = None if rows is None else _design(call, rows)
+        if planned is not None:
+            return _sample(call, planned, bounds=True).stats()
+        query, key = call.query, call.key
         sums = ops.score_rows(query, key, None, None, call.scale, call.is_causal)
-        visible = partial(_visible, None, q_len, key.shape[2], call.is_causal, query.device)
-        return ScoreStats(heads, exact=True, pool=partial(_pool_scored, sums, visible))
-    sample = drawn_ahead(planned, query.device).next()
-    sums, norms = ops.sample_rows(query, key, sample.positions, call.scale, call.is_causal)
-    visible = partial(_visible, sample.positions, q_len, key.shape[2], call.is_causal, query.device)
-    span = ops.key_span(query, key)
-    pool = partial(_pool_sampled, sums, norms, visible, span, call.scale, sample)
-    return ScoreStats(heads, exact=False, pool=pool)
+        visible = partial(_visible, query.shape[2], key.shape[2], call.is_causal, query.device)
+        return ScoreStats(query.shape[1], exact=True, pool=partial(_pool_scored, sums, visible))
+
+
+def _design(call: Call, rows: int) -> Design | None:
+    batch, _, q_len, _ = call.query.shape
+    return design(rows, q_len, batch, call.is_causal)
+
+
+def _sample(call: Call, planned: Design, bounds: bool) -> "Sampled":
+    sample = drawn_ahead(planned, call.query.device).next()
+    sums, norms = ops.sample_rows(call.query, call.key, sample.positions, call.scale, call.is_causal, bounds)
+    span, kv_len = ops.key_span(call.query, call.key), call.key.shape[2]
+    return Sampled(sample, sums, norms, span, kv_len, call.scale, call.is_causal)
+
+
+class Sampled(NamedTuple):
+    """What the pass over sampled rows left: their sums over each span of keys, and the longest query and key."""
+
+    sample: Sample
+    sums: Tensor  # (6, spans, batch, heads, rows)
+    norms: Tensor  # (2, spans, batch, heads), or none
+    span: int
+    kv_len: int
+    scale: float
+    is_causal: bool
+
+    def stats(self, lse: Tensor | None = None) -> ScoreStats:
+        """The statistics; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
+        return ScoreStats(self.sums.shape[3], exact=False, pool=partial(self._pool, lse))
+
+    def _pool(self, lse: Tensor | None) -> Pooled:
+        with torch.no_grad():
+            begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
+            shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
+            found = RowSums(shown.expand_as(self.sums[0]), *self.sums.double()).over_shards()
+            return pool_rows(found, self._bound() if lse is None else _bound_by_lse(lse), self.sample)
+
+    def _visible(self) -> Tensor:
+        if self.is_causal:
+            return (self.sample.positions.long() + 1).clamp(max=self.kv_len)
+        return torch.full_like(self.sample.positions, self.kv_len, dtype=torch.int64)
+
+    def _bound(self) -> Tensor:
+        """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖."""
+        queries, keys = self.norms.amax(1).sqrt()
+        bound: Tensor = abs(self.scale) * (1 + BOUND_SLACK) * queries * keys
+        return bound.amax(0)
+
+
+def _bound_by_lse(lse: Tensor) -> Tensor:
+    """No score of a row is above its ln Σ eˢ."""
+    highest: Tensor = lse.amax((0, 2))
+    return highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
 
 
 def _pool_attended(
@@ -88,7 +148,7 @@ def _pool_attended(
         )
     with torch.no_grad(), without_autocast(query):
         largest, total, gap, participation, _ = sums
-        visible = _visible(None, query.shape[2], key.shape[2], is_causal, query.device).expand_as(largest)
+        visible = _visible(query.shape[2], key.shape[2], is_causal, query.device).expand_as(largest)
         untaken = torch.zeros((), device=largest.device).expand_as(largest)
         pooled = pool_rows(RowSums(visible, largest, total, gap, participation, mean=untaken, deviation=untaken))
         return with_moments(pooled, linear_moments(query, key, scale, is_causal))
@@ -104,21 +164,8 @@ def _pool_scored(sums: Tensor, visible: Callable[[], Tensor]) -> Pooled:
     return pool_rows(RowSums(visible().expand_as(sums[0]), *sums))
 
 
-def _pool_sampled(
-    sums: Tensor, norms: Tensor, visible: Callable[[], Tensor], span: int, scale: float, sample: Sample
-) -> Pooled:
-    begins = torch.arange(sums.shape[1], device=sums.device).mul_(span)
-    shown = (visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=span)
-    found = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
-    # Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖
-    queries, keys = norms.amax(1).sqrt()
-    bound = (abs(scale) * (1 + BOUND_SLACK) * queries * keys).amax(0)
-    return pool_rows(found, bound, sample)
-
-
-def _visible(positions: Tensor | None, q_len: int, kv_len: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Visible keys of these rows, or of all."""
-    if not is_causal:
-        return torch.full((q_len if positions is None else positions.shape[0],), kv_len, device=device)
-    last = torch.arange(q_len, device=device) if positions is None else positions.long()
-    return (last + 1).clamp(max=kv_len)
+def _visible(q_len: int, kv_len: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Visible keys of each row."""
+    if is_causal:  # aligned to the upper left, as in SDPA
+        return torch.arange(1, q_len + 1, device=device).clamp_(max=kv_len)
+    return torch.full((q_len,), kv_len, device=device)

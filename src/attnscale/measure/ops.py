@@ -14,8 +14,8 @@ from attnscale.rules.rule import wide_dtype
 HOPPER = (9, 0)  # the compute capability its kernel is written for
 ATTENDED = ("max", "total", "gap", "participation", "lse")  # what attention_rows leaves of a row
 SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # and score_rows, as RowSums names them
-LEAST_SPAN = 64  # keys, of a sampled row's part; and about how many parts of all heads fill a GPU
-PARTS = 1056
+LEAST_SPAN = 128  # keys, of the spans a sampled row is cut into
+PARTS = 264  # spans of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
@@ -98,19 +98,25 @@ def _score_rows_fake(
 
 
 @torch.library.custom_op("attnscale::sample_rows", mutates_args=(), device_types="cuda")
-def sample_rows(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+def sample_rows(
+    query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
+) -> tuple[Tensor, Tensor]:
     """SCORED of the rows at these positions over every span of keys, (6, spans, batch, heads, rows).
 
-    And the largest ‖q‖² and ‖k‖² of as many parts of the queries and keys: (2, spans, batch, heads).
+    With `bounds`, also the largest ‖q‖² and ‖k‖² of as many parts of the queries and keys: (2, spans, batch, heads).
     """
     from attnscale.measure import kernels
 
-    return kernels.sample_rows(query, key, rows, scale, is_causal, key_span(query, key))
+    return kernels.sample_rows(query, key, rows, scale, is_causal, bounds, key_span(query, key))
 
 
 @sample_rows.register_kernel("cpu")
-def _sample_rows_cpu(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _sample_rows_cpu(
+    query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
+) -> tuple[Tensor, Tensor]:
     sums = torch.stack(_measured(query, key, rows, scale, is_causal))
+    if not bounds:
+        return sums.unsqueeze(1), _empty(query, 0, 1, *query.shape[:2])
     wide = wide_dtype(query)
     longest = [tensor.to(wide).square().sum(-1).amax(-1) for tensor in (query, key)]
     longest[1] = longest[1].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -118,10 +124,12 @@ def _sample_rows_cpu(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_
 
 
 @sample_rows.register_fake
-def _sample_rows_fake(query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _sample_rows_fake(
+    query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
+) -> tuple[Tensor, Tensor]:
     spans = -(-key.shape[2] // key_span(query, key))
     parts = spans, *query.shape[:2]
-    return _empty(query, len(SCORED), *parts, rows.shape[0]), _empty(query, 2, *parts)
+    return _empty(query, len(SCORED), *parts, rows.shape[0]), _empty(query, 2 if bounds else 0, *parts)
 
 
 def key_span(query: Tensor, key: Tensor) -> int:
@@ -137,7 +145,7 @@ def _no_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tenso
 
 
 score_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_no_gradient)
-sample_rows.register_autograd(lambda ctx, *gradients: (None,) * 5, setup_context=_no_gradient)
+sample_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_no_gradient)
 
 
 def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> list[Tensor]:

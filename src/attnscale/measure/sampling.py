@@ -122,23 +122,29 @@ class DrawnAhead:
 
     def __init__(self, planned: Design, device: torch.device) -> None:
         self.planned, self.device = planned, device
+        self.stream = torch.cuda.current_stream(device)  # on which the draws were copied
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
     def next(self) -> Sample:
         """The next draw; under graph capture, where nothing can be copied, one of those at hand again."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not capturing or not self.drawn:
-                ahead = min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD)  # few for a length that is not seen again
-                draws = torch.tensor([self.planned.draw() for _ in range(ahead)], dtype=torch.int32)
-                self.drawn = draws.to(self.device, non_blocking=True).unbind()
+                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD), stream)  # few for a length not seen again
             self.used = 0
         positions = self.drawn[self.used]
         self.used += 1
         if capturing:
             CAPTURED.append(positions)
+        elif stream != self.stream:
+            stream.wait_stream(self.stream)
+            positions.record_stream(stream)
         return self.planned.sample(positions)
+
+    def _draw(self, count: int, stream: torch.cuda.Stream) -> None:
+        draws = torch.tensor([self.planned.draw() for _ in range(count)], dtype=torch.int32)
+        self.drawn, self.stream = draws.to(self.device, non_blocking=True).unbind(), stream
 
 
 CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives

@@ -49,7 +49,7 @@ def consume(
         batch, head, tile_row, blocks = tile_at(index, sizes, BLOCK_M, BLOCK_N, CAUSAL)
         row = tile_row + CONSUMER * ROWS
         if CAUSAL and BLOCK_N % BLOCK_M != 0:  # the tile's last blocks may lie beyond this warpgroup's rows
-            own = gl.minimum(blocks, gl.cdiv(row + ROWS, BLOCK_N))
+            own = gl.maximum(gl.minimum(blocks, gl.cdiv(row + ROWS, BLOCK_N)), 1)
             for _ in range(blocks - own):
                 mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
                 mbarrier.arrive(k_empty.index(step % STAGES))
@@ -119,7 +119,7 @@ def consume(
         largest = gl.convert_layout(row_max, row_layout, assert_trivial=True)
         exact_total = gl.maximum(relative * gl.exp2(-ahead), 1.0)
         own_rows = row + gl.arange(0, ROWS, row_layout)
-        inside = own_rows < q_len
+        inside = (own_rows >= 0) & (own_rows < q_len)
         plane = all_heads.to(gl.int64) * q_len  # the statistics lie one behind the other, in the order of RowSums
         to = sums_ptr + (batch * heads + head).to(gl.int64) * q_len + own_rows
         gl.store(to, largest * LN2, mask=inside)
@@ -135,6 +135,7 @@ def consume(
         query.store(output.to(q_smem.dtype))  # this warpgroup is done with its queries
         fence_async_shared()
         tile = query._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
-        tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], tile)
+        if row >= 0:  # TMA reads zeros before the first row, but cannot be told to write there
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], tile)
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(CONSUMER))

@@ -18,6 +18,8 @@ def tile_at(index, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: 
         group = gl.minimum(together, all_heads - first_head)
         within = index % (together * tiles_each)
         row = (tiles_each - 1 - within // group) * BLOCK_M
+        if BLOCK_N % BLOCK_M != 0:  # what does not fill a tile is missing from the shortest rows, before the first one
+            row -= (tiles_each * BLOCK_M - q_len) // ROWS * ROWS
         head = first_head + within % group
         blocks = gl.minimum(blocks, gl.cdiv(row + BLOCK_M, BLOCK_N))
     else:

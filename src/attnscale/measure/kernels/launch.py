@@ -96,11 +96,19 @@ def fill(
 
 
 def sample_rows(
-    query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, span: int, cut: Tiles | None = None
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    scale: float,
+    is_causal: bool,
+    bounds: bool,
+    span: int,
+    cut: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sums of the rows at these positions over each span of keys: (6, spans, batch, heads, rows).
 
-    And the largest ‖q‖² and ‖k‖² in each part of the queries and each span of the keys: (2, spans, batch, heads).
+    With `bounds`, also the largest ‖q‖² and ‖k‖² in each part of the queries and each span of the keys: (2, spans,
+    batch, heads); without, a tensor of none.
     """
     query, scale = _rising(query, scale)
     query, key = _unit_stride(query), _unit_stride(key)
@@ -108,11 +116,11 @@ def sample_rows(
     kv_len, count = key.shape[2], rows.shape[0]
     spans = triton.cdiv(kv_len, span)
     sums = torch.empty((SCORED, spans, batch, heads, count), dtype=torch.float32, device=query.device)
-    norms = torch.empty((2, spans, batch, heads), dtype=torch.float32, device=query.device)
+    norms = torch.empty((2 if bounds else 0, spans, batch, heads), dtype=torch.float32, device=query.device)
     if cut is None:
         cut = sample_tiles(count, head_dim, query.dtype, torch.cuda.get_device_capability(query.device))
     with torch.cuda.device_of(query):
-        sample_kernel[(spans, batch * heads, triton.cdiv(count, cut.rows))](
+        sample_kernel[(spans, batch * heads, triton.cdiv(count, cut.rows) + (1 if bounds else 0))](
             query,
             key,
             rows,
@@ -134,6 +142,7 @@ def sample_rows(
             TILE_ROWS=cut.rows,
             TILE_KEYS=cut.keys,
             CAUSAL=is_causal,
+            BOUNDS=bounds,
             PRECISION=_precision(query),
             num_warps=cut.warps,
             num_stages=cut.stages,

@@ -33,7 +33,7 @@ def padded_width(head_dim: int, least: int) -> int:
 
 def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiling of a pass over every row."""
-    table = PLAIN if _plain(dtype, capability) else LARGE if capability[0] in (9, 10) else SMALL
+    table = PLAIN if _plain(dtype, capability) else LARGE if _large(capability) else SMALL
     return table[padded_width(head_dim, 64)]
 
 
@@ -42,9 +42,16 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     if _plain(dtype, capability):
         return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
     height = min(padded_width(rows, 16), SAMPLED_ROWS)
-    wide = head_dim > 128
-    return Tiles(height, 32 if wide else 64, 4, 2 if wide else 3)
+    if head_dim > 128:
+        return Tiles(height, 32, 4, 2)
+    tall = height > 32
+    return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
 
 
 def _plain(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     return dtype == torch.float32 or capability < TENSOR_CORES
+
+
+def _large(capability: tuple[int, int]) -> bool:
+    """Hopper and data-centre Blackwell, with 227 KB of shared memory."""
+    return capability[0] in (9, 10)
