@@ -14,7 +14,7 @@ Clock = Callable[[], float]  # milliseconds of one step
 CALLS, GRAPH = "calls", "graph"
 TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
 CAPTURED = 5  # steps in one graph, so that launching it does not show
-LONGEST_CAPTURED = 10.0  # milliseconds; a longer step hides the host's time by itself, and its graph keeps its memory
+LONGEST_CAPTURED = 20.0  # milliseconds; a longer step hides the host's time by itself, and its graph keeps its memory
 
 
 def clocks(step: Step, device: str) -> dict[str, Clock]:

@@ -1,10 +1,11 @@
 """What every variant of a case costs, as multiples of plain SDPA.
 
-Machines are noisy, so every variant runs once a round, and a cost is the median over rounds of its time over that of
-plain SDPA's best backend in the same round, timed the same way.
+Machines are noisy, so every variant runs once a round, the order drawn anew, and a cost is the median over rounds of
+its time over that of plain SDPA's best backend in the same round, timed the same way.
 """
 
 import platform
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,8 @@ from attnscale.bench.cases import Case
 from attnscale.bench.clocks import CALLS, GRAPH, Step, clocks
 from attnscale.bench.variants import PLAIN, variants
 
-ROUNDS = 9
+ROUNDS = {"cpu": 9, "cuda": 15}
+SHUFFLE = random.Random(0)
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
             continue
         ways[name] = clocks(step, device)
     times: dict[str, dict[str, list[float]]] = {CALLS: {}, GRAPH: {}}
-    for _ in range(ROUNDS):
-        for name, found in ways.items():
-            for way, clock in found.items():
-                times[way].setdefault(name, []).append(clock())
+    turns = [(way, name, clock) for name, found in ways.items() for way, clock in found.items()]
+    for _ in range(ROUNDS[device]):
+        SHUFFLE.shuffle(turns)  # a GPU's clock follows the power of what ran before: let that be anything
+        for way, name, clock in turns:
+            times[way].setdefault(name, []).append(clock())
     timed = {way: _compared(readings) for way, readings in times.items()}
     costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name]) for name in ways]
     return sorted(costs, key=lambda cost: (cost.graph or cost.calls).ratio != 1.0)

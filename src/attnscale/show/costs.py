@@ -13,22 +13,19 @@ def show_costs(costs: Sequence[dict[str, Any]], console: Console | None = None) 
     console = console or Console()
     for title, group in groupby(costs, key=_title):
         console.print(f"\n{title}", style="bold", highlight=False)
-        found = list(group)
-        ways = [way for way in ("graph", "calls") if any(cost[way] for cost in found)]
         table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for way in ways:
-            for heading in (f"{way}, ms", "× plain", "quartiles"):
-                table.add_column(heading, justify="right")
-        table.add_column("peak MB", justify="right")
-        for cost in found:
+        for heading in ("timed as", "ms", "× plain", "quartiles", "peak MB"):
+            table.add_column(heading, justify="right")
+        for cost in group:
             peak = "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 1e6:,.0f}"
-            table.add_row(cost["variant"], *(cell for way in ways for cell in _cells(cost[way])), peak)
+            first, *others = [(way, *_cells(cost[way])) for way in ("graph", "calls") if cost[way]]
+            table.add_row(cost["variant"], *first, peak)
+            for cells in others:
+                table.add_row("", *cells)
         console.print(table)
 
 
-def _cells(timing: dict[str, Any] | None) -> tuple[str, str, str]:
-    if timing is None:
-        return "", "", ""
+def _cells(timing: dict[str, Any]) -> tuple[str, str, str]:
     low, high = timing["quartiles"]
     return f"{timing['milliseconds']:.3g}", f"{timing['ratio']:.3f}", f"{low:.3f}–{high:.3f}"
 
