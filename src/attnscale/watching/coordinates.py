@@ -59,6 +59,19 @@ def sliced(axis: int, start: int, step: int = 1) -> Map:
     return back
 
 
+def into_slice(axis: int, start: int, step: int, size: int) -> Map:
+    """The other way round: where in the slice an element of the whole stands."""
+
+    def forth(points: Points) -> Points:
+        points = points.copy()
+        along, off = np.divmod(points[:, axis] - start, step)
+        points[:, axis] = along
+        points[(off != 0) | (along < 0) | (along >= size)] = NOWHERE
+        return points
+
+    return forth
+
+
 def selected(axis: int, index: int) -> Map:
     """One index of a dimension that is then gone."""
     return lambda points: np.insert(points, axis, index, axis=1)
@@ -130,12 +143,17 @@ def unfolded(axis: int, step: int) -> Map:
     return back
 
 
-def strided(source: Shape, strides: Sequence[int], offset: int) -> Map:
-    """Any walk through the memory of a contiguous operand."""
+def strided(source: Shape, source_strides: Sequence[int], strides: Sequence[int], offset: int) -> Map:
+    """Any walk through the memory of an operand that does not overlap itself."""
+    widest_first = sorted((axis for axis in range(len(source)) if source[axis] > 1), key=lambda a: -source_strides[a])
 
     def back(points: Points) -> Points:
-        flat = offset + points @ np.array(strides, dtype=np.int64)
-        return (flat[:, None] // _steps(source)) % np.maximum(np.array(source, dtype=np.int64), 1)
+        left = offset + points @ np.array(strides, dtype=np.int64)
+        found = np.zeros((len(points), len(source)), dtype=np.int64)
+        for axis in widest_first:
+            found[:, axis], left = np.divmod(left, source_strides[axis])
+        found[(found >= np.array(source)).any(1) | (left != 0)] = NOWHERE
+        return found
 
     return back
 

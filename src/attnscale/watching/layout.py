@@ -109,7 +109,7 @@ def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
         start, near, far = at = arrive(node, steps, product).at
         if near[query_place] == start[query_place] or _is_another_head(product, at[:2], query_place):
             other_axes.append(other)
-        elif len(start) == 3 and far[0] != start[0]:
+        elif len(start) == 3 and far[0] != start[0] and shape[other] > product.node.shape[query_place]:
             apart = _taken_apart(node, other, product.node.shape[query_place])
             return None if apart is None else find_layout(product, apart, axis + (other < axis))
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from attnscale.watching.coordinates import NOWHERE, Map, Points, Shape, broadcast
 
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from attnscale.watching.softmaxes import Softmax
 
 LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
+
+
+@dataclass(frozen=True)
+class View:
+    """How what is written to a view reaches the tensor it is a view of."""
+
+    forth: Map  # from a point of the whole to a point of the view
+    whole: TensorWeakRef
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +44,7 @@ class Step:
     back: Map | None = None  # None: same coordinates
     effect: str = "same"
     operand: float | Tensor | None = None
+    view: "View | None" = None  # the result shares the operand's memory
     other_scores: "Node | None" = None  # what was added, where that is an image of another product
 
 
@@ -60,6 +69,7 @@ class Node:
     mixed_by_powers: "tuple[Node, Tensor] | None" = None  # values, summed with these exponentials
     weights: "Softmax | None" = None  # an elementwise image of the output of this softmax
     log_weights: "Softmax | None" = None  # the logarithm of the output of this softmax
+    lost: str = ""  # the output of a softmax that was not followed to a product, in this module
     mixed: "Softmax | None" = None  # the values, summed with the weights of this softmax
 
 
@@ -113,6 +123,24 @@ class Ledger:
         """Note what a tensor is now."""
         self._nodes[tensor] = node
 
+    def write_through(self, view: Node, written: Node) -> None:
+        """A view was written to: what it is a view of now holds what was written, and elsewhere what it held."""
+        while len(view.steps) == 1 and (link := view.steps[0].view) is not None:
+            view, tensor = view.steps[0].parent, link.whole()
+            held = view if tensor is None else self.node(tensor)
+            if max(written.depth, held.depth) >= LONGEST:
+                return
+            written = Node(
+                held.shape,
+                steps=(Step(written, link.forth), Step(held)),
+                learned=held.learned or written.learned,
+                depth=1 + max(written.depth, held.depth),
+                scores=written.scores or held.scores,
+                about=written.about or held.about,
+            )
+            if tensor is not None:
+                self.write(tensor, written)
+
 
 def shape_of(tensor: Tensor) -> Shape:
     """The shape; nested tensors have none."""
@@ -137,9 +165,11 @@ def follow(node: Node, points: Points, product: "Product | None" = None) -> list
 
 
 def _split(trail: Trail) -> Iterable[Trail]:
+    left = np.ones(len(trail.points), dtype=bool)
     for step in trail.node.steps:
         points = trail.points if step.back is None else step.back(trail.points)
-        held = (points != NOWHERE).all(1)
+        held = (points != NOWHERE).all(1) & left
+        left &= ~held
         if held.any():
             yield replace(
                 trail,

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from attnscale.watching import coordinates
 from attnscale.watching.coordinates import Map, Shape
-from attnscale.watching.lineage import LONGEST, Ledger, Node, Step, shape_of
+from attnscale.watching.lineage import LONGEST, Ledger, Node, Step, View, shape_of
 
 Result = Node | Sequence[Node | None]
 
@@ -75,16 +76,34 @@ def moved(
         exponent=parent.exponent if effect in ("same", "fill", "other") else None,
         sum_of=parent.sum_of,
         weights=parent.weights if keeps else None,
+        lost=parent.lost if keeps else "",
         mixed=parent.mixed if effect in ("same", "times", "over") else None,
         mixed_by_powers=parent.mixed_by_powers if effect == "same" else None,
     )
+
+
+def _viewed(op: Operation, back: Map, forth: Map) -> Node:
+    """The node of a view, which shares the memory of its operand: writing to it writes to both."""
+    node = moved(op.node(), op.shape, back)
+    if node.steps:
+        node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
+    return node
 
 
 def _same(op: Operation) -> Node:
     return moved(op.node(), op.shape, None)
 
 
+def _alias(op: Operation) -> Node:
+    return _viewed(op, lambda points: points, lambda points: points)
+
+
 def _reshape(op: Operation) -> Node:
+    parent = op.node()
+    return _viewed(op, coordinates.reshaped(parent.shape, op.shape), coordinates.reshaped(op.shape, parent.shape))
+
+
+def _reshape_copy(op: Operation) -> Node:
     return moved(op.node(), op.shape, coordinates.reshaped(op.node().shape, op.shape))
 
 
@@ -93,12 +112,15 @@ def _expand(op: Operation) -> Node:
 
 
 def _permute(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.permuted(op.args[1]))
+    order = [axis % len(op.shape) for axis in op.args[1]]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return _viewed(op, coordinates.permuted(order), coordinates.permuted(inverse))
 
 
 def _transpose(op: Operation) -> Node:
     first, second = (op.args[1], op.args[2]) if len(op.args) > 2 else (0, -1)
-    return moved(op.node(), op.shape, coordinates.transposed(len(op.shape), first, second))
+    swap = coordinates.transposed(len(op.shape), first, second)
+    return _viewed(op, swap, swap)
 
 
 def _slice(op: Operation) -> Node:
@@ -106,13 +128,19 @@ def _slice(op: Operation) -> Node:
     axis = op.argument(1, "dim", 0) % max(len(parent.shape), 1)
     size, start = parent.shape[axis], op.argument(2, "start") or 0
     start = min(max(start + size if start < 0 else start, 0), size)
-    return moved(parent, op.shape, coordinates.sliced(axis, start, op.argument(4, "step", 1)))
+    step = op.argument(4, "step", 1)
+    return _viewed(
+        op,
+        coordinates.sliced(axis, start, step),
+        coordinates.into_slice(axis, start, step, op.shape[axis]),
+    )
 
 
 def _select(op: Operation) -> Node:
     parent = op.node()
     axis = op.args[1] % len(parent.shape)
-    return moved(parent, op.shape, coordinates.selected(axis, op.args[2] % max(parent.shape[axis], 1)))
+    index = op.args[2] % max(parent.shape[axis], 1)
+    return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
 
 
 def _split(op: Operation) -> list[Node]:
@@ -140,10 +168,12 @@ def _unfold(op: Operation) -> Node:
 
 def _as_strided(op: Operation) -> Node:
     parent = op.node()
-    if not op.args[0].is_contiguous():
+    source = op.args[0]
+    if any(size > 1 and stride == 0 for size, stride in zip(source.shape, source.stride(), strict=True)):
         return _opaque(op)
-    offset = (op.argument(3, "storage_offset") or 0) - op.args[0].storage_offset()
-    return moved(parent, op.shape, coordinates.strided(parent.shape, op.args[2], max(offset, 0)))
+    given = op.argument(3, "storage_offset")
+    offset = 0 if given is None else given - source.storage_offset()
+    return moved(parent, op.shape, coordinates.strided(parent.shape, source.stride(), op.args[2], offset))
 
 
 def _pad(op: Operation) -> Node:
@@ -423,13 +453,15 @@ def _has_tensor(result: Any) -> bool:
 
 READERS: dict[str, Callable[[Operation], Result]] = {
     **dict.fromkeys(
-        ("clone", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "to", "clamp", "clamp_min", "clamp_max",
+        ("clone", "_to_copy", "contiguous", "lift_fresh", "to", "clamp", "clamp_min", "clamp_max",
          "nan_to_num", "resolve_conj", "resolve_neg", "maximum", "minimum", "triu", "tril", "_conj"),
         _same,
     ),
     **dict.fromkeys(
-        ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"), _reshape
+        ("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape
     ),
+    **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten"), _reshape_copy),
+    **dict.fromkeys(("detach", "alias"), _alias),
     **dict.fromkeys(("transpose", "t", "swapaxes", "adjoint", "mT"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _split),
     **dict.fromkeys(("sum", "amax", "amin", "max", "mean", "logsumexp", "min", "linalg_vector_norm"), _reduce),

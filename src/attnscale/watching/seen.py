@@ -37,6 +37,7 @@ class Seen:
         self._shown = shown
         self._declare = declare
         self._unused_norms = unused_norms
+        self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[Sighting]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from attnscale.errors import InputError, SettingError
@@ -70,6 +69,8 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
 @contextmanager
 def _bias_class_under_modes() -> Iterator[None]:
     """Let torch's CausalBias be made inside a model: under any mode its plain constructor raises."""
+
+    from torch.nn.attention.bias import CausalBias  # imports torch's compiler
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -135,6 +136,8 @@ class Watcher(TorchDispatchMode):
         operation = Operation(name, args, kwargs, result, self.ledger)
         node = self._special(operation) or read(operation)
         self._after_softmax(operation, node)
+        if func._schema.is_mutable and isinstance(node, Node) and isinstance(args[0], Tensor):
+            self.ledger.write_through(self.ledger.node(args[0]), node)
         for tensor, its in _paired(result, node):
             self.ledger.write(tensor, its)
 
@@ -144,11 +147,17 @@ class Watcher(TorchDispatchMode):
             first, second = (op.args[index] for index in PRODUCTS[op.name])
             alpha, beta = op.kwargs.get("alpha", 1.0), op.kwargs.get("beta", 1.0)
             bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
+            self._notice_lost(self.ledger.node(first), self.ledger.node(second))
             return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha, bias)
         if op.name == "convolution":
             return convolved(self.ledger.node(op.args[1]), op.shape)
         if op.name in SOFTMAXES:
-            return self._weights(op, self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1)))
+            softmax = self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1))
+            if softmax is None and op.node().learned:
+                return Node(op.shape, learned=True, lost=self.running.stack[-1])
+            if softmax is not None and op.name == "_safe_softmax":
+                softmax.sighting.kind = "sdpa"  # its path in plain operations, which alone takes this softmax
+            return self._weights(op, softmax)
         if op.name == "_log_softmax":
             return self._log_weights(op, self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1)))
         if op.name == "exp":
@@ -158,6 +167,13 @@ class Watcher(TorchDispatchMode):
         if op.name == "sum" and op.node().outer is not None:
             return self._see_outer_sum(op)
         return None
+
+    def _notice_lost(self, *operands: Node) -> None:
+        """Weights of unknown origin that mix activations: an attention that was not followed."""
+        if all(operand.learned for operand in operands):
+            self.seen.unfollowed += [
+                node.lost for node in operands if node.lost and node.lost not in self.seen.unfollowed
+            ]
 
     def _see_softmax(self, scores: Tensor, node: Node, axis: int) -> Softmax | None:
         self.softmaxes += 1
@@ -248,6 +264,12 @@ class Watcher(TorchDispatchMode):
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}", stacklevel=4
+            )
+        if self.seen.unfollowed and self.seen.calls:
+            warnings.warn(
+                f"{len(self.seen.unfollowed)} modules mix values by a softmax that could not be followed to a product "
+                f"of queries and keys, and are left out: {', '.join(map(self.running.shown, self.seen.unfollowed))}",
+                stacklevel=4,
             )
         if self.seen.calls:
             return
