@@ -13,7 +13,7 @@ Step = Callable[[], None]
 Clock = Callable[[], float]  # milliseconds of one step
 CALLS, GRAPH = "calls", "graph"
 TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
-CAPTURED = 5  # steps in one graph, so that launching it does not show
+CAPTURED = 4.0  # milliseconds of steps in one graph: launching it does not show, and the clock has no time to change
 LONGEST_CAPTURED = 20.0  # milliseconds; a longer step hides the host's time by itself, and its graph keeps its memory
 
 
@@ -24,18 +24,19 @@ def clocks(step: Step, device: str) -> dict[str, Clock]:
     _events(step, 1)  # the first call after another kind of work is slower
     taken = _events(step, 1)
     found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / taken)))}
-    graph = _captured(step) if taken < LONGEST_CAPTURED else None
+    steps = max(1, round(CAPTURED / taken))
+    graph = _captured(step, steps) if taken < LONGEST_CAPTURED else None
     if graph is not None:
         replay = graph.replay
-        found[GRAPH] = lambda: _events(replay, max(1, round(TIMED / (CAPTURED * taken)))) / CAPTURED
+        found[GRAPH] = lambda: _events(replay, 1) / steps
     return found
 
 
-def _captured(step: Step) -> torch.cuda.CUDAGraph | None:
+def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(CAPTURED):
+            for _ in range(steps):
                 step()
     except RuntimeError:  # something in it waits for the GPU
         torch.cuda.synchronize()

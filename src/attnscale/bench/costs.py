@@ -1,11 +1,10 @@
 """What every variant of a case costs, as multiples of plain SDPA.
 
-Machines are noisy, so every variant runs once a round, the order drawn anew, and a cost is the median over rounds of
-its time over that of plain SDPA's best backend in the same round, timed the same way.
+Machines are noisy, and a GPU's clock follows the power of what ran just before; so each timing of a variant stands
+beside one of plain SDPA's best backend, before it and after it in turns, and a cost is the median of their ratios.
 """
 
 import platform
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.cases import Case
-from attnscale.bench.clocks import CALLS, GRAPH, Step, clocks
+from attnscale.bench.clocks import CALLS, GRAPH, Clock, Step, clocks
 from attnscale.bench.variants import PLAIN, variants
 
-ROUNDS = {"cpu": 9, "cuda": 15}
-SHUFFLE = random.Random(0)
+ROUNDS = {"cpu": 9, "cuda": 16}
+TRIALS = 3  # of each plain backend, to find the fastest
 
 
 @dataclass(frozen=True)
@@ -58,29 +57,33 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
         except (RuntimeError, NotImplementedError, ValueError):  # a backend that does not take this case
             continue
         ways[name] = clocks(step, device)
-    times: dict[str, dict[str, list[float]]] = {CALLS: {}, GRAPH: {}}
-    turns = [(way, name, clock) for name, found in ways.items() for way, clock in found.items()]
-    for _ in range(ROUNDS[device]):
-        SHUFFLE.shuffle(turns)  # a GPU's clock follows the power of what ran before: let that be anything
-        for way, name, clock in turns:
-            times[way].setdefault(name, []).append(clock())
-    timed = {way: _compared(readings) for way, readings in times.items()}
+    timed = {
+        way: _compared({name: found[way] for name, found in ways.items() if way in found}, ROUNDS[device])
+        for way in (CALLS, GRAPH)
+    }
     costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name]) for name in ways]
     return sorted(costs, key=lambda cost: (cost.graph or cost.calls).ratio != 1.0)
 
 
-def _compared(readings: dict[str, list[float]]) -> dict[str, Timing]:
+def _compared(timers: dict[str, Clock], rounds: int) -> dict[str, Timing]:
     """Each variant's timing, against the plain backend that is fastest when timed this way."""
-    medians = {name: statistics.median(times) for name, times in readings.items()}
-    plain = [name for name in readings if name.startswith(PLAIN)]
+    plain = [name for name in timers if name.startswith(PLAIN)]
     if not plain:
         return {}
-    base = readings[min(plain, key=medians.__getitem__)]
-    compared = {}
-    for name, times in readings.items():
-        ratios = [taken / reference for taken, reference in zip(times, base, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        compared[name] = Timing(medians[name], middle, (low, high))
+    base = min(plain, key=lambda name: statistics.median(timers[name]() for _ in range(TRIALS)))
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timers if name != base}
+    for turn in range(rounds):
+        for name, readings in pairs.items():
+            if turn % 2:
+                own, reference = timers[name](), timers[base]()
+            else:
+                reference, own = timers[base](), timers[name]()
+            readings.append((own, reference))
+    references = [reference for readings in pairs.values() for _, reference in readings] or [timers[base]()]
+    compared = {base: Timing(statistics.median(references), 1.0, (1.0, 1.0))}
+    for name, readings in pairs.items():
+        low, middle, high = statistics.quantiles([own / reference for own, reference in readings], n=4)
+        compared[name] = Timing(statistics.median(own for own, _ in readings), middle, (low, high))
     return compared
 
 
