@@ -8,18 +8,19 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.rules.rule import wide_dtype
 from attnscale.watching.coordinates import NOWHERE
-from attnscale.watching.layout import Arrival, Layout, arrive, find_layout
-from attnscale.watching.lineage import Node, Trail, follow
+from attnscale.watching.layout import Layout, arrive, find_layout
+from attnscale.watching.lineage import Node, Trail
+from attnscale.watching.operands import Operands, Way
 from attnscale.watching.products import Product, channels
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
 
 PROBED_ROWS = 8
+NORMED_ROWS = 64
 DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
 VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
 FACTOR_OF_ONE = 1e-6
@@ -31,16 +32,7 @@ def see_softmax(product: Product, scores: Tensor, node: Node, axis: int) -> "Wri
     if layout is None:
         return None
     written = Written(layout, scores.detach().reshape(layout.shape))
-    return written if written.arrival.found.all() else None
-
-
-@dataclass(frozen=True)
-class Way:
-    """How the queries, or the keys, of the probed rows came from their projection."""
-
-    factor: NDArray[np.float64]  # (heads, rows): what multiplied them since
-    normalised: bool
-    width: int | None  # of what was projected
+    return written if written.probed.arrival.found.all() else None
 
 
 @dataclass(frozen=True)
@@ -58,42 +50,17 @@ class Written:
     @cached_property
     def probe(self) -> Tensor:
         """Positions spread over the queries."""
-        return torch.linspace(0, self.layout.length - 1, min(PROBED_ROWS, self.layout.length)).round().long()
+        return _spread(self.layout.length, PROBED_ROWS)
 
     @cached_property
-    def arrival(self) -> Arrival:
-        """The probed rows of every head, followed to the product."""
-        return arrive(
-            self.layout.node, self.layout.rows(self.layout.groups[0], self.probe.numpy()), self.layout.product
-        )
+    def probed(self) -> Operands:
+        """Queries and keys of the probed rows of every head."""
+        return Operands.of(self.layout, self.layout.groups[0], self.probe.numpy())
 
     @property
     def trail(self) -> Trail:
         """How the first of them went."""
-        return self.arrival.trails[0]
-
-    @property
-    def head_dim(self) -> int:
-        """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
-        return self.queries.shape[-1] + sum(part.left.shape[-1] for part in self._parts)
-
-    @cached_property
-    def _parts(self) -> list[Product]:
-        """Products of other features of the same queries: added, and scaled alike."""
-        own, parts = self._query_channel(self.layout.product), []
-        for node, factor in self.trail.other_scores:
-            product = node.scores
-            if product is None or self._query_channel(product) in (own, ()):
-                continue
-            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
-            alike = np.isclose(arrival.factor[0] * factor * product.alpha, self._multiplier.flat[0], rtol=1e-4)
-            parts += [product] if arrival.found.all() and alike else []
-        return parts
-
-    def _query_channel(self, product: Product) -> tuple[object, ...]:
-        """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
-        node = product.left_node if self.layout.keys_are_right else product.right_node
-        return channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0]
+        return self.probed.arrival.trails[0]
 
     def sighting(self, rows: int | None, keep: bool) -> Sighting:
         """Everything that is reported of this call."""
@@ -101,6 +68,8 @@ class Written:
         scores, visible = self.rows_at(self.probe)
         batch, heads = layout.groups.shape
         by_row = Rows(batch, heads, layout.length, visible.shape[-1], not bool(visible.all()), self.rows_at)
+        query_norm, key_norm = self.norms()
+        kept = self.kept() if keep and not self._parts else (None, None)
         return Sighting(
             kind="eager",
             heads=self.heads,
@@ -113,39 +82,50 @@ class Written:
             softcap=self.softcap,
             stats=by_row.measure(rows, None if rows is None else self.highest()),
             scales=self.scales(scores[0], visible[0]),
-            query_norm=rms_norm(self.queries[None]).cpu() / torch.from_numpy(np.abs(query_way.factor).mean(1)),
-            key_norm=rms_norm(self.keys[None]).cpu() / torch.from_numpy(np.abs(key_way.factor).mean(1)),
+            query_norm=query_norm,
+            key_norm=key_norm,
             normalised=query_way.normalised and key_way.normalised,
             biased=_stands_out(scores[0] - self.predicted, scores[0], visible[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=layout.product.capped and self.softcap is None,
-            query=self._kept(queries=True) if keep and not self._parts else None,
-            key=self._kept(queries=False) if keep and not self._parts else None,
+            query=kept[0],
+            key=kept[1],
         )
 
     @cached_property
     def ways(self) -> tuple[Way, Way]:
-        """Of the queries, and of the keys."""
-        return self._way(queries=True), self._way(queries=False)
+        """Of the probed queries, and of their keys."""
+        return self.probed.way(queries=True), self.probed.way(queries=False)
 
-    def _way(self, queries: bool) -> Way:
-        points = self.layout.operand_points(self.arrival.at, queries)
-        factor = np.ones(len(points))
-        trails = follow(self.layout.operand_node(queries), points)
-        for trail in trails:
-            factor[trail.index] = trail.factor
-        projection = trails[0].node.projection
-        return Way(
-            factor.reshape(self.heads, -1),
-            all(trail.normalised for trail in trails),
-            None if projection is None else projection.width,
-        )
+    @property
+    def head_dim(self) -> int:
+        """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
+        return int(sum(part.left.shape[-1] for part in (self.layout.product, *self._parts)))
+
+    @cached_property
+    def _parts(self) -> list[Product]:
+        """Products of other features of the same queries: added, and scaled alike."""
+        own, parts = self._query_channel(self.layout.product), []
+        for node, factor in self.trail.other_scores:
+            product = node.scores
+            if product is None or self._query_channel(product) in (own, ()):
+                continue
+            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            total = arrival.factor[0] * factor * product.alpha
+            if arrival.found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
+                parts.append(product)
+        return parts
+
+    def _query_channel(self, product: Product) -> tuple[object, ...]:
+        """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
+        node = product.left_node if self.layout.keys_are_right else product.right_node
+        return channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0]
 
     @property
     def biases(self) -> list[tuple[Tensor, float]]:
         """What was added to the scores, and by how much it was multiplied afterwards."""
         bias = self.layout.product.bias
-        own = [] if bias is None else [(bias, float(self.arrival.factor.mean()))]
+        own = [] if bias is None else [(bias, float(self.probed.arrival.factor.mean()))]
         return self.trail.biases + own
 
     @property
@@ -153,47 +133,38 @@ class Written:
         """What a tanh on the way is multiplied by."""
         return abs(self.trail.caps[0]) if self.trail.caps else None
 
-    @property
-    def _multiplier(self) -> NDArray[np.float64]:
-        """(heads, rows): what multiplies the product on its way to the softmax."""
-        return self.arrival.factor.reshape(self.heads, -1) * self.layout.product.alpha
-
-    @cached_property
-    def queries(self) -> Tensor:
-        """The probed queries, (heads, rows, features), as they entered the product."""
-        left = self.layout.product.left if self.layout.keys_are_right else self.layout.product.right.mT
-        at = [torch.from_numpy(column.copy()) for column in self.arrival.at.T]
-        row = at[-2] if self.layout.keys_are_right else at[-1]
-        chosen = left[row] if left.dim() == 2 else left[at[0], row]
-        found: Tensor = chosen.detach().to(wide_dtype(left)).unflatten(0, (self.heads, -1))
-        return found
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """The keys of the first batch entry, (heads, keys, features), as they entered the product."""
-        right = self.layout.product.right.mT if self.layout.keys_are_right else self.layout.product.left
-        columns = torch.from_numpy(self.layout.columns[self.layout.columns != NOWHERE].copy())
-        first = torch.from_numpy(self.arrival.at[:: len(self.probe), 0].copy())
-        chosen: Tensor = right[columns].expand(self.heads, -1, -1) if right.dim() == 2 else right[first][:, columns]
-        return chosen.detach().to(wide_dtype(right))
-
     @cached_property
     def predicted(self) -> Tensor:
-        """What the operations on the way make of the product: (heads, rows, keys), without what they add."""
-        ours = (self.queries @ self.keys.mT) * torch.from_numpy(self._multiplier).to(self.queries).unsqueeze(-1)
-        ours = ours if self.softcap is None else self.softcap * torch.tanh(ours / self.softcap)
-        whole = ours.new_zeros(*ours.shape[:2], len(self.layout.columns))
-        whole[..., self._in_product] = ours
-        return whole
+        """What the operations on the way make of the probed rows: (heads, rows, keys)."""
+        return self.probed.predicted(self.softcap)
 
     def scales(self, scores: Tensor, visible: Tensor) -> Tensor:
         """The slope of the softmax's input on q·k, a head at a time."""
         query, key = self.ways
-        stated = torch.from_numpy((np.abs(query.factor * key.factor) * self._multiplier).mean(1))
+        stated = torch.from_numpy((np.abs(query.factor * key.factor) * self.probed.multiplier).mean(1))
         if self.trail.added or self.layout.product.bias is not None or self.trail.blended or self.softcap is not None:
             return stated  # what else is in the scores would be taken for a slope
         slope = _slope(self.predicted, scores, visible & self._in_product)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""
+        some = Operands.of(self.layout, self.layout.groups.ravel(), _spread(self.layout.length, NORMED_ROWS).numpy())
+        query, key = (
+            rms_norm(vectors.unflatten(0, self.layout.groups.shape)).cpu()
+            / torch.from_numpy(np.abs(way.factor).mean(1))
+            for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
+        )
+        return query, key
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the first batch entry as they left their projections: (1, heads, length, features)."""
+        whole = Operands.of(self.layout, self.layout.groups[0], np.arange(self.layout.length))
+        query, key = whole.queries(), whole.keys()
+        for vectors, way in ((query, self.ways[0]), (key, self.ways[1])):
+            vectors /= torch.from_numpy(way.factor.mean(1)).to(vectors)[:, None, None]
+        like = self.layout.product.left.dtype
+        return query.to(like).unsqueeze(0), key.to(like).unsqueeze(0)
 
     @cached_property
     def _in_product(self) -> Tensor:
@@ -218,11 +189,16 @@ class Written:
         for fill in self.trail.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
-        shift = self._shift(positions, scores)
-        scores = scores if shift is None else scores + shift
-        for gap in self._finite_gaps:
-            hidden |= hidden_by(scores - self._predicted_at(positions), gap)
+        if self._shifted or self._finite_gaps:
+            rows = Operands.of(self.layout, self.layout.groups.ravel(), positions.numpy())
+            scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
+            for gap in self._finite_gaps:
+                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
         return scores, ~hidden
+
+    @property
+    def _shifted(self) -> bool:
+        return bool(self.probed.arrival.shift.any())
 
     @cached_property
     def _finite_gaps(self) -> list[float]:
@@ -230,51 +206,17 @@ class Written:
         gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
         return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]
 
-    def _everywhere(self, positions: Tensor) -> Arrival:
-        return arrive(
-            self.layout.node, self.layout.rows(self.layout.groups.ravel(), positions.numpy()), self.layout.product
-        )
-
-    def _shift(self, positions: Tensor, like: Tensor) -> Tensor | None:
-        """What the model subtracted from each row, its maximum mostly: (batch, heads, rows, 1)."""
-        if not self.arrival.shift.any():
-            return None
-        shift = self._everywhere(positions).shift.reshape(*self.layout.groups.shape, -1, 1)
-        return torch.from_numpy(shift).to(like)
-
-    def _predicted_at(self, positions: Tensor) -> Tensor:
-        """The product at these rows, times what multiplies it: (batch, heads, rows, keys)."""
-        layout, arrival = self.layout, self._everywhere(positions)
-        left, right = layout.product.left, layout.product.right.mT
-        query, key = (left, right) if layout.keys_are_right else (right, left)
-        at = [torch.from_numpy(column.copy()) for column in arrival.at.T]
-        row = at[-2] if layout.keys_are_right else at[-1]
-        shape = (layout.groups.size, len(positions))
-        queries = (query[row] if query.dim() == 2 else query[at[0], row]).unflatten(0, shape)
-        entry = at[0].reshape(shape)[:, 0]
-        keys = key.expand(shape[0], -1, -1) if key.dim() == 2 else key[entry]
-        columns = torch.from_numpy(np.maximum(layout.columns, 0))
-        wide = wide_dtype(query)
-        ours = (queries.to(wide) @ keys.to(wide).mT)[..., columns]
-        ours = ours * torch.from_numpy(arrival.factor * layout.product.alpha).to(ours).reshape(*shape, 1)
-        found: Tensor = ours.unflatten(0, layout.groups.shape)
-        return found
-
     def highest(self) -> Tensor:
         """The largest score there is, a value a head."""
-        if self.arrival.shift.any():
+        if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         each = self._by_row.amax((-2, -1)).reshape(-1)
         return each[torch.from_numpy(self.layout.groups).to(each.device)].amax(0).double()
 
-    def _kept(self, queries: bool) -> Tensor:
-        """Queries or keys of the first batch entry as they left their projections: (1, heads, length, features)."""
-        operand = self.layout.product.left if queries == self.layout.keys_are_right else self.layout.product.right.mT
-        first = torch.from_numpy(self.arrival.at[:: len(self.probe), 0].copy())
-        chosen: Tensor = operand.expand(self.heads, -1, -1) if operand.dim() == 2 else operand[first]
-        way = self.ways[0 if queries else 1]
-        kept: Tensor = (chosen / torch.from_numpy(way.factor.mean(1)).to(chosen)[:, None, None]).unsqueeze(0).detach()
-        return kept
+
+def _spread(length: int, most: int) -> Tensor:
+    """At most so many positions, from the first to the last."""
+    return torch.linspace(0, length - 1, min(most, length)).round().long()
 
 
 def _slope(predicted: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
