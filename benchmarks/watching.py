@@ -1,0 +1,74 @@
+"""What watching costs: a watched forward of a 6-layer BERT over the plain one: `python benchmarks/watching.py`.
+
+Both are timed in turns, and the ratios of neighbours are what is reported. Fails where the median is above the limit.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+from transformers import BertConfig, BertModel
+
+import attnscale
+
+LIMIT = 1.15
+LAYERS, LENGTH = 6, 512
+WIDTHS = {768: 12, 384: 12}  # BERT base's and MiniLM's: hidden size and heads
+
+
+def seconds(run) -> float:
+    """Wall-clock time of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ratios(model, batch, rounds: int) -> tuple[list[float], float]:
+    """Watched over plain, one ratio a round, and the median plain time; the first round warms up and is left out."""
+
+    def plain():
+        model(**batch)
+
+    def watched():
+        with attnscale.watch(model):
+            model(**batch)
+
+    found, base = [], []
+    for turn in range(rounds + 1):
+        # each goes first in every second round, so that whoever goes first gains nothing
+        times = {run: seconds(run) for run in ((plain, watched) if turn % 2 else (watched, plain))}
+        found.append(times[watched] / times[plain])
+        base.append(times[plain])
+    return found[1:], statistics.median(base[1:])
+
+
+def main() -> None:
+    """Print the median ratio with its quartiles for each width and implementation."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=15)
+    rounds = arguments.parse_args().rounds
+    worst = 0.0
+    for width, heads in WIDTHS.items():
+        config = BertConfig(
+            hidden_size=width, num_attention_heads=heads, num_hidden_layers=LAYERS, intermediate_size=4 * width
+        )
+        for implementation in ("sdpa", "eager"):
+            torch.manual_seed(0)
+            model = BertModel._from_config(config, attn_implementation=implementation).eval()
+            batch = {"input_ids": torch.randint(0, config.vocab_size, (1, LENGTH))}
+            with torch.inference_mode():
+                found, plain = ratios(model, batch, rounds)
+            low, middle, high = statistics.quantiles(found, n=4)
+            print(
+                f"{LAYERS} layers of {width}, length {LENGTH}, {implementation}: "
+                f"{middle:.3f}× ({low:.3f}–{high:.3f}) of {1e3 * plain:.0f} ms"
+            )
+            worst = max(worst, middle)
+    if worst > LIMIT:
+        sys.exit(f"Expected a watched forward to cost at most {LIMIT}× the plain one, got {worst:.3f}×.")
+
+
+if __name__ == "__main__":
+    main()
