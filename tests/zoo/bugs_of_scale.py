@@ -230,3 +230,22 @@ class KernelIgnoresTheConfiguration(SelfAttention):
     def forward(self, x):
         query, key, value = self.project(x)
         return self.merge(F.scaled_dot_product_attention(query, key, value))
+
+
+@bug("unusual_scale", 69, 3, scale=3**-0.5)
+class RootOfTheHeads(Wrong):
+    """√heads for √d_k."""
+
+    def multiplier(self, x):
+        return self.heads**-0.5
+
+
+@bug("unusual_scale", 57, 3, scale=13**-0.5)
+class RootOfTheLength(SelfAttention):
+    """The wrong axis of the key: its length."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        key = key.transpose(-2, -1)
+        scores = query @ key / math.sqrt(key.size(-1))
+        return self.merge(scores.softmax(-1) @ value)

@@ -167,3 +167,14 @@ class CapFarAway(SelfAttention):
         scores = query @ key.mT / math.sqrt(self.head_dim)
         scores = torch.tanh(scores / self.softcap) * self.softcap
         return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("softmax_wrong_axis", 55, 5)
+class OverQueriesOfBmm(SelfAttention):
+    """(batch · heads, queries, keys), and axis 1."""
+
+    def forward(self, x):
+        query, key, value = (y.flatten(0, 1) for y in self.project(x))
+        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(self.head_dim)
+        mixed = torch.bmm(torch.softmax(scores, dim=1), value)
+        return self.merge(mixed.view(x.shape[0], self.heads, *mixed.shape[1:]))

@@ -259,3 +259,62 @@ class HalfPrecision(SelfAttention):
         note(self, scores)
         weights = scores.float().softmax(-1).to(value.dtype)
         return self.merge(weights @ value).to(x.dtype)
+
+
+@correct(57, 3)
+class LowRankUpdate(SelfAttention):
+    """A projection and its low-rank update, whose multiplier is no scale of the scores."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.down, self.up = nn.Linear(57, 4, bias=False), nn.Linear(4, 57, bias=False)
+
+    def forward(self, x):
+        query = self.split(self.q_proj(x) + self.up(self.down(x)) * 2.0)
+        key, value = self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        scores = query @ key.mT * self.head_dim**-0.5
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(51, 3)
+class PositionsAdded(SelfAttention):
+    """DETR's: positions join queries and keys before their projections, and not the values."""
+
+    def forward(self, x):
+        placed = x + torch.linspace(-1, 1, x.shape[1])[:, None]
+        query, key, value = self.split(self.q_proj(placed)), self.split(self.k_proj(placed)), self.split(self.v_proj(x))
+        scores = query.mul(self.head_dim**-0.5).matmul(key.mT)
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(46, 2)
+class WeightNormed(SelfAttention):
+    """Projections whose weights are made anew at every call."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for projection in (self.q_proj, self.k_proj):
+            nn.utils.parametrizations.weight_norm(projection)
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.mT * self.head_dim**-0.5
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(69, 3)
+class GatedOutput(SelfAttention):
+    """Each head's output times a sigmoid of the input, and the value damped by a constant."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gate = nn.Linear(69, 69)
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.mT * self.head_dim**-0.5
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ (0.7 * value) * self.split(torch.sigmoid(self.gate(x))))
