@@ -44,7 +44,7 @@ def measure_rows(call: Call, positions: Tensor | None = None, output: Tensor | N
         share(lambda taken: found.measure(taken, output), blocks, threads)
     else:
         found.measure(iter(blocks), output)
-    return _finished(found.sums, visible)
+    return finished(found.sums, visible)
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
@@ -96,7 +96,7 @@ class Pass:
                     room = self.sums.new_empty(2, size)  # once, for the first is the largest: new memory is slow
                 both = room[:, :size].view(2, *query.shape[:2], key.shape[1])
                 torch.baddbmm(both[1], query, key.mT, beta=0.0, alpha=self.call.scale, out=both[1])
-                _reduce(both, self._shown(block, both[1]), self.sums[:, block.entry, block.heads, block.rows])
+                reduce_rows(both, self._shown(block, both[1]), self.sums[:, block.entry, block.heads, block.rows])
                 if output is not None:
                     _attend(both[0], self._of(self.call.value, block), self.sums[1][block], output[block])
 
@@ -142,7 +142,7 @@ class Pass:
         return int(self.positions[block.rows].min()), int(self.positions[block.rows].max()) + 1
 
 
-def _reduce(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
+def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
     """From the scores, the second of `both`, the sums of each row; the first is left with e^{s−m}, 0 where hidden."""
     weights, below = both
     # Hidden keys by adds and products, which run at full speed, over the columns where there may be some.
@@ -167,7 +167,8 @@ def _attend(weights: Tensor, value: Tensor, total: Tensor, output: Tensor) -> No
     output.div_(total.clamp(min=1.0).unsqueeze(-1))  # only a row that sees nothing has less; its output is zero
 
 
-def _finished(sums: Tensor, visible: Tensor) -> RowSums:
+def finished(sums: Tensor, visible: Tensor) -> RowSums:
+    """The sums that reduce_rows() left, as they are kept."""
     highest, total, mean, participation, deviation, gap = sums
     some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
     # moments about the maximum, which is never far: a large mean does not swallow the variance

@@ -19,7 +19,7 @@ from attnscale.watching.products import Product, channels
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
 
-PROBED_ROWS = 8
+PROBED_ROWS = 4
 NORMED_ROWS = 64
 DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
 VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
@@ -67,7 +67,8 @@ class Written:
         layout, (query_way, key_way) = self.layout, self.ways
         scores, visible = self.rows_at(self.probe)
         batch, heads = layout.groups.shape
-        by_row = Rows(batch, heads, layout.length, visible.shape[-1], not bool(visible.all()), self.rows_at)
+        by_row = Rows(batch, heads, layout.length, scores.shape[-1], visible is not None, self.rows_at)
+        shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
         query_norm, key_norm = self.norms()
         kept = self.kept() if keep and not self._parts else (None, None)
         return Sighting(
@@ -78,14 +79,14 @@ class Written:
             model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
             query_len=layout.length,
             key_len=int(self._in_product.sum()),
-            causal=looks_causal(visible[..., self._in_product], self.probe, layout.length),
+            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, layout.length),
             softcap=self.softcap,
             stats=by_row.measure(rows, None if rows is None else self.highest()),
-            scales=self.scales(scores[0], visible[0]),
+            scales=self.scales(scores[0], shown[0]),
             query_norm=query_norm,
             key_norm=key_norm,
             normalised=query_way.normalised and key_way.normalised,
-            biased=_stands_out(scores[0] - self.predicted, scores[0], visible[0]),
+            biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=layout.product.capped and self.softcap is None,
             query=kept[0],
@@ -138,13 +139,18 @@ class Written:
         """What the operations on the way make of the probed rows: (heads, rows, keys)."""
         return self.probed.predicted(self.softcap)
 
-    def scales(self, scores: Tensor, visible: Tensor) -> Tensor:
+    @property
+    def _adds(self) -> bool:
+        """Whether anything but the product is in the scores."""
+        return self.trail.added or self.layout.product.bias is not None
+
+    def scales(self, scores: Tensor, shown: Tensor) -> Tensor:
         """The slope of the softmax's input on q·k, a head at a time."""
         query, key = self.ways
         stated = torch.from_numpy((np.abs(query.factor * key.factor) * self.probed.multiplier).mean(1))
-        if self.trail.added or self.layout.product.bias is not None or self.trail.blended or self.softcap is not None:
+        if self._adds or self.trail.blended or self.softcap is not None:
             return stated  # what else is in the scores would be taken for a slope
-        slope = _slope(self.predicted, scores, visible & self._in_product)
+        slope = _slope(self.predicted, scores, shown)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     def norms(self) -> tuple[Tensor, Tensor]:
@@ -180,8 +186,8 @@ class Written:
         view = self.scores.permute(*single, *moving)
         return view.flatten(-1 - len(layout.query_axes), -2) if layout.query_axes else view.unsqueeze(-2)
 
-    def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores of these rows, (batch, heads, rows, keys), and which of them were visible."""
+    def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores of these rows, (batch, heads, rows, keys), and which of them were visible; None: all."""
         chosen = self._by_row.index_select(-2, positions.to(self.scores.device))
         chosen = chosen.reshape(-1, *chosen.shape[-2:])[torch.from_numpy(self.layout.groups).to(chosen.device)]
         scores = chosen.to(wide_dtype(chosen))
@@ -194,7 +200,7 @@ class Written:
             scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
             for gap in self._finite_gaps:
                 hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
-        return scores, ~hidden
+        return scores, ~hidden if bool(hidden.any()) else None
 
     @property
     def _shifted(self) -> bool:

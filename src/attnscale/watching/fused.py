@@ -42,7 +42,8 @@ class Kernel:
     def sighting(self, rows: int | None, keep: bool) -> Sighting:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
-        query_way, key_way = (_way(node, tensor) for node, tensor in self._operands())
+        query_way = _way(self.query_node, self.query)
+        key_way = _way(self.key_node, self.key, count_heads=self.key.shape[1] == heads > 1)
         group = heads // max(self.key.shape[1], 1)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         visible = None if self.mask is None else _visible(self.mask)
@@ -71,9 +72,6 @@ class Kernel:
             query=self.query[:1].detach() / query_way.as_tensor(self.query) if keep else None,
             key=self.key[:1].detach() / key_way.as_tensor(self.key) if keep else None,
         )
-
-    def _operands(self) -> tuple[tuple[Node | None, Tensor], tuple[Node | None, Tensor]]:
-        return (self.query_node, self.query), (self.key_node, self.key)
 
     def _stats(self, rows: int | None) -> Any:
         return score_stats(
@@ -125,21 +123,22 @@ class _Way:
         return torch.from_numpy(self.factor).to(like)[:, None, None]
 
 
-def _way(node: Node | None, tensor: Tensor) -> _Way:
-    heads, length = tensor.shape[1], tensor.shape[-2]
+def _way(node: Node | None, tensor: Tensor, count_heads: bool = False) -> _Way:
+    heads, last = tensor.shape[1], tensor.shape[-2] - 1
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return _Way(np.ones(heads), False, None, heads)
-    rows = np.linspace(0, length - 1, min(8, length)).round().astype(np.int64)
-    points = grid(1, heads, len(rows), 1)
-    points[:, 2] = rows[points[:, 2]]
+    points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
+    points[1::2, 2] = last
     factor, trails = np.ones(len(points)), follow(node, points)
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
-    # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
-    distinct = max(len(set(channels(node, points[end :: len(rows)])) - {()}) for end in (0, len(rows) - 1))
+    distinct = heads
+    if count_heads:  # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
+        keys = channels(node, points)
+        distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
     return _Way(
-        factor.reshape(heads, -1).mean(1),
+        factor.reshape(heads, 2).mean(1),
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
         distinct if distinct and heads % distinct == 0 else heads,

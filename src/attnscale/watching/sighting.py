@@ -12,6 +12,7 @@ from attnscale.measure.pool import pool_rows
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
+from attnscale.measure.threads import alone
 from attnscale.rules.rule import wide_dtype
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
@@ -46,21 +47,24 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Rows:
-    """Scores that can be asked for by row: `at(positions)` gives scores and visibility, (batch, heads, rows, keys)."""
+    """Scores that can be asked for by row.
+
+    `at(positions)` gives scores, and which of them are visible (None: all), (batch, heads, rows, keys).
+    """
 
     batch: int
     heads: int
     length: int
     keys: int
     uneven: bool
-    at: Callable[[Tensor], tuple[Tensor, Tensor]]
+    at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
     def measure(self, rows: int | None, bound: Tensor | None) -> ScoreStats:
         """Statistics over every row, or over about so many a head."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
         positions = torch.arange(self.length) if sample is None else sample.positions
         block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-        found = _joined([rows_of(*self.at(some)) for some in positions.split(block)])
+        found = alone(lambda: _joined([rows_of(*self.at(some)) for some in positions.split(block)]))
         pool = partial(pool_rows, found, None if sample is None else bound, sample)
         return ScoreStats(self.heads, exact=sample is None, pool=pool)
 
@@ -72,11 +76,11 @@ def _joined(parts: list[RowSums]) -> RowSums:
     return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
 
 
-def looks_causal(visible: Tensor, positions: Tensor, length: int) -> bool:
+def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
     """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all."""
-    keys = visible.shape[-1]
-    if length < 2 or keys < 2:
+    if visible is None or length < 2 or visible.shape[-1] < 2:
         return False
+    keys = visible.shape[-1]
     last = (positions + (keys - length if keys >= length else 0)).to(visible.device)
     future = torch.arange(keys, device=visible.device) > last[:, None]
     if not bool(future.any()):

@@ -88,6 +88,10 @@ class Watcher(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
+
     def __init__(self, model: nn.Module, rows: int | None, keep: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -125,7 +129,8 @@ class Watcher(TorchDispatchMode):
             return
         space, _, name = func._schema.name.partition("::")
         name = name.removesuffix("_") if not name.startswith("__") else name
-        self._mark_used(name, args)
+        if self.norms.built:
+            self._mark_used(name, args)
         if recognised(f"{space}::{name}"):
             given = {
                 argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -289,7 +294,7 @@ class QueryKeyNorms:
     """The norms of queries and keys that a model was built with, and whether they take part."""
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self._built = {
+        self.built = {
             name: module
             for name, module in model.named_modules()
             if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
@@ -299,14 +304,14 @@ class QueryKeyNorms:
 
     def ran(self, name: str, output: Any) -> None:
         """A module of the model ran."""
-        if name in self._built and isinstance(output, Tensor):
+        if name in self.built and isinstance(output, Tensor):
             self._outputs.setdefault(name, []).append(self._ledger.node(output))
 
     def unused(self, path: str) -> tuple[str, ...]:
         """The norms that belong to the attention at this path and never took part."""
         return tuple(
             name
-            for name, module in self._built.items()
+            for name, module in self.built.items()
             if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
         )
 
