@@ -178,3 +178,14 @@ class OverQueriesOfBmm(SelfAttention):
         scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(self.head_dim)
         mixed = torch.bmm(torch.softmax(scores, dim=1), value)
         return self.merge(mixed.view(x.shape[0], self.heads, *mixed.shape[1:]))
+
+
+@bug("softmax_wrong_axis", 46, 2)
+class OverAllPairs(SelfAttention):
+    """Queries and keys flattened into one axis: all weights of a head sum to one."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.mT / math.sqrt(self.head_dim)
+        weights = scores.flatten(2).softmax(-1).view_as(scores)
+        return self.merge(weights @ value)

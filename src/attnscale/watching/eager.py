@@ -89,6 +89,7 @@ class Written:
             biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=layout.product.capped and self.softcap is None,
+            mixes_along_softmax=not layout.over_pairs,
             query=kept[0],
             key=kept[1],
         )
@@ -148,7 +149,7 @@ class Written:
         """The slope of the softmax's input on q·k, a head at a time."""
         query, key = self.ways
         stated = torch.from_numpy((np.abs(query.factor * key.factor) * self.probed.multiplier).mean(1))
-        if self._adds or self.trail.blended or self.softcap is not None:
+        if self._adds or self.trail.blended or self.softcap is not None or self.layout.over_pairs:
             return stated  # what else is in the scores would be taken for a slope
         slope = _slope(self.predicted, scores, shown)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)

@@ -56,6 +56,7 @@ class Layout:
     columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
     groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
     kv_heads: int
+    over_pairs: bool = False  # the softmax runs over queries and keys at once
 
     @property
     def length(self) -> int:
@@ -116,8 +117,9 @@ def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
             query_axes.append(other)
     columns = keys.at[:, key_place]
     bare = Layout(
-        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1
-    )
+        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1,
+        over_pairs=_repeats_a_key(keys.at[keys.found], key_place),
+    )  # fmt: skip
     return _with_heads(bare)
 
 
@@ -125,6 +127,12 @@ def _key_place(at: Points) -> int:
     """Which axis of the product a step along the softmax moves: columns, rows, or (softmax over heads) neither."""
     moved = (at != at[0]).any(0)
     return -1 if moved[-1] or not moved.any() else -2 if moved[-2] else -1
+
+
+def _repeats_a_key(at: Points, key_place: int) -> bool:
+    """Whether a key comes twice in one product along the softmax, with another query each time."""
+    keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
+    return len(np.unique(keys, axis=0)) < len(np.unique(at, axis=0))
 
 
 def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
@@ -150,7 +158,7 @@ def _with_heads(bare: Layout) -> Layout | None:
     if not at.found.all():
         return None
     query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
-    groups = _by_head(query, [bare.shape[axis] for axis in bare.other_axes])
+    groups = _by_head(query, bare)
     owned = _distinct_keys(bare, at.at[groups[0]])
     kv_heads = owned if owned and groups.shape[1] % owned == 0 else groups.shape[1]
     return Layout(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
@@ -167,16 +175,18 @@ def _distinct_keys(layout: Layout, at: Points) -> int:
     return max(counts)
 
 
-def _by_head(keys: list[tuple[object, ...]], sizes: list[int]) -> Indices:
+def _by_head(keys: list[tuple[object, ...]], layout: Layout) -> Indices:
     """(batch, heads): groups of one channel are one head in several batch entries."""
+    sizes = [layout.shape[axis] for axis in layout.other_axes]
+    if len(layout.shape) == 4 and layout.other_axes[-1:] == (1,) and keys[0] != keys[1]:
+        return np.arange(len(keys)).reshape(-1, sizes[-1])  # (batch, heads, queries, keys), as it mostly is
     order: dict[tuple[object, ...], list[int]] = {}
     for group, key in enumerate(keys):
         order.setdefault(key, []).append(group)
     members = list(order.values())
     if len({len(member) for member in members}) == 1:
         return np.array(members).T
-    heads = sizes[-1] if sizes else 1  # irregular: heads stand last, as they mostly do
-    return np.arange(len(keys)).reshape(-1, heads)
+    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: heads stand last
 
 
 def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:

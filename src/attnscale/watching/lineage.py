@@ -218,7 +218,7 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
     if not isinstance(operand, Tensor):
         return np.full(len(points), 1.0 if operand is None else float(operand))
     if operand.numel() == 1:
-        return np.full(len(points), float(operand))
+        return np.full(len(points), float(operand.detach()))
     at = broadcast(tuple(operand.shape), points.shape[1])(points)
     index = tuple(torch.from_numpy(column.copy()).to(operand.device) for column in at.T)
-    return operand[index].double().cpu().numpy()
+    return operand.detach()[index].double().cpu().numpy()

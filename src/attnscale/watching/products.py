@@ -101,10 +101,21 @@ def _projected(node: Node, left: Node, right: Node, weight: int) -> Node:
     parameter, activation = (right, left) if weight else (left, right)
     axis = -2 if weight else -1
     node.projection = Projection(parameter, _zeroed(axis), width=parameter.shape[axis])
-    if activation.shape == node.shape and (activation.scores or activation.weights):  # heads that talk to heads
+    if activation.shape == node.shape and _runs_over_heads(activation):  # heads that talk to heads
         node.steps = (Step(activation, effect="other"),)
         node.scores, node.about, node.weights = activation.scores, activation.about, activation.weights
     return node
+
+
+def _runs_over_heads(node: Node) -> bool:
+    """Whether the last axis of an image of scores, or of weights, leads to other products, not along one."""
+    points = np.zeros((2, len(node.shape)), dtype=np.int64)
+    points[1, -1] = 1
+    trails = follow(node, points) if node.shape[-1] > 1 and (node.scores or node.weights) else []
+    if len(trails) != 1 or len(trails[0].points) != 2 or trails[0].points.shape[1] < 3:
+        return False
+    moved = (trails[0].points[0] != trails[0].points[1]).nonzero()[0]
+    return bool(len(moved)) and int(moved[0]) < trails[0].points.shape[1] - 2
 
 
 def _zeroed(axis: int) -> Map:
@@ -137,9 +148,9 @@ def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
 
 
 def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
-    if node.projection is None:  # given, not projected: heads stand third from the end, as in SDPA
-        column = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
-        return [(id(node), int(head)) for head in column]
+    if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
+        apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
+        return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
     keys: list[tuple[object, ...]] = [()] * len(points)
     for trail in follow(node.projection.weight, node.projection.channel(points)):
         for at, row in zip(trail.index, trail.points, strict=True):

@@ -33,7 +33,7 @@ class Softmax:
         for trail in follow(weights, points):
             if len(trail.points) == 2 and trail.node.weights is self:
                 moved = (trail.points[0] != trail.points[1]).nonzero()[0]
-                self.sighting.mixes_along_softmax = bool((moved == self.axis).any())
+                self.sighting.mixes_along_softmax &= bool((moved == self.axis).any())
                 self.sighting.factor_after_softmax *= float(trail.factor[0])
 
     def _report(self) -> None:

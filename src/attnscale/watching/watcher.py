@@ -270,10 +270,11 @@ class Watcher(TorchDispatchMode):
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}", stacklevel=4
             )
-        if self.seen.unfollowed and self.seen.calls:
+        left_out = [path for path in map(self.running.shown, self.seen.unfollowed) if path not in self.seen.layers]
+        if left_out and self.seen.calls:
             warnings.warn(
-                f"{len(self.seen.unfollowed)} modules mix values by a softmax that could not be followed to a product "
-                f"of queries and keys, and are left out: {', '.join(map(self.running.shown, self.seen.unfollowed))}",
+                f"{len(left_out)} modules mix values by a softmax that could not be followed to a product of queries "
+                f"and keys, and are left out: {', '.join(left_out)}",
                 stacklevel=4,
             )
         if self.seen.calls:
