@@ -4,6 +4,7 @@ Nodes hold shapes and small operands, not activations: watching keeps nothing al
 two operands of a product until its softmax.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from attnscale.watching.coordinates import NOWHERE, Map, Points, Shape, broadcast
 
@@ -102,26 +103,33 @@ class Trail:
 
 
 class Ledger:
-    """Tensors of the running model -> their nodes."""
+    """Tensors of the running model -> their nodes, for as long as the tensors live."""
 
     def __init__(self) -> None:
-        self._nodes = WeakTensorKeyDictionary()
+        self._nodes: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
 
     def node(self, tensor: Tensor) -> Node:
         """The node of a tensor; one never seen begins a lineage."""
-        node = self._nodes.get(tensor)
+        node = self.known(tensor)
         if node is None:
             node = Node(shape_of(tensor), parameter=isinstance(tensor, nn.Parameter))
-            self._nodes[tensor] = node
-        return node  # type: ignore[no-any-return]
+            self.write(tensor, node)
+        return node
 
     def known(self, tensor: Tensor) -> Node | None:
         """The node of a tensor seen before."""
-        return self._nodes.get(tensor)  # type: ignore[no-any-return]
+        entry = self._nodes.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def write(self, tensor: Tensor, node: Node) -> None:
         """Note what a tensor is now."""
-        self._nodes[tensor] = node
+        key, nodes = id(tensor), self._nodes
+
+        def forget(gone: weakref.ref[Tensor]) -> None:
+            if key in nodes and nodes[key][0] is gone:
+                del nodes[key]
+
+        nodes[key] = (weakref.ref(tensor, forget), node)
 
     def write_through(self, view: Node, written: Node) -> None:
         """A view was written to: what it is a view of now holds what was written, and elsewhere what it held."""

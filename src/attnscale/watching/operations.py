@@ -6,7 +6,6 @@ taken as elementwise where its result has the shape of an operand, and as the be
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,20 @@ from attnscale.watching.lineage import LONGEST, Ledger, Node, Step, View, shape_
 Result = Node | Sequence[Node | None]
 
 
-@dataclass(frozen=True)
 class Operation:
     """One call of ATen, done."""
 
-    name: str  # without namespace, overload and the underscore of in-place forms
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    result: Any
-    ledger: Ledger
+    __slots__ = ("args", "kwargs", "ledger", "name", "result", "shape")
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, ledger: Ledger) -> None:
+        self.name = name  # without namespace, overload and the underscore of in-place forms
+        self.args, self.kwargs, self.result, self.ledger = args, kwargs, result, ledger
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        self.shape: Shape = shape_of(first) if isinstance(first, Tensor) else ()  # of the first of several results
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """An argument, by position or by name."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
-
-    @property
-    def shape(self) -> Shape:
-        """Of the result, or of the first of several."""
-        first = self.result[0] if isinstance(self.result, (tuple, list)) else self.result
-        return shape_of(first)
 
     def node(self, index: int = 0) -> Node:
         """The node of a tensor argument."""
@@ -432,7 +426,7 @@ def _unknown(op: Operation) -> Result:
 
 
 def _opaque(op: Operation) -> Node:
-    shape = op.shape if _has_tensor(op.result) else ()
+    shape = op.shape
     parents = op.nodes()
     like = [parent for parent in parents if parent.shape == shape]
     main = max(like, key=lambda parent: (parent.scores is not None, parent.learned), default=None)
@@ -444,11 +438,6 @@ def _opaque(op: Operation) -> Node:
         parameter=bool(parents) and all(parent.parameter for parent in parents),
         about=next((parent.about for parent in parents if parent.about is not None), None),
     )
-
-
-def _has_tensor(result: Any) -> bool:
-    first = result[0] if isinstance(result, (tuple, list)) and result else result
-    return isinstance(first, Tensor)
 
 
 READERS: dict[str, Callable[[Operation], Result]] = {

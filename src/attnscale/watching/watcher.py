@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from attnscale.watching.softmaxes import Softmax
 DEFAULT_ROWS = 64
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")
+SPECIAL = {*PRODUCTS, *SOFTMAXES, "convolution", "_log_softmax", "exp", "div", "mul", "sum"}
 NORM_OF_QUERY_OR_KEY = re.compile(
     r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
 )
@@ -106,9 +108,9 @@ class Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._C._current_graph_task_id() != -1 or not self.running.stack:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
-        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+        if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if _is_composite(func):
+        if _kind(func).is_composite:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -123,28 +125,31 @@ class Watcher(TorchDispatchMode):
         return result
 
     def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if not isinstance(func, torch._ops.OpOverload):
-            if str(func) == "flex_attention":
-                self._see_kernel(flex_call(self.ledger, args), result)
+        kind = _kind(func)
+        if kind.is_flex:
+            self._see_kernel(flex_call(self.ledger, args), result)
+        if not kind.name:
             return
-        space, _, name = func._schema.name.partition("::")
-        name = name.removesuffix("_") if not name.startswith("__") else name
         if self.norms.built:
-            self._mark_used(name, args)
-        if recognised(f"{space}::{name}"):
-            given = {
-                argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
-            } | kwargs
-            for kernel in kernel_calls(self.ledger, f"{space}::{name}", given):
+            self._mark_used(kind.name, args)
+        if kind.is_kernel:
+            for kernel in kernel_calls(
+                self.ledger, kind.full_name, dict(zip(kind.arguments, args, strict=False)) | kwargs
+            ):
                 self._see_kernel(kernel, result)
             return
-        operation = Operation(name, args, kwargs, result, self.ledger)
-        node = self._special(operation) or read(operation)
-        self._after_softmax(operation, node)
-        if func._schema.is_mutable and isinstance(node, Node) and isinstance(args[0], Tensor):
-            self.ledger.write_through(self.ledger.node(args[0]), node)
-        for tensor, its in _paired(result, node):
-            self.ledger.write(tensor, its)
+        operation = Operation(kind.name, args, kwargs, result, self.ledger)
+        node = (self._special(operation) if kind.name in SPECIAL else None) or read(operation)
+        if isinstance(node, Node):
+            self._after_softmax(node)
+            if kind.is_mutable and isinstance(args[0], Tensor):
+                self.ledger.write_through(self.ledger.node(args[0]), node)
+            if isinstance(result, Tensor):
+                self.ledger.write(result, node)
+            return
+        for tensor, its in zip(result, node, strict=False):
+            if isinstance(tensor, Tensor) and its is not None:
+                self.ledger.write(tensor, its)
 
     def _special(self, op: Operation) -> Node | None:
         """Products, softmaxes and what is written in their place; None for all else."""
@@ -250,9 +255,9 @@ class Watcher(TorchDispatchMode):
         if isinstance(output, Tensor):
             self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
 
-    def _after_softmax(self, op: Operation, node: Any) -> None:
+    def _after_softmax(self, node: Node) -> None:
         """The mixed values multiplied by a constant: the scores should have been."""
-        if isinstance(node, Node) and node.mixed is not None and node.steps:
+        if node.mixed is not None and node.steps:
             step = node.steps[0]
             if step.effect in ("times", "over") and isinstance(step.operand, float):
                 node.mixed.scaled(step.operand if step.effect == "times" else 1.0 / step.operand)
@@ -327,17 +332,31 @@ def _belongs(parent: str, path: str) -> bool:
     return not parent or path == parent or path.startswith(f"{parent}.")
 
 
-def _paired(result: Any, nodes: Any) -> Iterator[tuple[Tensor, Node]]:
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    nodes = nodes if isinstance(nodes, (tuple, list)) else (nodes,)
-    for tensor, node in zip(results, nodes, strict=False):
-        if isinstance(tensor, Tensor) and node is not None:
-            yield tensor, node
+@dataclass(frozen=True)
+class _Kind:
+    """What is asked of an operation every time it runs."""
+
+    full_name: str = ""
+    name: str = ""  # without namespace, and without the underscore of in-place forms; empty: not read
+    arguments: tuple[str, ...] = ()
+    is_composite: bool = False  # made of other operations; in inference mode such ones arrive whole
+    is_mutable: bool = False
+    is_kernel: bool = False
+    is_flex: bool = False
 
 
 @cache
-def _is_composite(func: Any) -> bool:
-    """Whether an operation is made of others; in inference mode such operations arrive whole."""
+def _kind(func: Any) -> _Kind:
     if not isinstance(func, torch._ops.OpOverload):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        return _Kind(is_flex=str(func) == "flex_attention")
+    schema = func._schema
+    space, _, name = schema.name.partition("::")
+    name = name if name.startswith("__") else name.removesuffix("_")
+    return _Kind(
+        f"{space}::{name}",
+        name,
+        tuple(argument.name for argument in schema.arguments),
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        schema.is_mutable,
+        recognised(f"{space}::{name}"),
+    )
