@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnscale.rules.rule import wide_dtype
 from attnscale.watching.coordinates import NOWHERE
+from attnscale.watching.gradients import GradientSquares, of_product
 from attnscale.watching.layout import Layout, arrive, find_layout
 from attnscale.watching.lineage import Node, Trail
 from attnscale.watching.operands import Operands, Way
@@ -153,6 +154,14 @@ class Written:
             return stated  # what else is in the scores would be taken for a slope
         slope = _slope(self.predicted, scores, shown)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
+
+    def gradients(self) -> GradientSquares:
+        """What a backward will bring to the operands of the product."""
+        product, groups = self.layout.product, self.layout.groups
+        entries = Operands.of(self.layout, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        operands = (product.left, product.right)
+        query, key = operands if self.layout.keys_are_right else reversed(operands)
+        return of_product(query, key, entries.reshape(groups.shape))
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""

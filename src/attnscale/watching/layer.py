@@ -44,6 +44,8 @@ class Layer:
     calls: int = 1
     query: Tensor | None = field(default=None, repr=False)  # of the last call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
+    query_gradient: Tensor | None = None  # length of the gradient that reached the queries, where that was followed
+    key_gradient: Tensor | None = None
 
     @property
     def scale_applied(self) -> float:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,16 @@ def uncompiled(name: str) -> str:
 class Running:
     """The modules of a model that are running now, and those that ever ran."""
 
-    def __init__(self, model: nn.Module, ran: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ran: Callable[[str, Any], None],
+        meanwhile: AbstractContextManager[Any],
+        only_training: bool = False,
+    ) -> None:
+        """`meanwhile` is entered when a module begins while none runs, and left with it: lexically, like any mode."""
         self._root = type(model).__name__
-        self._ran = ran
+        self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): uncompiled(name) for name, module in reversed(list(model.named_modules()))}
         self.stack: list[str] = []
         self.called: set[str] = set()
@@ -65,14 +73,21 @@ class Running:
         ]
 
     def detach(self) -> None:
-        """Stop following."""
+        """Stop following, also where an interrupt left modules behind."""
+        if self.stack:
+            self.stack.clear()
+            self._meanwhile.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None:
+        if name is None:
+            return
+        if self.stack or module.training or not self._only_training:
+            if not self.stack:
+                self._meanwhile.__enter__()
             self.stack.append(name)
             self.called.add(name)
 
@@ -81,3 +96,5 @@ class Running:
         if name is not None and self.stack:
             self._ran(name, output)
             self.stack.pop()
+            if not self.stack:
+                self._meanwhile.__exit__(None, None, None)

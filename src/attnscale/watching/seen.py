@@ -8,6 +8,7 @@ from operator import add
 import torch
 
 from attnscale.watching.declared import Declared
+from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.sighting import Sighting
 
@@ -94,6 +95,8 @@ class Seen:
             calls=len(calls),
             query=longest.query,
             key=longest.key,
+            query_gradient=norm_over([call.gradients for call in calls], "query"),
+            key_gradient=norm_over([call.gradients for call in calls], "key"),
         )
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.threads import alone
 from attnscale.rules.rule import wide_dtype
+from attnscale.watching.gradients import GradientSquares
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -43,6 +44,7 @@ class Sighting:
     mixes_along_softmax: bool = True
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
+    gradients: GradientSquares | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

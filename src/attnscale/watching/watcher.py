@@ -20,6 +20,7 @@ from attnscale.errors import InputError, SettingError
 from attnscale.watching.declared import declared
 from attnscale.watching.eager import see_softmax
 from attnscale.watching.fused import Kernel, flex_call, kernel_calls, recognised
+from attnscale.watching.gradients import of_kernel
 from attnscale.watching.lineage import Ledger, Node, shape_of
 from attnscale.watching.names import Running, within
 from attnscale.watching.operations import Operation, read
@@ -37,11 +38,15 @@ NORM_OF_QUERY_OR_KEY = re.compile(
 
 
 @contextmanager
-def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> Iterator[Seen]:
+def watch(
+    model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False, training: bool = False
+) -> Iterator[Seen]:
     """See every attention that runs inside the model, whatever computes it.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the last
-    call. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
+    call. With `training`, a model in training mode is looked at only where it runs in that mode, and backward passes
+    leave the gradients that reached queries and keys. Compiled parts of the model run uncompiled meanwhile. Where
+    nothing was seen, leaving raises.
 
     >>> from torch import nn
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
@@ -55,7 +60,7 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
-    watcher = Watcher(model, rows, keep)
+    watcher = Watcher(model, rows, keep, training)
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
@@ -63,7 +68,6 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
         stack.enter_context(_bias_class_under_modes())
         watcher.running.attach()
         stack.callback(watcher.running.detach)
-        stack.enter_context(watcher)
         yield watcher.seen
     watcher.conclude()
 
@@ -94,13 +98,13 @@ class Watcher(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
 
-    def __init__(self, model: nn.Module, rows: int | None, keep: bool) -> None:
+    def __init__(self, model: nn.Module, rows: int | None, keep: bool, training: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.norms = QueryKeyNorms(model, self.ledger)
-        self.running = Running(model, self.norms.ran)
+        self.running = Running(model, self.norms.ran, self, only_training=training and model.training)
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
-        self.rows, self.keep = rows, keep
+        self.rows, self.keep, self.training = rows, keep, training
         self.softmaxes = 0  # of anything
         self.failures: list[str] = []
 
@@ -193,6 +197,8 @@ class Watcher(TorchDispatchMode):
             return None
         path, line = within(node.scores.place, self.running.place()), self.running.place().line
         softmax = Softmax(written.sighting(self.rows, self.keep), axis)
+        if self.training:
+            softmax.sighting.gradients = written.gradients()
         softmax.report = lambda sighting: self.seen.note(path, line, sighting)
         softmax.waits = node.scores.learned_query
         return softmax
@@ -250,6 +256,8 @@ class Watcher(TorchDispatchMode):
     def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
         sighting = kernel.sighting(self.rows, self.keep)
+        if self.training:
+            sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):

@@ -1,0 +1,68 @@
+"""The gradient that reaches queries and keys: squared lengths a head, added up by hooks while the backward runs.
+
+A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale included. Nothing is kept but the sums.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnscale.rules.rule import wide_dtype
+from attnscale.watching.layout import Indices
+
+
+@dataclass(eq=False)
+class GradientSquares:
+    """Σ‖∂loss/∂q‖² and Σ‖∂loss/∂k‖² of one call, a value a query head; None until a backward passed."""
+
+    query: Tensor | None = field(default=None, repr=False)
+    key: Tensor | None = field(default=None, repr=False)
+
+    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor]) -> None:
+        """Add up what reaches this tensor: `by_head` turns squares of the gradient into a value a head."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return
+
+        def add(gradient: Tensor) -> None:
+            with torch.no_grad():
+                wide = gradient.detach().to(wide_dtype(gradient))
+                found, before = by_head(wide), getattr(self, name)
+                setattr(self, name, found if before is None else before + found)
+
+        tensor.register_hook(add)
+
+
+def of_kernel(query: Tensor, key: Tensor) -> GradientSquares:
+    """Follow (batch, heads, length, features); the heads of a group share what reaches their key."""
+    squares, group = GradientSquares(), query.shape[1] // max(key.shape[1], 1)
+    squares.follow("query", query, _by_head)
+    squares.follow("key", key, lambda gradient: _by_head(gradient).repeat_interleave(group))
+    return squares
+
+
+def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
+    """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are."""
+    squares = GradientSquares()
+    if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
+        return squares  # several heads in one entry cannot be told apart by it
+    at = torch.from_numpy(entries)
+
+    def by_entry(gradient: Tensor) -> Tensor:
+        return gradient.square().sum((1, 2), dtype=torch.float64)[at.to(gradient.device)].sum(0)
+
+    squares.follow("query", query, by_entry)
+    squares.follow("key", key, by_entry)
+    return squares
+
+
+def _by_head(gradient: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1))
+    return lengths.double().square().sum(0)
+
+
+def norm_over(calls: list[GradientSquares | None], name: str) -> Tensor | None:
+    """The length of the gradient over all calls, a value a head; None where none was seen."""
+    found = [getattr(call, name) for call in calls if call is not None and getattr(call, name) is not None]
+    return torch.stack([squares.cpu() for squares in found]).sum(0).sqrt() if found else None

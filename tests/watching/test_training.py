@@ -1,0 +1,100 @@
+"""watch(training=True): gradients that reach queries and keys, and what ran in training mode alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+
+import attnscale
+from tests.zoo.entry import SelfAttention
+
+
+class Kept(SelfAttention):
+    """Holds on to its queries and keys, whose gradients autograd then keeps too."""
+
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def forward(self, x):
+        self.query_seen, self.key_seen, value = self.project(x)
+        if self.query_seen.requires_grad:
+            self.query_seen.retain_grad()
+            self.key_seen.retain_grad()
+        return self.merge(self.attend(self.query_seen, self.key_seen, value))
+
+
+class Eager(Kept):
+    def attend(self, query, key, value):
+        return torch.softmax(query @ key.mT * self.head_dim**-0.5, -1) @ value
+
+
+def by_head(gradient):
+    return gradient.double().square().sum((0, 2, 3)).sqrt()
+
+
+@pytest.mark.parametrize("kind", [Kept, Eager])
+def test_the_gradient_norm_is_that_of_autograd_over_all_calls(kind):
+    model, squares = kind(33, 3), {"query": 0, "key": 0}
+    with attnscale.watch(model, training=True) as seen:
+        for length in (5, 7):
+            model(torch.randn(2, length, 33)).square().sum().backward()
+            squares["query"] += by_head(model.query_seen.grad) ** 2
+            squares["key"] += by_head(model.key_seen.grad) ** 2
+    (layer,) = seen.layers.values()
+    torch.testing.assert_close(layer.query_gradient, squares["query"].sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(layer.key_gradient, squares["key"].sqrt(), rtol=1e-5, atol=0)
+
+
+def test_a_shared_key_shows_its_gradient_on_every_head_of_its_group():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(11, 4 * 3), nn.Linear(11, 2 * 3)
+
+        def forward(self, x):
+            query = self.query(x).unflatten(-1, (4, 3)).transpose(1, 2)
+            key = self.key(x).unflatten(-1, (2, 3)).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+    model = Grouped()
+    with attnscale.watch(model, training=True) as seen:
+        model(torch.randn(2, 5, 11)).square().sum().backward()
+    (layer,) = seen.layers.values()
+    assert layer.key_gradient.shape == (4,)
+    assert (layer.key_gradient > 0).all()
+
+
+def test_evaluation_between_training_steps_is_left_out():
+    model = Kept(33, 3)
+    with attnscale.watch(model, rows=None, training=True) as seen:
+        model(torch.randn(2, 5, 33)).sum().backward()
+        model.eval()
+        model(torch.randn(2, 7, 33))
+        model.train()
+    (layer,) = seen.layers.values()
+    assert layer.calls == 1
+    assert layer.query_len == 5
+
+
+def test_checkpointing_without_reentry_keeps_the_gradient():
+    model, x = Eager(33, 3), torch.randn(2, 5, 33)
+    with attnscale.watch(model, training=True) as seen:
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    checkpointed = next(iter(seen.layers.values()))
+    with attnscale.watch(model, training=True) as seen:
+        model(x).square().sum().backward()
+    plain = next(iter(seen.layers.values()))
+    torch.testing.assert_close(checkpointed.query_gradient, plain.query_gradient)
+
+
+def test_no_mode_is_active_outside_the_model():
+    model = Kept(33, 3)
+    with attnscale.watch(model):
+        assert _get_current_dispatch_mode() is None
+        model(torch.randn(2, 5, 33))
+        assert _get_current_dispatch_mode() is None
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 5, 34))
+        assert _get_current_dispatch_mode() is None
