@@ -71,7 +71,8 @@ def test_evaluation_between_training_steps_is_left_out():
     with attnscale.watch(model, rows=None, training=True) as seen:
         model(torch.randn(2, 5, 33)).sum().backward()
         model.eval()
-        model(torch.randn(2, 7, 33))
+        with torch.no_grad():
+            model(torch.randn(2, 7, 33))
         model.train()
     (layer,) = seen.layers.values()
     assert layer.calls == 1

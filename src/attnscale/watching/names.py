@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +34,26 @@ def within(first: Place, second: Place) -> str:
 def uncompiled(name: str) -> str:
     """A module path without the wrapper that torch.compile puts round a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+class ParameterNames:
+    """Parameters of a model -> their names; under FSDP2 a running module holds others than one at rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known = self._now()
+
+    def _now(self) -> dict[int, tuple[Tensor, str]]:
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        return {id(parameter): (parameter, name) for name, parameter in reversed(named)}
+
+    def __call__(self, tensor: Tensor) -> str | None:
+        """The name, the first of several; None for what is no parameter of the model."""
+        if not isinstance(tensor, nn.Parameter):
+            return None
+        if id(tensor) not in self._known:
+            self._known = self._now() | self._known
+        return self._known.get(id(tensor), (tensor, None))[1]
 
 
 class Running:
@@ -85,7 +105,8 @@ class Running:
         name = self._names.get(id(module))
         if name is None:
             return
-        if self.stack or module.training or not self._only_training:
+        trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
+        if self.stack or trains or not self._only_training:
             if not self.stack:
                 self._meanwhile.__enter__()
             self.stack.append(name)

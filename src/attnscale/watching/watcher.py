@@ -21,8 +21,9 @@ from attnscale.watching.declared import declared
 from attnscale.watching.eager import see_softmax
 from attnscale.watching.fused import Kernel, flex_call, kernel_calls, recognised
 from attnscale.watching.gradients import of_kernel
+from attnscale.watching.later import Later
 from attnscale.watching.lineage import Ledger, Node, shape_of
-from attnscale.watching.names import Running, within
+from attnscale.watching.names import ParameterNames, Running, within
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
 from attnscale.watching.seen import Seen
@@ -44,8 +45,8 @@ def watch(
     """See every attention that runs inside the model, whatever computes it.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the last
-    call. With `training`, a model in training mode is looked at only where it runs in that mode, and backward passes
-    leave the gradients that reached queries and keys. Compiled parts of the model run uncompiled meanwhile. Where
+    call. With `training`, calls in evaluation mode without gradients are left out, and backward passes leave the
+    gradients that reached queries and keys. Compiled parts of the model run uncompiled meanwhile. Where
     nothing was seen, leaving raises.
 
     >>> from torch import nn
@@ -100,13 +101,19 @@ class Watcher(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, rows: int | None, keep: bool, training: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = Ledger()
+        self.ledger = Ledger(ParameterNames(model))
         self.norms = QueryKeyNorms(model, self.ledger)
-        self.running = Running(model, self.norms.ran, self, only_training=training and model.training)
+        self.running = Running(model, self.norms.ran, self, only_training=training)
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
         self.rows, self.keep, self.training = rows, keep, training
+        self.later = Later()
         self.softmaxes = 0  # of anything
         self.failures: list[str] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not self.running.stack:  # the model has run
+            self.later.flush()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,9 +169,11 @@ class Watcher(TorchDispatchMode):
             alpha, beta = op.kwargs.get("alpha", 1.0), op.kwargs.get("beta", 1.0)
             bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
             self._notice_lost(self.ledger.node(first), self.ledger.node(second))
-            return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha, bias)
+            added = op.node() if op.name in ("addmm", "baddbmm") and beta else None
+            return read_product(self.ledger, self.running.place(), (first, second), op.shape, alpha, bias, added)
         if op.name == "convolution":
-            return convolved(self.ledger.node(op.args[1]), op.shape)
+            bias = op.argument(2, "bias")
+            return convolved(op.node(1), op.shape, None if bias is None else self.ledger.node(bias))
         if op.name in SOFTMAXES:
             softmax = self._see_softmax(op.args[0], op.node(), op.argument(1, "dim", -1))
             if softmax is None and op.node().learned:
@@ -196,7 +205,7 @@ class Watcher(TorchDispatchMode):
         if written is None or node.scores is None:
             return None
         path, line = within(node.scores.place, self.running.place()), self.running.place().line
-        softmax = Softmax(written.sighting(self.rows, self.keep), axis)
+        softmax = Softmax(written.sighting(self.rows, self.keep, self.later), axis)
         if self.training:
             softmax.sighting.gradients = written.gradients()
         softmax.report = lambda sighting: self.seen.note(path, line, sighting)
@@ -255,7 +264,7 @@ class Watcher(TorchDispatchMode):
 
     def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
-        sighting = kernel.sighting(self.rows, self.keep)
+        sighting = kernel.sighting(self.rows, self.keep, self.later)
         if self.training:
             sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
