@@ -6,6 +6,7 @@ from torch import Tensor
 
 from attnscale.measure.stats import ScoreStats
 from attnscale.watching.declared import Declared
+from attnscale.watching.origin import Origins
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Layer:
     calls: int = 1
     query: Tensor | None = field(default=None, repr=False)  # of the last call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
+    origins: Origins = field(default_factory=Origins, repr=False)  # which parameters made queries, keys and values
+    highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
     query_gradient: Tensor | None = None  # length of the gradient that reached the queries, where that was followed
     key_gradient: Tensor | None = None
 

@@ -5,7 +5,7 @@ two operands of a product until its softmax.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,8 @@ class Step:
     operand: float | Tensor | None = None
     view: "View | None" = None  # the result shares the operand's memory
     other_scores: "Node | None" = None  # what was added, where that is an image of another product
+    added: "Node | None" = None  # to the value; after a normalisation, its own bias
+    multiplied: "Node | None" = None  # with the value; after a normalisation, its own gain
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class Node:
     steps: tuple[Step, ...] = ()  # several for a concatenation: each holds some of the points
     learned: bool = False  # comes from a projection or a product, not from inputs, masks and tables alone
     parameter: bool = False  # comes from parameters alone
+    name: str | None = None  # is this parameter of the model
     depth: int = 0
     used: bool = False  # another operation took it
     projection: "Projection | None" = None  # is the result of one
@@ -81,6 +84,8 @@ class Projection:
     weight: Node
     channel: Map  # from a point of the result to the point of the weight that made it
     width: int  # features going in
+    inputs: tuple[int, ...]  # the axes of the weight that are summed over
+    bias: Node | None = None
 
 
 @dataclass(slots=True)
@@ -105,14 +110,15 @@ class Trail:
 class Ledger:
     """Tensors of the running model -> their nodes, for as long as the tensors live."""
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
+        self._name_of = name_of
         self._nodes: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
 
     def node(self, tensor: Tensor) -> Node:
         """The node of a tensor; one never seen begins a lineage."""
         node = self.known(tensor)
         if node is None:
-            node = Node(shape_of(tensor), parameter=isinstance(tensor, nn.Parameter))
+            node = Node(shape_of(tensor), parameter=isinstance(tensor, nn.Parameter), name=self._name_of(tensor))
             self.write(tensor, node)
         return node
 

@@ -11,6 +11,7 @@ from attnscale.rules.rule import wide_dtype
 from attnscale.watching.coordinates import NOWHERE
 from attnscale.watching.layout import Arrival, Indices, Layout, arrive
 from attnscale.watching.lineage import follow
+from attnscale.watching.origin import Origin
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,18 @@ class Operands:
             all(trail.normalised for trail in trails),
             None if projection is None else projection.width,
         )
+
+    def origin(self, queries: bool) -> Origin:
+        """Where the queries of these rows, or their first and last keys, come from; `groups` are heads of one entry."""
+        layout, rows = self.layout, len(self.positions)
+        node, axis = layout.operand_node(queries), -1 if queries == layout.keys_are_right else -2
+        if queries:
+            at = np.concatenate([self.arrival.at[::rows], self.arrival.at[rows - 1 :: rows]])
+        else:
+            shown = layout.columns[layout.columns != NOWHERE]
+            at = np.concatenate([self.arrival.at[::rows]] * 2)
+            at[:, -1 if layout.keys_are_right else -2] = np.repeat(shown[[0, -1]], len(self.groups))
+        return Origin(node, layout.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
 
     def queries(self) -> Tensor:
         """(groups, rows, features), as they entered the product."""

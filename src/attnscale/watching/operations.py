@@ -179,7 +179,7 @@ def _pad(op: Operation) -> Node:
 
 
 def _view_as_complex(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0))
+    return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0), "pair")
 
 
 def _view_as_real(op: Operation) -> Node:
@@ -270,6 +270,8 @@ def _arithmetic(op: Operation, effects: tuple[str, str]) -> Node:
     effect, operand = _effect(op, effects[side], main, other)
     node = moved(main, op.shape, back, effect, operand)
     second = op.ledger.node(other) if isinstance(other, Tensor) else None
+    if node.steps:
+        _note_operand(node.steps[0], effects[side], second)
     if second is not None:
         if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
             node.outer = (op.args[0], op.args[1])
@@ -285,6 +287,18 @@ def _arithmetic(op: Operation, effects: tuple[str, str]) -> Node:
     elif main.sum_of is not None and effect == "plus":
         node.sum_of = main.sum_of  # plus a small number against division by zero
     return node
+
+
+def _note_operand(step: Step, meant: str, second: Node | None) -> None:
+    """What was added to the value or multiplied with it; of a divisor and of a minuend, only what kind it is."""
+    if meant in ("plus", "minus"):
+        step.added = second
+    elif meant == "rminus":
+        step.added = second or Node(())
+    elif meant == "times" and step.effect != "norm":
+        step.multiplied = second
+    elif meant == "over" and step.effect != "norm" and second is not None:
+        step.multiplied = Node(second.shape, learned=second.learned)
 
 
 def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
@@ -303,7 +317,7 @@ def _effect(op: Operation, effect: str, main: Node, other: Any) -> tuple[str, fl
         number = _number(other)
         if effect in ("times", "over"):
             return (effect, number) if number else ("other", None)
-        return ("times", -1.0) if effect == "rminus" else ("plus", None)
+        return ("times", -1.0) if effect == "rminus" else ("plus", number if effect == "plus" else -number)
     second = op.ledger.node(other)
     if effect == "rminus":
         return "times", -1.0
@@ -413,7 +427,17 @@ def _reduce(op: Operation) -> Result:
 
 def _norm(op: Operation) -> Result:
     node = moved(op.node(), op.shape, None, "norm")
+    if node.steps and op.name in ("native_layer_norm", "_fused_rms_norm"):
+        gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name == "native_layer_norm" else None
+        node.steps[0].multiplied = None if gain is None else op.ledger.node(gain)
+        node.steps[0].added = None if bias is None else op.ledger.node(bias)
     return [node] if isinstance(op.result, (tuple, list)) else node
+
+
+def _weight_norm(op: Operation) -> Result:
+    node = moved(op.node(), op.shape, None, "norm")
+    node.steps[0].multiplied = op.node(1)
+    return [node]
 
 
 def _first_of_several(op: Operation) -> Result:
@@ -455,6 +479,7 @@ READERS: dict[str, Callable[[Operation], Result]] = {
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _split),
     **dict.fromkeys(("sum", "amax", "amin", "max", "mean", "logsumexp", "min", "linalg_vector_norm"), _reduce),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm"), _norm),
+    "_weight_norm_interface": _weight_norm,
     **dict.fromkeys(("native_dropout", "_fused_dropout"), _first_of_several),
     **dict.fromkeys(("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter"), _written_into),
     "expand": _expand, "permute": _permute, "slice": _slice, "select": _select, "unbind": _unbind, "repeat": _repeat,

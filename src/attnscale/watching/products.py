@@ -10,6 +10,7 @@ from torch import Tensor
 from attnscale.watching import coordinates
 from attnscale.watching.coordinates import Map, Points, Shape
 from attnscale.watching.lineage import Ledger, Node, Projection, Step, follow
+from attnscale.watching.origin import sampled_origin
 
 if TYPE_CHECKING:
     from attnscale.watching.names import Place
@@ -38,25 +39,27 @@ def read_product(
     shape: Shape,
     alpha: float = 1.0,
     bias: Tensor | None = None,
+    added: Node | None = None,
 ) -> Node:
-    """What a matrix product is, from what its operands are."""
+    """What a matrix product is, from what its operands are; `bias` is added to scores, `added` to a projection."""
     left, right = (ledger.node(operand) for operand in operands)
     node = Node(shape, learned=True)
     if left.parameter or right.parameter:
-        node = _projected(node, left, right, weight=1 if right.parameter else 0)
+        node = _projected(node, left, right, weight=1 if right.parameter else 0, bias=added)
         if len(shape) == 3 and node.scores is None:
             node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias, learned_query=True)
         return node
     for side, operand in enumerate((left, right)):
         if operand.weights is not None:
-            operand.weights.mixes(operand, axis=-2 if side else -1)
+            values = sampled_origin(left, axis=-2) if side else sampled_origin(right, axis=-1)
+            operand.weights.mixes(operand, -2 if side else -1, values)
             node.mixed = operand.weights
             return node
         if operand.exponent is not None:
             node.mixed_by_powers = (operand, operands[side])
             return node
     if len(shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
-        return _projected(node, left, right, weight=0 if right.learned else 1)
+        return _projected(node, left, right, weight=0 if right.learned else 1, bias=added)
     node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias)
     return node
 
@@ -97,10 +100,11 @@ def _aligned(tensor: Tensor, shape: Shape) -> Shape:
     return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
 
 
-def _projected(node: Node, left: Node, right: Node, weight: int) -> Node:
+def _projected(node: Node, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
     parameter, activation = (right, left) if weight else (left, right)
     axis = -2 if weight else -1
-    node.projection = Projection(parameter, _zeroed(axis), width=parameter.shape[axis])
+    inputs = (axis % len(parameter.shape),)
+    node.projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias)
     if activation.shape == node.shape and _runs_over_heads(activation):  # heads that talk to heads
         node.steps = (Step(activation, effect="other"),)
         node.scores, node.about, node.weights = activation.scores, activation.about, activation.weights
@@ -127,15 +131,19 @@ def _zeroed(axis: int) -> Map:
     return back
 
 
-def convolved(weight: Node, shape: Shape) -> Node:
-    """The result of a convolution, whose channels stand second."""
+def convolved(weight: Node, shape: Shape, bias: Node | None) -> Node:
+    """The result of a convolution, whose channels stand second where it has a batch."""
 
     def channel(points: Points) -> Points:
         at = np.zeros((len(points), len(weight.shape)), dtype=np.int64)
         at[:, 0] = points[:, 1] if len(shape) == len(weight.shape) else points[:, 0]
         return at
 
-    return Node(shape, learned=True, projection=Projection(weight, channel, width=weight.shape[1]))
+    inputs = tuple(range(1, len(weight.shape)))
+    if bias is not None:
+        apart = (*bias.shape, *(1 for _ in inputs[1:]))
+        bias = Node(apart, (Step(bias, coordinates.reshaped(bias.shape, apart)),), parameter=bias.parameter)
+    return Node(shape, learned=True, projection=Projection(weight, channel, weight.shape[1], inputs, bias))
 
 
 def channels(node: Node, points: Points) -> list[tuple[object, ...]]:

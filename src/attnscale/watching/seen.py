@@ -95,6 +95,8 @@ class Seen:
             calls=len(calls),
             query=longest.query,
             key=longest.key,
+            origins=longest.origins,
+            highest_bias=max(call.highest_bias for call in calls),
             query_gradient=norm_over([call.gradients for call in calls], "query"),
             key_gradient=norm_over([call.gradients for call in calls], "key"),
         )

@@ -15,6 +15,7 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.measure.threads import alone
 from attnscale.rules.rule import wide_dtype
 from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.origin import Origins
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -45,6 +46,8 @@ class Sighting:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
     gradients: GradientSquares | None = field(default=None, repr=False)
+    origins: Origins = field(default_factory=Origins, repr=False)
+    highest_bias: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnscale.watching.lineage import Node, follow
+from attnscale.watching.origin import Origin
 from attnscale.watching.sighting import Sighting
 
 
@@ -23,9 +24,10 @@ class Softmax:
         if not self.waits:
             self._report()
 
-    def mixes(self, weights: Node, axis: int) -> None:
+    def mixes(self, weights: Node, axis: int, values: Origin | None = None) -> None:
         """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
         self._report()
+        self.sighting.origins.value = values
         if weights.shape[axis] < 2:
             return
         points = np.zeros((2, len(weights.shape)), dtype=np.int64)
