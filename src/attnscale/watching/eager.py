@@ -16,6 +16,7 @@ from attnscale.watching.gradients import GradientSquares, of_product
 from attnscale.watching.layout import Layout, arrive, find_layout
 from attnscale.watching.lineage import Node, Trail
 from attnscale.watching.operands import Operands, Way
+from attnscale.watching.origin import Origins
 from attnscale.watching.products import Product, channels
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
@@ -82,7 +83,7 @@ class Written:
             key_len=int(self._in_product.sum()),
             causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, layout.length),
             softcap=self.softcap,
-            stats=by_row.measure(rows, None if rows is None else self.highest()),
+            stats=by_row.measure(rows, self.highest),
             scales=self.scales(scores[0], shown[0]),
             query_norm=query_norm,
             key_norm=key_norm,
@@ -93,6 +94,8 @@ class Written:
             mixes_along_softmax=not layout.over_pairs,
             query=kept[0],
             key=kept[1],
+            origins=self.origins(),
+            highest_bias=self.highest_bias(scores[0], shown[0]),
         )
 
     @cached_property
@@ -172,6 +175,20 @@ class Written:
             for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
         )
         return query, key
+
+    def origins(self) -> Origins:
+        """Where queries and keys come from; of a sum of several products, none."""
+        if self.trail.other_scores:
+            return Origins()
+        return Origins(self.probed.origin(queries=True).settled(), self.probed.origin(queries=False).settled())
+
+    def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
+        """The most that is added to a score: of what is known of biases, and of what the probed rows show."""
+        if not self._adds:
+            return 0.0
+        known = [float(bias.max()) * by for bias, by in self.biases if _is_bias(bias)]
+        rest = (scores - self.predicted)[shown]
+        return max(0.0, *known, float(rest.max()) if self.softcap is None and rest.numel() else 0.0)
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Queries and keys of the first batch entry as they left their projections: (1, heads, length, features)."""

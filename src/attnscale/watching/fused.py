@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.measure import score_stats
+from attnscale.measure.engine import score_stats
+from attnscale.measure.stats import ScoreStats
 from attnscale.rules.rule import wide_dtype
 from attnscale.watching.coordinates import grid, transposed
 from attnscale.watching.lineage import Ledger, Node, follow
 from attnscale.watching.operations import moved
+from attnscale.watching.origin import Origin, Origins, projected_origin, sampled_origin
 from attnscale.watching.products import channels
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import infinite
@@ -38,6 +40,8 @@ class Kernel:
     width: int | None = None  # of what was projected, where that is known
     inside: str = ""  # the submodule it stands for, which did not run itself
     score_mod: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # scores, positions -> scores, visible
+    value_node: Node | None = None
+    origins: Origins | None = None  # where they are known without following anything
 
     def sighting(self, rows: int | None, keep: bool) -> Sighting:
         """Everything that is reported of this call."""
@@ -48,9 +52,9 @@ class Kernel:
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         visible = None if self.mask is None else _visible(self.mask)
         causal = self.is_causal or (visible is not None and _is_causal(visible, self.query.shape[-2]))
-        multiplier, softcap, stats, biased = self.scale, self.softcap, None, False
+        multiplier, softcap, stats, bias = self.scale, self.softcap, None, _highest_bias(self.mask)
         if self.score_mod is not None:
-            stats, multiplier, softcap, biased, causal = self._modified(rows)
+            stats, multiplier, softcap, bias, causal = self._modified(rows)
         return Sighting(
             kind=self.kind,
             heads=heads,
@@ -68,12 +72,26 @@ class Kernel:
                 group
             ),
             normalised=query_way.normalised and key_way.normalised,
-            biased=biased or (self.mask is not None and _is_biased(self.mask)),
+            biased=bias is not None,
             query=self.query[:1].detach() / query_way.as_tensor(self.query) if keep else None,
             key=self.key[:1].detach() / key_way.as_tensor(self.key) if keep else None,
+            origins=self.origins or Origins(*self._origins()),
+            highest_bias=max(0.0, bias or 0.0),
         )
 
-    def _stats(self, rows: int | None) -> Any:
+    def _origins(self) -> Iterator[Origin | None]:
+        """Of queries, keys and values: at the first and the last position."""
+        for node in (self.query_node, self.key_node):
+            if node is None or len(node.shape) != 4 or not all(node.shape):
+                yield None
+                continue
+            _, heads, length, features = node.shape
+            points = np.tile(grid(1, heads, 1, 1), (2, 1))
+            points[heads:, 2] = length - 1
+            yield Origin(node, points, heads, axis=3, features=features).settled()
+        yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
+
+    def _stats(self, rows: int | None) -> ScoreStats:
         return score_stats(
             self.query, self.key, scale=self.scale, attn_mask=None if self.mask is None else infinite(self.mask),
             is_causal=self.is_causal, enable_gqa=True, softcap=self.softcap, rows=rows,
@@ -84,7 +102,7 @@ class Kernel:
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
-    def _modified(self, rows: int | None) -> tuple[Any, float, float | None, bool, bool]:
+    def _modified(self, rows: int | None) -> tuple[Any, float, float | None, float | None, bool]:
         """Statistics, slope, soft-cap, bias and causality under a score modification, all by asking it."""
         assert self.score_mod is not None
         modify, length = self.score_mod, self.query.shape[-2]
@@ -102,10 +120,10 @@ class Kernel:
             batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self._scores(at), at)
         )
         return (
-            bare.measure(rows, torch.full((heads,), torch.inf, dtype=torch.float64)),
+            bare.measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
-            bool((at_zero[shown] != 0).any()),
+            float(at_zero[shown].max()) if bool((at_zero[shown] != 0).any()) else None,
             looks_causal(visible, probe, length),
         )
 
@@ -174,12 +192,12 @@ def _is_causal(visible: Tensor, length: int) -> bool:
     return looks_causal(rows.reshape(1, -1, *rows.shape[-2:]), probe, length)
 
 
-def _is_biased(mask: Tensor) -> bool:
-    """Whether a mask also adds something to what it shows."""
-    if mask.dtype == torch.bool:
-        return False
+def _highest_bias(mask: Tensor | None) -> float | None:
+    """The most that a mask adds to what it shows; None where it adds nothing."""
+    if mask is None or mask.dtype == torch.bool:
+        return None
     shown = infinite(mask)
-    return bool(((shown != 0) & (shown != -math.inf)).any())
+    return float(shown.max()) if bool(((shown != 0) & (shown != -math.inf)).any()) else None
 
 
 # --- what each kernel's arguments mean -----------------------------------------------------------------------------
@@ -203,7 +221,7 @@ def _sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     if query.dim() == 4:
         yield Kernel(
             "sdpa", query, key, query.shape[-1] ** -0.5 if scale is None else float(scale), ledger.node(query),
-            ledger.node(key), mask, bool(given.get("is_causal")),
+            ledger.node(key), mask, bool(given.get("is_causal")), value_node=ledger.node(given["value"]),
         )  # fmt: skip
 
 
@@ -218,6 +236,7 @@ def _flash(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     yield Kernel(
         "flash", query, key, float(given["softmax_scale"]), _turned(ledger.node(given["q"])),
         _turned(ledger.node(given["k"])), mask, softcap=given.get("softcap") or None,
+        value_node=_turned(ledger.node(given["v"])),
     )  # fmt: skip
 
 
@@ -228,7 +247,7 @@ def _flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
         query, key = given["q"][None, start:stop], given["k"][None, key_start:key_stop]
         if query.numel() and key.numel():
             lone = next(_flash(ledger, {**given, "q": query, "k": key}))
-            yield replace(lone, query_node=None, key_node=None)
+            yield replace(lone, query_node=None, key_node=None, value_node=None)
 
 
 def _turned(node: Node) -> Node:
@@ -253,7 +272,8 @@ def _native(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     width = weight.shape[1]
     query = F.linear(given["query"], weight[:width], bias[:width])
     key = F.linear(given["key"], weight[width : 2 * width], bias[width : 2 * width])
-    yield from _projected_inside(query, key, heads, given.get("mask"), given.get("mask_type"))
+    for kernel in _projected_inside(query, key, heads, given.get("mask"), given.get("mask_type")):
+        yield replace(kernel, origins=_packed_origins(ledger, weight, bias, heads))
 
 
 def _encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
@@ -270,7 +290,15 @@ def _encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
     query, key, _ = packed.chunk(3, dim=-1)
     for kernel in _projected_inside(query, key, given["num_heads"], mask, mask_type):
-        yield replace(kernel, inside="self_attn")
+        origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
+        yield replace(kernel, inside="self_attn", origins=origins)
+
+
+def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
+    """Queries, keys and values are thirds of the rows of one weight."""
+    width, added = weight.shape[0] // 3, None if bias is None else ledger.node(bias)
+    parts = (projected_origin(ledger.node(weight), added, third * width, heads, width // heads) for third in range(3))
+    return Origins(*parts)
 
 
 def _projected_inside(
@@ -295,7 +323,7 @@ READERS: dict[str, Callable[[Ledger, dict[str, Any]], Iterator[Kernel]]] = {
 
 def flex_call(ledger: Ledger, args: tuple[Any, ...]) -> Kernel:
     """FlexAttention: query, key, value, score_mod, block_mask, scale, options, buffers of both functions."""
-    query, key, _, score_mod, block_mask, scale, _, score_buffers, mask_buffers = args
+    query, key, value, score_mod, block_mask, scale, _, score_buffers, mask_buffers = args
     mask_mod = block_mask[-1]
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,7 +336,10 @@ def flex_call(ledger: Ledger, args: tuple[Any, ...]) -> Kernel:
         changed = score(scores, *at)
         return changed, visible & (changed != -math.inf)
 
-    return Kernel("flex", query, key, float(scale), ledger.node(query), ledger.node(key), score_mod=modify)
+    return Kernel(
+        "flex", query, key, float(scale), ledger.node(query), ledger.node(key), score_mod=modify,
+        value_node=ledger.node(value),
+    )  # fmt: skip
 
 
 def _over_all(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:

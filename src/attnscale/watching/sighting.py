@@ -64,14 +64,16 @@ class Rows:
     uneven: bool
     at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
-    def measure(self, rows: int | None, bound: Tensor | None) -> ScoreStats:
-        """Statistics over every row, or over about so many a head."""
+    def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
+        """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
-        positions = torch.arange(self.length) if sample is None else sample.positions
-        block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-        found = alone(lambda: _joined([rows_of(*self.at(some)) for some in positions.split(block)]))
-        pool = partial(pool_rows, found, None if sample is None else bound, sample)
-        return ScoreStats(self.heads, exact=sample is None, pool=pool)
+        if sample is None:
+            block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
+            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(block)])
+            return ScoreStats(self.heads, exact=True, pool=partial(pool_rows, found))
+        scores, visible = self.at(sample.positions)
+        found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
+        return ScoreStats(self.heads, exact=False, pool=partial(pool_rows, found, bound(), sample))
 
 
 def _joined(parts: list[RowSums]) -> RowSums:

@@ -21,7 +21,6 @@ from attnscale.watching.declared import declared
 from attnscale.watching.eager import see_softmax
 from attnscale.watching.fused import Kernel, flex_call, kernel_calls, recognised
 from attnscale.watching.gradients import of_kernel
-from attnscale.watching.later import Later
 from attnscale.watching.lineage import Ledger, Node, shape_of
 from attnscale.watching.names import ParameterNames, Running, within
 from attnscale.watching.operations import Operation, read
@@ -106,14 +105,8 @@ class Watcher(TorchDispatchMode):
         self.running = Running(model, self.norms.ran, self, only_training=training)
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
         self.rows, self.keep, self.training = rows, keep, training
-        self.later = Later()
         self.softmaxes = 0  # of anything
         self.failures: list[str] = []
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if not self.running.stack:  # the model has run
-            self.later.flush()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,7 +198,7 @@ class Watcher(TorchDispatchMode):
         if written is None or node.scores is None:
             return None
         path, line = within(node.scores.place, self.running.place()), self.running.place().line
-        softmax = Softmax(written.sighting(self.rows, self.keep, self.later), axis)
+        softmax = Softmax(written.sighting(self.rows, self.keep), axis)
         if self.training:
             softmax.sighting.gradients = written.gradients()
         softmax.report = lambda sighting: self.seen.note(path, line, sighting)
@@ -264,7 +257,7 @@ class Watcher(TorchDispatchMode):
 
     def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
-        sighting = kernel.sighting(self.rows, self.keep, self.later)
+        sighting = kernel.sighting(self.rows, self.keep)
         if self.training:
             sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
