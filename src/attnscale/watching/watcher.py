@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnscale.errors import InputError, SettingError
 from attnscale.watching.declared import declared
@@ -26,6 +26,7 @@ from attnscale.watching.names import ParameterNames, Running, within
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
 from attnscale.watching.seen import Seen
+from attnscale.watching.shared import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
 from attnscale.watching.softmaxes import Softmax
 
 DEFAULT_ROWS = 64
@@ -62,31 +63,12 @@ def watch(
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
     watcher = Watcher(model, rows, keep, training)
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-        stack.enter_context(_bias_class_under_modes())
+        for held in (UNCOMPILED, QUIET_ABOUT_HOOKS, BIAS_CLASS_UNDER_MODES):
+            stack.enter_context(held)
         watcher.running.attach()
         stack.callback(watcher.running.detach)
         yield watcher.seen
     watcher.conclude()
-
-
-@contextmanager
-def _bias_class_under_modes() -> Iterator[None]:
-    """Let torch's CausalBias be made inside a model: under any mode its plain constructor raises."""
-
-    from torch.nn.attention.bias import CausalBias  # imports torch's compiler
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return Tensor.__new__(cls)
-
-    CausalBias.__new__ = new  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del CausalBias.__new__
 
 
 class Watcher(TorchDispatchMode):
