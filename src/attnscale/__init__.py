@@ -4,18 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnscale import reference, rules, theory
+    from attnscale import reference, rules, theory, train
     from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
     from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_weights
+    from attnscale.train import Monitor
     from attnscale.watching import watch
 
 __version__ = "0.1.0"
 __all__ = [
     "AttnscaleError",
     "Finding",
+    "Monitor",
     "MultiheadAttention",
     "ScoreMoments",
     "ScoreStats",
@@ -28,6 +30,7 @@ __all__ = [
     "score_moments",
     "score_stats",
     "theory",
+    "train",
     "watch",
     "what_if",
 ]
@@ -47,6 +50,7 @@ _HOME = {
     "Finding": "attnscale.diagnose",
     "audit": "attnscale.diagnose",
     "what_if": "attnscale.diagnose",
+    "Monitor": "attnscale.train",
 }
 
 

@@ -12,6 +12,7 @@ from attnscale.cli.claims import claims
 from attnscale.cli.output import tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
+from attnscale.cli.watch_log import watch_log
 from attnscale.errors import AttnscaleError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -24,6 +25,7 @@ app.command()(predict)
 app.command()(rules)
 app.command()(claims)
 app.command()(bench)
+app.command()(watch_log)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,8 +1,10 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
+from attnscale.diagnose.alarm import Thresholds, Vital, alarms, next_threshold
 from attnscale.diagnose.audit import Audit, audit, diagnose
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
+from attnscale.diagnose.forecast import Crossing, Growth, growth
 from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
@@ -14,16 +16,23 @@ __all__ = [
     "Candidate",
     "Cause",
     "Change",
+    "Crossing",
     "Finding",
+    "Growth",
     "Outcome",
+    "Thresholds",
     "Verdict",
+    "Vital",
     "WhatIf",
+    "alarms",
     "audit",
     "cause",
     "compare",
     "diagnose",
+    "growth",
     "head_verdicts",
     "is_trained",
     "layer_verdict",
+    "next_threshold",
     "what_if",
 ]

@@ -1,0 +1,79 @@
+"""History: what a monitor remembers between sampled steps, to tell growth, its cause, and which alarms are new."""
+
+import math
+from typing import Any
+
+from attnscale.diagnose.alarm import Thresholds, Vital, alarms
+from attnscale.diagnose.cause import Change
+from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.forecast import Growth, growth
+from attnscale.train.record import LayerRecord
+
+WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
+FACTORS = ("scale", "query_norm", "key_norm", "alignment")
+
+
+class History:
+    """The largest score of every layer over time, where each layer began, and the alarms that stand."""
+
+    def __init__(self, limits: Thresholds) -> None:
+        self.limits = limits
+        self._series: dict[str, list[tuple[int, float]]] = {}
+        self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
+        self._standing: set[tuple[str, str, str]] = set()
+
+    def add(self, step: int, layers: dict[str, LayerRecord]) -> list[Finding]:
+        """Remember a sampled step; the alarms that were not standing before."""
+        standing, new = set(), []
+        for name, layer in layers.items():
+            series = self._series.setdefault(name, [])
+            series[:] = [entry for entry in series if entry[0] < step][1 - WINDOW :]  # a resumed run repeats steps
+            series.append((step, layer.whole("max")))
+            self._began.setdefault(name, _factors(layer))
+            for alarm in alarms(self._vital(name, layer), self.growth(name), self.limits):
+                key = (name, alarm.code, f"{alarm.severity} {alarm.expected}")
+                standing.add(key)
+                if key not in self._standing:
+                    new.append(alarm)
+        self._standing = standing
+        return new
+
+    def growth(self, layer: str) -> Growth | None:
+        """The growth of a layer's largest score over the latest samples."""
+        series = self._series.get(layer, [])
+        return growth([step for step, _ in series], [value for _, value in series])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for a checkpoint."""
+        return {
+            "series": {name: [list(entry) for entry in series] for name, series in self._series.items()},
+            "began": {name: list(factors) for name, factors in self._began.items()},
+            "standing": [list(key) for key in sorted(self._standing)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What state_dict() gave, also by way of JSON."""
+        self._series = {
+            name: [(int(step), float(value)) for step, value in entries] for name, entries in state["series"].items()
+        }
+        self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
+        self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
+
+    def _vital(self, name: str, layer: LayerRecord) -> Vital:
+        largest = layer.numbers["max"]
+        seen = [head for head, value in enumerate(largest) if not math.isnan(value)]
+        change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
+        return Vital(
+            name,
+            layer.whole("max"),
+            max(seen, key=lambda head: largest[head], default=0),
+            layer.whole("entropy_ratio"),
+            layer.whole("gradient_gain"),
+            layer.broken,
+            "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
+        )
+
+
+def _factors(layer: LayerRecord) -> list[float]:
+    """Logarithms of the means of FACTORS; their sum is, but for the spread of heads, that of the scores."""
+    return [math.log(max(layer.whole(name), 1e-300)) for name in FACTORS]

@@ -1,0 +1,62 @@
+"""ScoreCallback: a Monitor in the Hugging Face Trainer."""
+
+from typing import Any
+
+from attnscale.errors import SettingError
+from attnscale.train.monitor import Monitor
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ImportError:
+    raise SettingError("ScoreCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
+
+
+class ScoreCallback(TrainerCallback, ExportableState):
+    """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's.
+
+    What it remembers is saved in trainer_state.json of each checkpoint, and taken from there when training resumes.
+
+        Trainer(..., callbacks=[attnscale.train.ScoreCallback(every=50, sinks=["scores.jsonl"])])
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.monitor: Monitor | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"args": {}, "attributes": {} if self.monitor is None else {"remembered": self.monitor.state_dict()}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin, or go on where the checkpoint was taken."""
+        if self.monitor is not None:
+            self.monitor.close()
+        self.monitor = Monitor(kwargs["model"], **self.settings)
+        stored: Any = state.stateful_callbacks
+        saved = stored.get(type(self).__name__) if isinstance(stored, dict) else None
+        remembered = saved["attributes"].get("remembered") if isinstance(saved, dict) else None
+        if remembered is not None and state.global_step:
+            self.monitor.load_state_dict({**remembered, "steps": state.global_step})
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An optimiser step begins."""
+        assert self.monitor is not None  # training began
+        self.monitor.steps = state.global_step
+        self.monitor.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """It is over."""
+        assert self.monitor is not None  # training began
+        self.monitor.end()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop, and close what can be closed."""
+        if self.monitor is not None:
+            self.monitor.close()

@@ -1,0 +1,55 @@
+"""Records as a table in the terminal that follows the run."""
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from attnscale.diagnose.finding import Finding
+from attnscale.train.record import Record
+
+COLUMNS = {
+    "spread": "spread",
+    "max": "max",
+    "max_bound": "max ≤",
+    "entropy_ratio": "entropy\nof ln n",
+    "top1": "top-1",
+    "saturated": "satu-\nrated",
+    "gradient_gain": "grad.\ngain",
+}
+STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+class LiveTable:
+    """One row a layer, redrawn at every sampled step; the alarms below it, the newest last."""
+
+    SHOWN_ALARMS = 5
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+        self._alarms: list[Finding] = []
+
+    def __call__(self, record: Record) -> None:
+        """Draw the table anew."""
+        if record.rank:
+            return
+        self._live.start()
+        self._alarms = (self._alarms + record.alarms)[-self.SHOWN_ALARMS :]
+        self._live.update(self._table(record), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table standing."""
+        self._live.stop()
+
+    def _table(self, record: Record) -> Table:
+        worst = {alarm.layer: alarm.severity for alarm in self._alarms}
+        table = Table(title=f"step {record.step}", box=None, pad_edge=False, title_justify="left")
+        table.add_column("layer", overflow="fold")
+        for heading in COLUMNS.values():
+            table.add_column(heading, justify="right")
+        for name, layer in record.layers.items():
+            style = STYLES.get(worst.get(name, ""), "")
+            table.add_row(Text(name, style=style), *(f"{layer.whole(column):.3g}" for column in COLUMNS))
+        table.caption = Text("\n".join(f"{alarm.severity}: {alarm.place}: {alarm.message}" for alarm in self._alarms))
+        table.caption_justify = "left"
+        return table

@@ -1,0 +1,215 @@
+"""Monitor: the scores of a model while it trains, every so many steps."""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from attnscale.diagnose.alarm import Thresholds
+from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.forecast import Growth
+from attnscale.errors import AttnscaleError, InputError, SettingError
+from attnscale.train.history import History
+from attnscale.train.ranks import Combined, Ranks
+from attnscale.train.record import Record
+from attnscale.train.sinks import Sink, sink_from
+from attnscale.train.tally import Tallies, Tally, from_bytes, merge, to_bytes, whole_layers
+from attnscale.watching import Layer, Seen, watch
+
+LOGGER = logging.getLogger("attnscale")
+
+
+class Monitor:
+    """Watch every `every`-th training step of a model, and say when its scores run away.
+
+    Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
+    the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
+    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again; compiled
+    parts run uncompiled. Nothing that goes wrong here stops training: it is warned of.
+
+    Where torch.distributed runs, make one on every rank: rows of all ranks are merged, and rank 0 writes. Ranks that
+    share out the heads of a layer (tensor parallel) are told by their `head_group`.
+
+    >>> import torch
+    >>> from attnscale.models import CausalTransformer
+    >>> model = CausalTransformer(vocabulary=17, d_model=32, layers=1, heads=2)
+    >>> records = []
+    >>> monitor = Monitor(model, every=2, sinks=[records.append])
+    >>> for _ in range(3):
+    ...     _ = model(torch.zeros(1, 5, dtype=torch.int64)).sum().backward()
+    ...     monitor.step()
+    >>> [record.step for record in records]
+    [0, 2]
+    >>> monitor.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        rows: int | None = 64,
+        sinks: Iterable[str | Path | Sink] = (),
+        *,
+        limits: Thresholds | None = None,
+        on_alarm: Callable[[Finding], None] | None = None,
+        group: dist.ProcessGroup | None = None,
+        head_group: dist.ProcessGroup | None = None,
+        merge_ranks: bool = True,
+        timeout: float = 60.0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"Expected a torch.nn.Module to monitor, got {type(model).__name__}.")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise SettingError(f"Expected every as a whole number of steps of at least 1, got {every!r}.")
+        if isinstance(sinks, (str, Path)):
+            raise SettingError(f"Expected a list of sinks, got {sinks!r} alone; write sinks=[{str(sinks)!r}].")
+        self.model, self.every, self.rows = model, every, rows
+        self.sinks = [sink_from(sink) for sink in sinks]
+        self.history = History(limits or Thresholds())
+        self.steps = 0  # training steps that are over
+        self.last: Record | None = None
+        self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
+        self._on_alarm = on_alarm
+        self._group, self._head_group, self._timeout = group, head_group, timeout
+        self._merges = merge_ranks
+        self._ranks: Ranks | None = None
+        self._watch: AbstractContextManager[Seen] | None = None
+        self._seen: Seen | None = None
+        self._told: set[str] = set()
+        self.begin()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the present step is sampled."""
+        return self.steps % self.every == 0
+
+    def step(self) -> None:
+        """A training step is over: record it if it was sampled, and watch the next if that is."""
+        self.end()
+        self.begin()
+
+    def begin(self) -> None:
+        """A training step begins."""
+        if self.is_due and self._watch is None:
+            self._watch = watch(self.model, self.rows, training=True)
+            self._seen = self._watch.__enter__()
+
+    def end(self) -> None:
+        """A training step is over."""
+        if self._watch is not None:
+            try:
+                self._record(self._leave())
+            except Exception as error:  # the run is worth more than its log
+                self._tell(f"Step {self.steps} could not be recorded: {type(error).__name__}: {error}")
+        self.steps += 1
+
+    def __enter__(self) -> "Monitor":
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.end()
+        else:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop watching the present step, and record nothing of it."""
+        leaving, self._watch, self._seen = self._watch, None, None
+        if leaving is not None:
+            with warnings.catch_warnings(), suppress(AttnscaleError):  # nothing was seen, and nothing was asked
+                warnings.simplefilter("ignore")
+                leaving.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Stop, and close what can be closed."""
+        self.cancel()
+        for sink in self.sinks:
+            closing = getattr(sink, "close", None)
+            if closing is not None:
+                closing()
+
+    def growth(self, layer: str) -> Growth | None:
+        """How fast the largest score of a layer grows, by the latest samples."""
+        return self.history.growth(layer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: plain values, for any checkpoint."""
+        return {"steps": self.steps, "history": self.history.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where state_dict() was taken."""
+        self.cancel()
+        self.steps = int(state["steps"])
+        self.history.load_state_dict(state["history"])
+        self.begin()
+
+    def _leave(self) -> dict[str, Layer]:
+        leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
+        assert leaving is not None and seen is not None  # noqa: PT018 (begin() set both)
+        try:
+            leaving.__exit__(None, None, None)
+        except InputError as error:  # raised where nothing was seen
+            self._tell(f"Nothing was recorded of a sampled step. {error}")
+            return {}
+        return dict(seen.layers)
+
+    def _record(self, layers: dict[str, Layer]) -> None:
+        part = 0 if self._head_group is None else dist.get_rank(self._head_group)
+        own: Tallies = {(name, part, layer.heads): Tally.of(layer) for name, layer in layers.items()}
+        combined = self._combined(own)
+        tallies = own if combined is None else from_bytes(combined.payload)
+        if combined is not None:
+            stats = {key: tallies[key].stats for key in own if key in tallies}
+            layers = {key[0]: replace(layers[key[0]], stats=stats[key]) for key in stats}
+        self.layers = layers
+        if not tallies:
+            return
+        records = {name: tally.record() for name, tally in whole_layers(tallies).items()}
+        alarms = self.history.add(self.steps, records)
+        is_shared = combined is None or combined.agreed
+        rank = None if is_shared else dist.get_rank()
+        ranks = 1 if combined is None else combined.ranks
+        self.last = Record(self.steps, time.time(), records, alarms, ranks, rank)
+        self._raise(alarms)
+        if combined is None or not combined.agreed or self._ranks is None or self._ranks.rank == 0:
+            self._write(self.last)
+
+    def _combined(self, own: Tallies) -> Combined | None:
+        """The tallies of all ranks; None where this process is alone, or keeps to itself."""
+        if not (self._merges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        if self._ranks is None:
+            self._ranks = Ranks(self._group, self._timeout)
+        return self._ranks.combine(
+            to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
+        )
+
+    def _raise(self, alarms: list[Finding]) -> None:
+        for alarm in alarms:
+            if self._ranks is None or self._ranks.rank == 0:
+                LOGGER.warning("step %d: %s", self.steps, alarm)
+            if self._on_alarm is not None:
+                self._on_alarm(alarm)
+
+    def _write(self, record: Record) -> None:
+        for sink in self.sinks:
+            try:
+                sink(record)
+            except Exception as error:
+                self._tell(f"A sink failed and is tried again at the next record: {type(error).__name__}: {error}")
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(sentence, stacklevel=4)

@@ -1,0 +1,93 @@
+"""Record: what was seen of every layer and head at one training step; one line of a log."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from attnscale.diagnose.finding import Finding
+
+# What is kept of every head, and how heads become one number of their layer.
+NUMBERS = {
+    "spread": "mean",
+    "max": "max",
+    "max_bound": "max",
+    "entropy_ratio": "mean",
+    "top1": "mean",
+    "saturated": "mean",
+    "gradient_gain": "mean",
+    "scale": "mean",
+    "query_norm": "mean",
+    "key_norm": "mean",
+    "alignment": "mean",
+    "query_gradient": "max",
+    "key_gradient": "max",
+}
+DIGITS = 5  # of a number in a log
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One layer at one step: lists with one number a head, NaN where there is none."""
+
+    rows: int  # looked at, over all heads
+    numbers: Mapping[str, list[float]]
+    broken: int = 0  # heads whose scores are NaN or infinite
+
+    def whole(self, name: str) -> float:
+        """The number of the layer: the largest of its heads, or their mean."""
+        known = [value for value in self.numbers.get(name, ()) if not math.isnan(value)]
+        if not known:
+            return math.nan
+        return max(known) if NUMBERS.get(name) == "max" else math.fsum(known) / len(known)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sampled step. `step` counts the training steps before it, so 0 is the model as it was initialised."""
+
+    step: int
+    time: float  # seconds since the epoch
+    layers: Mapping[str, LayerRecord]
+    alarms: list[Finding] = field(default_factory=list)  # raised at this step
+    ranks: int = 1  # whose rows are in it
+    rank: int | None = None  # whose record it is, where ranks were not merged
+    until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON takes it: numbers of five digits, null for one that is NaN or infinite."""
+        plain: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
+        plain |= {} if self.rank is None else {"rank": self.rank}
+        plain |= {} if self.until is None else {"until": self.until}
+        plain["layers"] = {
+            name: {
+                "rows": layer.rows,
+                **({"broken": layer.broken} if layer.broken else {}),
+                **{key: list(map(_short, values)) for key, values in layer.numbers.items()},
+            }
+            for name, layer in self.layers.items()
+        }
+        plain["alarms"] = [asdict(alarm) for alarm in self.alarms]
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Record":
+        """The record that to_dict() gave; numbers that were null are NaN."""
+        layers = {str(name): _layer(layer) for name, layer in plain["layers"].items()}
+        alarms = [Finding(**alarm) for alarm in plain.get("alarms", [])]
+        rank, until = plain.get("rank"), plain.get("until")
+        return cls(int(plain["step"]), float(plain["time"]), layers, alarms, int(plain.get("ranks", 1)), rank, until)
+
+
+def _layer(plain: Mapping[str, Any]) -> LayerRecord:
+    numbers = {
+        key: [math.nan if value is None else float(value) for value in plain[key]] for key in NUMBERS if key in plain
+    }
+    return LayerRecord(int(plain["rows"]), numbers, int(plain.get("broken", 0)))
+
+
+def _short(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short

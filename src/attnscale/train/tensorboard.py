@@ -1,0 +1,35 @@
+"""Records as TensorBoard curves, one a layer and number."""
+
+import math
+
+from attnscale.errors import SettingError
+from attnscale.train.record import Record
+from attnscale.train.sinks import scalars
+
+
+class TensorBoard:
+    """Write to an event file in a folder; alarms as text."""
+
+    def __init__(self, folder: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise SettingError(
+                "The sink 'tensorboard:…' needs the package tensorboard; run 'pip install tensorboard'."
+            ) from None
+        self._writer = SummaryWriter(folder)
+
+    def __call__(self, record: Record) -> None:
+        """Add a point to every curve; those of ranks that were not merged are rank 0's."""
+        if record.rank:
+            return
+        for tag, value in scalars(record):
+            if math.isfinite(value):
+                self._writer.add_scalar(tag, value, record.step)
+        for alarm in record.alarms:
+            self._writer.add_text("attnscale/alarms", str(alarm), record.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._writer.close()

@@ -1,0 +1,30 @@
+"""Records in the run that Weights & Biases has open."""
+
+import math
+from importlib import import_module
+
+from attnscale.errors import SettingError
+from attnscale.train.record import Record
+from attnscale.train.sinks import scalars
+
+
+class WeightsAndBiases:
+    """Add to what the training loop logs next, so that the steps of its own curves stay as they are."""
+
+    def __init__(self) -> None:
+        try:
+            self._wandb = import_module("wandb")
+        except ImportError:
+            raise SettingError("The sink 'wandb' needs the package wandb; run 'pip install wandb'.") from None
+
+    def __call__(self, record: Record) -> None:
+        """Log one point, without committing the step."""
+        if record.rank:
+            return
+        run = self._wandb.run
+        if run is None:
+            raise SettingError("The sink 'wandb' needs an open run; call wandb.init() before training.")
+        values: dict[str, object] = {tag: value for tag, value in scalars(record) if math.isfinite(value)}
+        run.log({**values, "attnscale/step": record.step}, commit=False)
+        for alarm in record.alarms:
+            run.alert(title=f"attnscale: {alarm.code} in {alarm.place}", text=str(alarm))

@@ -1,0 +1,77 @@
+"""`attnscale watch-log`, by what it prints and how it exits."""
+
+import json
+import math
+
+import pytest
+
+from attnscale.diagnose import Finding
+from attnscale.train import JsonLines, LayerRecord, Record, read_log
+from attnscale.train.record import NUMBERS
+
+from .test_cli import run
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    sink = JsonLines(path)
+    for step in range(0, 1000, 50):
+        layers = {
+            f"blocks.{index}.attention": LayerRecord(
+                64, {name: [0.5, 0.5] for name in NUMBERS} | {"max": [largest, 1.0], "max_bound": [2 * largest, 2.0]}
+            )
+            for index, largest in enumerate((5.0, 5.0 * math.exp(0.004 * step)))
+        }
+        alarm = Finding(
+            "blocks.1.attention", 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it."
+        )
+        sink(Record(step, float(step), layers, [alarm] if step == 750 else []))
+    return path
+
+
+def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
+    result = run("watch-log", str(log))
+    assert result.returncode == 0, result.stderr
+    table = result.stdout.split("step 750")[0]
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
+    assert rows["0"] == ["5", "5", "×", "1", "0.5", "0.50", "0.50", "–"]
+    assert rows["1"] == ["5", "224", "×", "54.6", "0.5", "0.50", "0.50", "1000", "at", "1325"]
+    assert "step 750 note exploding  blocks.1.attention, head 0" in result.stdout
+    assert "1 alarm; blocks.1.attention will be the first to pass 1,000, about step 1325" in " ".join(
+        result.stdout.split()
+    )
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_its_json_is_the_run(log):
+    plain = json.loads(run("watch-log", str(log), "--json").stdout)
+    assert (plain["first_step"], plain["last_step"], plain["records"], plain["worst"]) == (0, 950, 20, "note")
+    assert plain["layers"][1]["crossing"]["step"] == pytest.approx(math.log(200) / 0.004, abs=1)
+    assert plain["layers"][0]["crossing"] is None
+    assert plain["alarms"][0]["step"] == 750
+
+
+def test_thinning_rewrites_the_log(log):
+    before = len(read_log(log).records)
+    result = run("watch-log", str(log), "--thin", "--json")
+    assert json.loads(result.stdout)["records"] == len(read_log(log).records) < before
+    assert json.loads(result.stdout)["layers"][1]["highest"] == pytest.approx(5 * math.exp(3.8), rel=1e-4)
+
+
+def test_an_error_among_the_alarms_ends_with_status_one(log):
+    alarm = Finding("blocks.1.attention", None, "non_finite", "error", "NaN.", None, None, "Stop.")
+    layers = read_log(log).records[-1].layers
+    JsonLines(log)(Record(1000, 0.0, layers, [alarm]))
+    assert run("watch-log", str(log)).returncode == 1
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(None, "No such file"), ("{}\nhello\n", "found none in it")])
+def test_a_file_that_is_no_log_ends_with_status_two_and_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "other.jsonl"
+    if content is not None:
+        path.write_text(content)
+    result = run("watch-log", str(path))
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,72 @@
+"""Growth and forecast: exact on exact growth, robust to wild samples, honest on runs that do not diverge."""
+
+import math
+
+import numpy as np
+import pytest
+
+from attnscale.diagnose import growth
+
+
+def test_exponential_growth_is_found_exactly():
+    steps = np.arange(0, 1000, 50)
+    found = growth(steps, 3.0 * np.exp(0.004 * steps))
+    assert found.rate == pytest.approx(0.004, rel=1e-9)
+    assert found.low == pytest.approx(found.high)
+    crossing = found.passes(1e3)
+    assert crossing.step == pytest.approx(math.log(1e3 / 3) / 0.004)
+    assert crossing.earliest == pytest.approx(crossing.latest)
+    assert found.factor(1000) == pytest.approx(math.exp(4))
+
+
+def test_a_quarter_of_wild_samples_does_not_move_it():
+    generator = np.random.default_rng(0)
+    steps = np.arange(0, 1600, 50)
+    values = 3.0 * np.exp(0.004 * steps + 0.02 * generator.standard_normal(len(steps)))
+    values[generator.choice(len(steps), 8, replace=False)] *= 50
+    assert growth(steps, values).rate == pytest.approx(0.004, rel=0.2)
+
+
+@pytest.mark.parametrize("values", [[1.0] * 5, [math.nan] * 20, [-1.0] * 20, []])
+def test_too_little_to_tell_is_none(values):
+    assert growth(range(len(values)), values) is None
+
+
+def test_what_has_passed_or_does_not_grow_passes_nothing():
+    steps = np.arange(10)
+    assert growth(steps, np.exp(steps)).passes(100.0) is None
+    assert growth(steps, np.exp(-0.1 * steps)).passes(100.0) is None
+    assert growth(steps, np.ones(10)).passes(100.0) is None
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_intervals_cover_the_crossing_of_runs_that_diverge(correlation):
+    """Log-linear growth with noise: 90% intervals, asked for at a time when the threshold is still ahead."""
+    generator = np.random.default_rng(1)
+    steps, rate, covered, runs = np.arange(0, 1600, 50), 0.002, 0, 300
+    for _ in range(runs):
+        noise = generator.standard_normal(len(steps))
+        for at in range(1, len(steps)):
+            noise[at] = correlation * noise[at - 1] + math.sqrt(1 - correlation**2) * noise[at]
+        crossing = growth(steps, 5.0 * np.exp(rate * steps + 0.15 * noise)).passes(1e3)
+        covered += crossing.earliest <= math.log(1e3 / 5.0) / rate <= crossing.latest
+    assert covered / runs >= 0.88
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_runs_that_do_not_diverge_are_seldom_called_growing(correlation):
+    generator = np.random.default_rng(2)
+    steps, growing, runs = np.arange(0, 1600, 50), 0, 300
+    for _ in range(runs):
+        noise = generator.standard_normal(len(steps))
+        for at in range(1, len(steps)):
+            noise[at] = correlation * noise[at - 1] + math.sqrt(1 - correlation**2) * noise[at]
+        growing += growth(steps, 20.0 * np.exp(0.2 * noise)).is_growing
+    assert growing / runs <= 0.10
+
+
+def test_growth_that_levels_off_is_no_longer_called_growing_once_it_has():
+    steps = np.arange(0, 5000, 50)
+    values = 30.0 - 25.0 * np.exp(-steps / 300.0)
+    late = growth(steps[-32:], values[-32:])
+    assert late.factor(1000) == pytest.approx(1.0, abs=0.01)

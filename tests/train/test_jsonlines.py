@@ -1,0 +1,177 @@
+"""A log survives what befalls it: a process that dies while writing, a disk that fills, a run that resumes."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from attnscale.errors import SettingError
+from attnscale.train import JsonLines, LayerRecord, Record, read_log
+from attnscale.train import jsonlines as module
+from attnscale.train.thinning import thin
+
+
+def record(step, largest=1.0, **more):
+    numbers = {"max": [largest, 0.5], "entropy_ratio": [1 / (1 + largest), 0.9], "spread": [1.0, float("nan")]}
+    return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **more)
+
+
+def test_what_is_written_is_read(tmp_path):
+    sink = JsonLines(tmp_path / "new" / "scores.jsonl")
+    for step in (0, 50):
+        sink(record(step, 3.25))
+    log = read_log(tmp_path / "new" / "scores.jsonl")
+    assert [found.step for found in log.records] == [0, 50]
+    assert log.records[0].layers["layer"].numbers["max"] == [3.25, 0.5]
+    assert log.damaged == 0
+
+
+def test_a_torn_last_line_is_set_aside_and_nothing_after_it_is_lost(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    JsonLines(path)(record(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step":50,"la')
+    assert [found.step for found in read_log(path).records] == [0]
+    JsonLines(path)(record(100))
+    assert [found.step for found in read_log(path).records] == [0, 100]
+    assert (tmp_path / "scores.jsonl.torn").read_bytes() == b'{"step":50,"la\n'
+
+
+def test_a_file_of_one_torn_line_begins_anew(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    path.write_bytes(b"x" * 200_000)
+    JsonLines(path)(record(0))
+    assert [found.step for found in read_log(path).records] == [0]
+    assert (tmp_path / "scores.jsonl.torn").stat().st_size == 200_001
+
+
+WRITER = """
+import os, sys
+from attnscale.train import JsonLines, LayerRecord, Record, jsonlines
+def slowly(handle, line):
+    for at in range(0, len(line), 64):
+        os.write(handle, line[at : at + 64])
+        if WRITTEN == 3 and at > len(line) // 2:
+            print("now", flush=True)
+            sys.stdin.read()
+    return len(line)
+jsonlines.write = slowly
+sink = JsonLines(sys.argv[1])
+for WRITTEN in range(5):
+    sink(Record(WRITTEN, 0.0, {"layer": LayerRecord(1, {"max": [0.1] * 500})}))
+"""
+
+
+def test_a_process_killed_while_it_writes_a_line_loses_that_line_alone(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    process.stdin.close()
+    assert not path.read_bytes().endswith(b"\n")
+    JsonLines(path)(record(3))
+    assert [found.step for found in read_log(path).records] == [0, 1, 2, 3]
+
+
+def test_a_full_disk_is_told_once_and_leaves_whole_lines(tmp_path, monkeypatch):
+    path, room = tmp_path / "scores.jsonl", [400]
+
+    def write(handle, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(handle, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(module, "write", write)
+    sink = JsonLines(path)
+    sink(record(0))
+    with pytest.warns(UserWarning, match="No space left on device. Training goes on"):
+        list(map(sink, map(record, range(1, 5))))
+    kept = [found.step for found in read_log(path).records]
+    assert kept == list(range(len(kept)))
+    assert path.read_bytes().endswith(b"\n")
+    room[0] = 10_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sink(record(9))
+    assert read_log(path).records[-1].step == 9
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_that_is_full_is_told_once(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    path.symlink_to("/dev/full")
+    sink = JsonLines(path)
+    with pytest.warns(UserWarning, match="No space left on device") as told:
+        list(map(sink, map(record, range(2))))
+    assert len(told) == 1
+
+
+def test_steps_that_a_resumed_run_repeats_are_taken_from_it(tmp_path):
+    sink = JsonLines(tmp_path / "scores.jsonl")
+    for step, largest in ((0, 1.0), (50, 2.0), (100, 3.0), (50, 20.0), (100, 30.0)):
+        sink(record(step, largest))
+    records = read_log(tmp_path / "scores.jsonl").records
+    assert [(found.step, found.layers["layer"].whole("max")) for found in records] == [
+        (0, 1.0),
+        (50, 20.0),
+        (100, 30.0),
+    ]
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    JsonLines(path)(record(0))
+    path.write_bytes(path.read_bytes() + b'\xff\xfe\n[]\n{"step": 3}\n7\n')
+    log = read_log(path)
+    assert len(log.records) == 1
+    assert log.damaged == 4
+
+
+def test_every_rank_that_is_not_merged_has_a_file_of_its_own(tmp_path):
+    sink = JsonLines(tmp_path / "scores.jsonl")
+    for rank in (None, 0, 3):
+        sink(record(1, rank=rank))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scores.jsonl", "scores.rank3.jsonl"]
+
+
+def test_a_log_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(SettingError, match="No such file"):
+        read_log(tmp_path / "nothing.jsonl")
+
+
+def test_thinning_keeps_extremes_alarms_and_the_newest():
+    records = [record(step, largest=float(step == 13) * 99 + step % 5) for step in range(40)]
+    thinned = records
+    for _ in range(3):
+        thinned = thin(thinned)
+    assert len(thinned) < 0.35 * len(records)
+    assert thinned[0] == records[0]
+    assert thinned[-1] == records[-1]
+    assert max(found.layers["layer"].whole("max") for found in thinned) == 102.0
+    assert min(found.layers["layer"].numbers["entropy_ratio"][0] for found in thinned) == 1 / 103.0
+    covered = [step for found in thinned for step in range(found.step, (found.until or found.step) + 1)]
+    assert covered == list(range(40))
+
+
+def test_a_log_stays_under_its_limit_and_keeps_its_largest_score(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    sink = JsonLines(path, limit=5_000)
+    for step in range(400):
+        sink(record(step, largest=1e3 if step == 37 else 1.0))
+        assert path.stat().st_size <= 5_000
+    records = read_log(path).records
+    assert max(found.layers["layer"].whole("max") for found in records) == 1e3
+    assert records[0].step == 0
+    assert records[-1].step == 399
+    assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -1,0 +1,287 @@
+"""What Monitor promises a training loop."""
+
+import copy
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.checkpoint import checkpoint
+
+import attnscale
+from attnscale import Monitor
+from attnscale.errors import InputError, SettingError
+from attnscale.train.record import NUMBERS, Record
+
+from .training import batch, loss_of, small_model
+
+LAYERS = ["blocks.0.attention", "blocks.1.attention"]
+
+
+def hooks():
+    return len(torch_modules._global_forward_hooks) + len(torch_modules._global_forward_pre_hooks)
+
+
+def train(model, monitor, steps, micro_batches=1):
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for step in range(steps):
+        for tokens in batch(4, step).chunk(micro_batches):
+            (loss_of(model, tokens) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
+
+
+def test_the_first_step_and_every_so_many_after_it_are_recorded():
+    model, records = small_model(), []
+    monitor = Monitor(model, every=3, sinks=[records.append])
+    train(model, monitor, 8)
+    monitor.close()
+    assert [record.step for record in records] == [0, 3, 6]
+    assert list(records[0].layers) == LAYERS
+    assert set(records[0].layers[LAYERS[0]].numbers) == set(NUMBERS)
+    assert all(len(values) == 3 for values in records[0].layers[LAYERS[0]].numbers.values())
+    assert monitor.last is records[-1]
+
+
+def test_nothing_is_left_in_place_between_sampled_steps():
+    model = small_model()
+    before = hooks()
+    monitor = Monitor(model, every=3)
+    assert hooks() > before
+    train(model, monitor, 1)
+    assert hooks() == before
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    train(model, monitor, 2)
+    assert hooks() > before
+    monitor.close()
+    assert hooks() == before
+
+
+def test_the_numbers_are_those_of_watching_the_same_forward():
+    model = small_model()
+    with attnscale.watch(model, rows=None) as seen:
+        loss_of(model, batch())
+    monitor = Monitor(model, rows=None)
+    train(model, monitor, 1)
+    for name, layer in seen.layers.items():
+        found, stats = monitor.last.layers[name].numbers, layer.stats
+        for number, expected in {
+            "spread": stats.std, "max": stats.max, "max_bound": stats.max_bound, "top1": stats.top1,
+            "entropy_ratio": stats.entropy_ratio, "saturated": stats.saturated, "gradient_gain": stats.gradient_gain,
+            "scale": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm,
+            "alignment": layer.alignment,
+        }.items():  # fmt: skip
+            assert found[number] == pytest.approx(expected.tolist(), rel=1e-6), number
+
+
+def test_a_step_in_micro_batches_is_a_step_on_the_whole_batch():
+    whole, parts = (Monitor(small_model(), rows=None) for _ in range(2))
+    train(whole.model, whole, 1)
+    train(parts.model, parts, 1, micro_batches=2)
+    for name in LAYERS:
+        first, second = whole.last.layers[name], parts.last.layers[name]
+        assert first.rows == second.rows
+        for number in NUMBERS:
+            assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4), number
+
+
+def test_training_is_bit_identical_with_and_without_a_monitor():
+    plain, watched = small_model(), small_model()
+    optimizer = torch.optim.SGD(plain.parameters(), 1e-2)
+    for step in range(4):
+        loss_of(plain, batch(4, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(watched, Monitor(watched, every=2), 4)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+
+
+def test_autocast_is_watched_as_it_runs():
+    model, records = small_model(), []
+    monitor = Monitor(model, sinks=[records.append])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, batch())
+    loss.backward()
+    monitor.step()
+    monitor.close()
+    assert list(records[0].layers) == LAYERS
+    assert records[0].layers[LAYERS[0]].whole("scale") == pytest.approx(8**-0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_rows_are_counted_once(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = small_model()
+
+        def forward(self, tokens):
+            x = self.model.embedding(tokens)
+            for block in self.model.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.model.head(self.model.norm(x))
+
+    model = Checkpointed()
+    monitor = Monitor(model, rows=None)
+    train(model, monitor, 1)
+    assert [layer.rows for layer in monitor.last.layers.values()] == [4 * 3 * 13] * 2
+
+
+def test_a_compiled_model_is_watched_uncompiled_and_compiled_again():
+    model = small_model()
+    calls = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(model, backend=backend)
+    monitor = Monitor(compiled, every=2)
+    tokens = batch()
+    loss_of(compiled, tokens).backward()
+    monitor.step()
+    assert not calls
+    assert list(monitor.last.layers) == LAYERS
+    loss_of(compiled, tokens).backward()
+    monitor.step()
+    assert calls
+    monitor.close()
+
+
+def test_as_a_context_it_is_one_step_and_an_exception_leaves_nothing():
+    model, records = small_model(), []
+    before = hooks()
+    monitor = Monitor(model, every=2, sinks=[records.append])
+    for _ in range(3):
+        with monitor:
+            loss_of(model, batch()).backward()
+    assert [record.step for record in records] == [0, 2]
+    with monitor:
+        pass
+    with pytest.raises(IndexError), monitor:
+        loss_of(model, batch() + 1000)
+    assert hooks() == before
+    assert len(records) == 2
+
+
+def test_evaluation_between_steps_is_not_part_of_the_next():
+    model = small_model()
+    monitor = Monitor(model, rows=None)
+    with torch.no_grad():
+        model.eval()
+        model(batch(7))
+        model.train()
+    train(model, monitor, 1)
+    assert monitor.last.layers[LAYERS[0]].rows == 4 * 3 * 13
+
+
+def test_state_survives_a_checkpoint_by_way_of_json():
+    model = small_model()
+    first = Monitor(model, every=2)
+    train(model, first, 14)
+    first.close()
+    second = Monitor(model, every=2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.steps == 14
+    assert second.growth(LAYERS[0]) == first.growth(LAYERS[0]) is not None
+    train(model, second, 1)
+    assert second.last.step == 14
+    second.close()
+
+
+def test_an_alarm_is_raised_once_and_again_when_it_comes_back(caplog):
+    model, raised = small_model(), []
+    weights = copy.deepcopy(model.state_dict())
+    monitor = Monitor(model, every=1, on_alarm=raised.append)
+
+    def run(factor):
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            model.blocks[1].attention.query.weight.mul_(factor)
+        loss_of(model, batch()).backward()
+        monitor.step()
+
+    for factor in (1, 100, 100, 1, 100):
+        run(factor)
+    exploding = [alarm for alarm in raised if alarm.code == "exploding"]
+    assert [alarm.layer for alarm in exploding] == [LAYERS[1]] * 2
+    assert "QK-Clip would act from 100 on" in exploding[0].message
+    assert "‖q‖ × 100" in exploding[0].advice
+    assert "exploding" in caplog.text
+    monitor.close()
+
+
+def test_scores_that_are_nan_raise_an_error_and_are_null_in_the_log():
+    model, records = small_model(), []
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight[:8].fill_(math.nan)
+    monitor = Monitor(model, sinks=[records.append])
+    train(model, monitor, 1)
+    monitor.close()
+    (alarm, *_) = [alarm for alarm in records[0].alarms if alarm.layer == LAYERS[0]]
+    assert (alarm.code, alarm.severity) == ("non_finite", "error")
+    line = json.dumps(records[0].to_dict(), allow_nan=False)
+    again = Record.from_dict(json.loads(line))
+    assert again.layers[LAYERS[0]].broken == 1
+    assert math.isnan(again.layers[LAYERS[0]].numbers["spread"][0])
+
+
+def test_a_step_in_which_the_model_did_not_run_is_told_once_and_not_recorded():
+    model, records = small_model(), []
+    monitor = Monitor(model, every=1, sinks=[records.append])
+    with pytest.warns(UserWarning, match="no module of it was called"):
+        monitor.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.step()
+    assert not records
+    train(model, monitor, 1)
+    assert [record.step for record in records] == [2]
+    monitor.close()
+
+
+def test_a_model_without_attention_is_told():
+    model = nn.Linear(3, 3)
+    monitor = Monitor(model)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="Expected attention in the watched model, but saw none"):
+        monitor.step()
+
+
+def test_a_sink_that_fails_does_not_stop_training_nor_the_other_sinks():
+    def broken(record):
+        raise ConnectionError("gone")
+
+    model, records = small_model(), []
+    monitor = Monitor(model, every=1, sinks=[broken, records.append])
+    with pytest.warns(UserWarning, match="ConnectionError: gone"):
+        train(model, monitor, 2)
+    assert len(records) == 2
+    monitor.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (dict(every=0), "Expected every as a whole number of steps of at least 1, got 0"),
+        (dict(sinks="scores.jsonl"), r"write sinks=\['scores.jsonl'\]"),
+        (dict(sinks=["scores.csv"]), "Expected a sink as a path of a .jsonl file, 'tensorboard:DIR'"),
+        (dict(sinks=[7]), "got int"),
+        (dict(rows=0), "Expected rows as a whole number"),
+    ],
+)
+def test_bad_settings_are_one_sentence(settings, sentence):
+    with pytest.raises(SettingError, match=sentence):
+        Monitor(small_model(), **settings)
+
+
+def test_only_a_module_can_be_monitored():
+    with pytest.raises(InputError, match=r"Expected a torch\.nn\.Module"):
+        Monitor("model")
