@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnscale.errors import InputError, SettingError
@@ -95,6 +96,8 @@ class Watcher(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1 or not self.running.stack:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
         if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            if FakeTensor in types:
+                return func(*args, **kwargs)  # shapes alone: sharded tensors work out their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
         if _kind(func).is_composite:
             with self:
