@@ -6,6 +6,7 @@ late or dead rank is an error that can be caught: its parent goes on without it,
 rank that lost its parent keeps what its own branch saw.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+FOREVER = timedelta(days=365)
 TAGS = 2**24  # rounds told apart, so that what a late rank sends is not taken for the next step's
 
 
@@ -24,6 +26,26 @@ class Combined:
     payload: bytes
     ranks: int
     agreed: bool  # came down from rank 0, so every rank that is reached holds the same
+
+
+def _wait(work: dist.Work | None, seconds: float) -> None:
+    """Wait on a thread that can be left behind: one that times out inside gloo closes all its connections."""
+    assert work is not None  # None for ranks that are not of the group
+    failed: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            work.wait(FOREVER)
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no message within {seconds:g} s")
+    if failed:
+        raise failed[0]
 
 
 class Ranks:
@@ -76,9 +98,7 @@ class Ranks:
             size = torch.tensor([len(message)])
             body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             for number, tensor in enumerate((size, body)):
-                work = dist.isend(tensor, self._members[rank], self._group, self._tag(number))
-                assert work is not None
-                work.wait(timedelta(seconds=self.timeout))
+                _wait(dist.isend(tensor, self._members[rank], self._group, self._tag(number)), self.timeout)
 
         return self._attempt(rank, send)
 
@@ -87,17 +107,12 @@ class Ranks:
 
         def receive() -> None:
             size = torch.zeros(1, dtype=torch.int64)
-            self._wait(size, rank, 0, timeout)
+            _wait(dist.irecv(size, self._members[rank], self._group, self._tag(0)), timeout)
             body = torch.zeros(int(size), dtype=torch.uint8)
-            self._wait(body, rank, 1, timeout)
+            _wait(dist.irecv(body, self._members[rank], self._group, self._tag(1)), timeout)
             received.append(body.numpy().tobytes())
 
         return received[0] if rank not in self._lost and self._attempt(rank, receive) else None
-
-    def _wait(self, tensor: torch.Tensor, rank: int, number: int, timeout: float) -> None:
-        work = dist.irecv(tensor, self._members[rank], self._group, self._tag(number))
-        assert work is not None
-        work.wait(timedelta(seconds=timeout))
 
     def _tag(self, number: int) -> int:
         return 2 * (self._round % TAGS) + number
@@ -107,7 +122,7 @@ class Ranks:
             return False
         try:
             exchange()
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self._lost.add(rank)
             warnings.warn(
                 f"Rank {self._members[rank]} did not answer rank {self._members[self.rank]} within {self.timeout:g} s "

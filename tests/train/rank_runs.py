@@ -1,0 +1,102 @@
+"""What each rank of a distributed test runs; a module of its own, so that spawned processes can import it."""
+
+import json
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from attnscale import Monitor
+
+from .training import batch, loss_of, small_model
+
+BATCH, STEPS = 8, 3
+
+
+def begin(rank, world, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def train(model, monitor, tokens_of, steps=STEPS):
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for step in range(steps):
+        loss_of(model, tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
+    monitor.close()
+
+
+def single(sinks):
+    model = small_model()
+    train(model, Monitor(model, every=1, rows=None, sinks=sinks), lambda step: batch(BATCH, step))
+
+
+def data_parallel(rank, world, folder, kind):
+    begin(rank, world, f"{folder}/store")
+    model = small_model()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
+    train(model, monitor, lambda step: batch(BATCH, step).chunk(world)[rank])
+    Path(f"{folder}/last{rank}.json").write_text(json.dumps(monitor.last.to_dict()))
+    dist.destroy_process_group()
+
+
+def tensor_parallel(rank, world, folder):
+    begin(rank, world, f"{folder}/store")
+    mesh = init_device_mesh("cpu", (world,))
+    model = small_model(head_dim=8)
+    for block in model.blocks:
+        plan = {name: ColwiseParallel() for name in ("query", "key", "value")} | {"output": RowwiseParallel()}
+        parallelize_module(block.attention, mesh, plan)
+        block.attention.heads //= world
+    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], head_group=mesh.get_group())
+    train(model, monitor, lambda step: batch(BATCH, step))
+    dist.destroy_process_group()
+
+
+def one_rank_sees_nothing(rank, world, folder):
+    begin(rank, world, f"{folder}/store")
+    model = small_model()
+    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank != 1:
+            loss_of(model, batch(BATCH, 0).chunk(world - 1)[rank - (rank > 1)]).backward()
+        monitor.step()
+    monitor.close()
+    dist.destroy_process_group()
+
+
+def one_rank_dies(rank, world, folder, how):
+    begin(rank, world, f"{folder}/store")
+    model = small_model()
+    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=3)
+    told = []
+    for step in range(3):
+        if rank == 2 and step == 1:
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        loss_of(model, batch(BATCH, step).chunk(world)[rank]).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            monitor.step()
+        told += [str(warning.message) for warning in caught]
+    monitor.close()
+    Path(f"{folder}/told{rank}.json").write_text(json.dumps(told))
+    while rank == 0 and not all(Path(f"{folder}/told{other}.json").exists() for other in (1, 3)):
+        time.sleep(0.05)  # the file store's owner goes last
+    os._exit(0)  # a group with a dead member does not shut down

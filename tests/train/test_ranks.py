@@ -1,0 +1,97 @@
+"""Ranks give the numbers of one process on the whole batch, and outlive each other."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch.multiprocessing as mp
+
+from attnscale.train import read_log
+from attnscale.train.record import NUMBERS, Record
+
+from . import rank_runs
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def spawn(run, world, folder, *more):
+    mp.spawn(run, (world, str(folder), *more), nprocs=world)
+    return read_log(folder / "scores.jsonl").records
+
+
+def single():
+    records = []
+    rank_runs.single([records.append])
+    return records
+
+
+def assert_same(found, expected, rel=1e-4):
+    assert [record.step for record in found] == [record.step for record in expected]
+    for left, right in zip(found, expected, strict=True):
+        assert list(left.layers) == list(right.layers)
+        for name, layer in right.layers.items():
+            assert left.layers[name].rows == layer.rows
+            for number in NUMBERS:
+                assert left.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=rel), (
+                    name,
+                    number,
+                )
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)])
+def test_data_parallel_ranks_give_the_numbers_of_one_process(tmp_path, kind, world):
+    found = spawn(rank_runs.data_parallel, world, tmp_path, kind)
+    unwrapped = [
+        Record(r.step, r.time, {name.removeprefix("module."): layer for name, layer in r.layers.items()}) for r in found
+    ]
+    assert_same(unwrapped, single())
+    assert [record.ranks for record in found] == [world] * rank_runs.STEPS
+    lasts = [json.loads((tmp_path / f"last{rank}.json").read_text())["layers"] for rank in range(world)]
+    assert all(last == lasts[0] for last in lasts)  # every rank holds the merged numbers
+    assert not list(tmp_path.glob("*.rank*"))
+
+
+def test_tensor_parallel_ranks_lay_their_heads_side_by_side(tmp_path):
+    found = spawn(rank_runs.tensor_parallel, 3, tmp_path)
+    assert all(len(layer.numbers["max"]) == 3 for record in found for layer in record.layers.values())
+    assert_same(found, single(), rel=1e-3)
+
+
+def test_a_rank_that_saw_nothing_changes_nothing(tmp_path):
+    (found,) = spawn(rank_runs.one_rank_sees_nothing, 3, tmp_path)
+    expected = single()[0]
+    assert found.ranks == 3
+    for name, layer in expected.layers.items():
+        assert found.layers[name].rows == layer.rows
+        for number in set(NUMBERS):
+            assert found.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=1e-4), number
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=rank_runs.one_rank_dies, args=(rank, 4, str(tmp_path), how)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 120
+    for rank in (0, 1, 3):
+        processes[rank].join(max(1, deadline - time.monotonic()))
+    alive = [rank for rank in (0, 1, 3) if processes[rank].is_alive()]
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    assert not alive
+    records = read_log(tmp_path / "scores.jsonl").records
+    assert [record.step for record in records] == [0, 1, 2]
+    assert records[0].ranks == 4
+    assert records[1].ranks == records[2].ranks == 2  # rank 3 reports to rank 2, and keeps to itself from then on
+    told = json.loads((tmp_path / "told0.json").read_text())
+    assert [sentence for sentence in told if "Rank 2 did not answer rank 0 within 3 s" in sentence]
+    assert len(told) == 1
+    alone = read_log(tmp_path / "scores.rank3.jsonl").records
+    assert [(record.step, record.ranks, record.rank) for record in alone] == [(1, 1, 3), (2, 1, 3)]
