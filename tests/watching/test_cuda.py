@@ -10,7 +10,11 @@ import attnscale
 from attnscale.watching import watcher
 from tests.zoo.entry import SelfAttention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's own, which differ from version to version
+]
 BACKENDS = [
     SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip

@@ -205,3 +205,20 @@ def test_pooling_by_a_linear_score_is_no_scaled_attention():
 
     model = Pooling()
     assert [str(finding) for finding in attnscale.audit(model, torch.randn(2, 9, 24)).findings] == []
+
+
+def test_a_table_of_rotary_angles_made_by_a_product_is_no_query():
+    class Rotary(SelfAttention):
+        def forward(self, x):
+            query, key, value = self.project(x)
+            angles = torch.ones(1, self.head_dim, 1) @ torch.arange(x.shape[1], dtype=x.dtype)[None, None]
+            turn = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), torch.ones(3)) @ torch.ones(3, self.head_dim)
+            query, key = query * angles.mT.cos() + query * turn.sin(), key * angles.mT.cos() + key * turn.sin()
+            return self.merge(torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value)
+
+    model = Rotary(24, 2)
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(torch.randn(2, 7, 24))
+    layer = seen.layers["Rotary"]
+    assert (layer.heads, layer.kv_heads, layer.head_dim) == (2, 2, 12)
+    assert layer.scale_applied == pytest.approx(12**-0.5, rel=1e-6)

@@ -302,13 +302,13 @@ def _note_operand(step: Step, meant: str, second: Node | None) -> None:
 
 
 def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
-    """Which operand the result is an image of: scores before activations before masks, whole before broadcast."""
+    """Which operand the result is an image of: activations before tables, scores first, whole before broadcast."""
     ranks = {}
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
             node = op.ledger.node(operand)
             followed = node.scores or node.weights or node.exponent or node.mixed
-            ranks[side] = (followed is not None, node.learned, node.shape == op.shape, not node.parameter, -side)
+            ranks[side] = (node.learned, followed is not None, node.shape == op.shape, not node.parameter, -side)
     return max(ranks, key=ranks.__getitem__, default=None)
 
 

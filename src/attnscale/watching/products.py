@@ -60,6 +60,9 @@ def read_product(
             return node
     if len(shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
         return _projected(node, left, right, weight=0 if right.learned else 1, bias=added)
+    node.learned = left.learned or right.learned
+    if operands[0].shape[-1] < 2:  # every pair of two vectors, as in a table of rotary angles
+        return node
     node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias)
     return node
 
