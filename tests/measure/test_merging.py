@@ -12,6 +12,7 @@ from attnscale import score_moments, score_stats
 from attnscale.kernels.call import Call
 from attnscale.measure import RowSums
 from attnscale.measure.blocks import measure_rows
+from attnscale.measure.stats import ScoreStats, _pack, _unpack
 
 from .oracle import NAMES
 
@@ -45,7 +46,19 @@ def test_a_thousand_shards_lose_no_more_than_rounding(rows):
     if rows is None:
         assert_same(merged, score_stats(query, key), rtol=1e-11)
     else:
-        torch.testing.assert_close(merged.stderr("variance"), backwards.stderr("variance"), rtol=1e-8, atol=0)
+        for name in ("variance", "gradient_gain", "saturated"):
+            torch.testing.assert_close(merged.stderr(name), backwards.stderr(name), rtol=1e-8, atol=0)
+
+
+def test_what_ranks_send_each_other_holds_every_error():
+    stats = score_stats(torch.randn(1, 2, 97, 8), torch.randn(1, 2, 97, 8), is_causal=True, rows=23)
+    sent = stats.pooled
+    received = _unpack(_pack(sent))
+    torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
+    torch.testing.assert_close(received.uncertainty.third, sent.uncertainty.third)  # symmetric up to rounding
+    again = ScoreStats(2, exact=False, pool=lambda: received)
+    for name in ("mean", "variance", "entropy", "saturated", "gradient_gain"):
+        torch.testing.assert_close(again.stderr(name), stats.stderr(name))
 
 
 def row_sums(query, key, mask=None):

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from attnscale import score_stats
+from attnscale.measure.chance import chance_of_participation
+from attnscale.measure.dense import rows_of
 from attnscale.measure.sampling import sample_positions
+from attnscale.measure.stats import SUMS
 
 SEEDS = 1000  # samples, each drawn anew
 
@@ -45,7 +48,7 @@ def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
     heads = 4
     query, key = torch.randn(1, heads, 512, 16), torch.randn(1, heads, 512, 16)
     exact = score_stats(query, key, is_causal=is_causal)
-    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "top1", "effective_keys")
+    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "top1", "gradient_gain", "effective_keys")
     hits = dict.fromkeys(names, 0.0)
     for _ in range(SEEDS):
         stats = score_stats(query, key, is_causal=is_causal, rows=64)
@@ -56,6 +59,50 @@ def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
         assert (exact.max <= stats.max_bound).all()
     coverage = {name: hit / SEEDS for name, hit in hits.items()}
     assert all(0.925 <= covered <= 0.975 for covered in coverage.values()), coverage
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_intervals_of_the_share_of_saturated_rows_cover_over_a_thousand_seeds(is_causal):
+    # a spread of 8: between a fifth and a third of the rows are saturated
+    query, key = torch.randn(1, 4, 256, 64), torch.randn(1, 4, 256, 64)
+    exact = score_stats(query, key, is_causal=is_causal, scale=1.0).saturated
+    hits = 0.0
+    for _ in range(SEEDS):
+        stats = score_stats(query, key, is_causal=is_causal, scale=1.0, rows=64)
+        hits += ((stats.saturated - exact).abs() <= 1.96 * stats.stderr("saturated")).double().mean().item()
+    assert 0.925 <= hits / SEEDS <= 0.975, hits / SEEDS
+
+
+def test_a_share_of_which_nothing_was_seen_is_not_certain():
+    query, key = torch.zeros(1, 2, 630, 8), torch.zeros(1, 2, 7, 8)
+    stats = score_stats(query, key, rows=63)  # each row stands for ten
+    assert stats.saturated.tolist() == [0.0, 0.0]
+    expected = 1.96 / 2**0.5 * (10 * 9) ** 0.5 / 630
+    assert stats.stderr("saturated").tolist() == pytest.approx([expected, expected])
+    assert stats.stderr("top1").tolist() == [0.0, 0.0]
+    twice = stats + stats  # still nothing seen, of twice as many rows
+    assert twice.stderr("saturated").tolist() == pytest.approx([expected / 2, expected / 2])
+
+
+@pytest.mark.parametrize(("spread", "keys"), [(0.5, 511), (1.0, 257), (1.5, 1021)])
+def test_the_chance_of_participation_is_what_gaussian_scores_show(spread, keys):
+    scores = spread * torch.randn(20_000, keys, dtype=torch.float64)
+    found = scores.softmax(-1).square().sum(-1).var()
+    some = rows_of(scores[:64].view(1, 1, 64, keys), None)
+    expected = chance_of_participation(some, 20_000).mean()
+    # scores on 64 rows: the spread of each is known to a few per cent, and enters Σp² as e^{σ²}
+    assert 0.6 < (expected / found).item() < 1.4
+
+
+def test_corrections_for_few_rows_fade_as_rows_add_up():
+    query, key = torch.randn(64, 2, 256, 8), torch.randn(64, 2, 256, 8)
+    parts = [score_stats(query[i : i + 1], key[i : i + 1], rows=16) for i in range(64)]
+    whole = sum(parts[1:], parts[0])
+    uncertainty = whole.pooled.uncertainty
+    variance = uncertainty.covariance[:, SUMS.index("entropy"), SUMS.index("entropy")]
+    plain = variance.sqrt() / (64 * 256)
+    assert (whole.stderr("entropy") >= plain).all()
+    torch.testing.assert_close(whole.stderr("entropy"), plain, rtol=0.03, atol=0)
 
 
 def test_estimates_are_unbiased():

@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import SUMS, Pooled
+from attnscale.measure.uncertainty import Uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 
 
@@ -34,8 +36,14 @@ def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None 
         max=highest,
         max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
         sums=pooled,
-        covariance=None if sample is None else sample.covariance_of_totals(torch.stack(kept, dim=-1)),
+        uncertainty=None if sample is None else _uncertainty(rows, sample, torch.stack(kept, dim=-1)),
     )
+
+
+def _uncertainty(rows: RowSums, sample: Sample, features: Tensor) -> Uncertainty:
+    least = torch.zeros_like(features)
+    least[..., SUMS.index("gradient_gain")] = chance_of_participation(rows, sample.length).sum(0)
+    return sample.uncertainty_of_totals(features, least)
 
 
 def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:

@@ -13,12 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-ROWS_A_STRATUM = 4  # neighbouring positions are alike; with four of each, three tell how much they differ
+from attnscale.measure.uncertainty import Uncertainty
+
+ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
 LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
-# Hall (1988): an interval of ±1.96 standard errors from n rows of skewness γ covers 95% once it is wider by this much
-# over n: the first for having estimated the variance, the second, times γ², for the skewness.
-STUDENT_EXCESS, SKEWNESS_EXCESS = 1.71, 1.08
 DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
 
@@ -32,33 +31,42 @@ class Sample:
     sizes: Tensor  # (strata,)
 
     @property
+    def length(self) -> int:
+        """How many positions there are in all."""
+        return int(self.sizes.sum())
+
+    @property
     def weights(self) -> Tensor:
         """How many positions each sampled one stands for."""
         taken = torch.bincount(self.stratum, minlength=len(self.sizes)).clamp(min=1)
         return (self.sizes / taken)[self.stratum]
 
-    def covariance_of_totals(self, features: Tensor) -> Tensor:
-        """Covariance of the estimated totals of features (heads, rows, features), each row summed over the batch."""
+    def uncertainty_of_totals(self, features: Tensor, least: Tensor) -> Uncertainty:
+        """Of the estimated totals of features (heads, rows, features), each row summed over the batch.
+
+        `least`, of the same shape: a variance of each row that is known besides; the larger of the two counts.
+        """
         stratum, sizes = self.stratum.to(features.device), self.sizes.to(features)
         strata = len(self.sizes)
         taken = torch.bincount(stratum, minlength=strata).to(features)
         heads, _, width = features.shape
         means = features.new_zeros(heads, strata, width).index_add_(1, stratum, features) / taken[:, None].clamp(min=1)
+        residual = features - means[:, stratum]
         # each row's share: M² (1 − m/M) / (m (m − 1)), so that one product over all rows is the sum over strata
         share = sizes * (sizes - taken) / (taken * (taken - 1)).clamp(min=1)
-        residual = (features - means[:, stratum]) * share[stratum].sqrt()[:, None]
-        residual = residual * _excess(residual, taken[stratum])
-        return residual.mT @ residual
-
-
-def _excess(residual: Tensor, taken: Tensor) -> Tensor:
-    """By how much to widen an error so that 1.96 of it cover what they should, though the rows are few and skewed."""
-    uncertain = (residual != 0).any(-1, keepdim=True).sum(1, keepdim=True).clamp(min=1)  # rows not taken for certain
-    # the third moment about the mean of m rows is (m−1)(m−2)/m² of the true one, the second (m−1)/m
-    cubes = residual.pow(3) * (taken**0.5 * (taken - 1) ** 0.5 / (taken - 2).clamp(min=1))[:, None]
-    squares = residual.square().sum(1, keepdim=True).clamp(min=torch.finfo(residual.dtype).tiny ** 0.3)
-    skewness_of_total = cubes.sum(1, keepdim=True) / squares.pow(1.5)
-    return 1 + STUDENT_EXCESS / uncertain + SKEWNESS_EXCESS * skewness_of_total.square()
+        covariance = (residual * share[stratum, None]).mT @ residual
+        known = sizes * (sizes - taken) / taken.square().clamp(min=1)
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        variance.copy_(torch.maximum(variance, (least * known[stratum, None]).sum(1)))
+        # likewise M³ (1 − m/M) (1 − 2m/M) / (m (m − 1) (m − 2)), nothing where half of a stratum or more was taken
+        cubed = sizes * (sizes - taken) * (sizes - 2 * taken).clamp(min=0)
+        cubed = cubed / (taken * (taken - 1) * (taken - 2)).clamp(min=1)
+        squares = (residual.unsqueeze(-1) * residual.unsqueeze(-2)).flatten(2)
+        third = (squares * cubed[stratum, None]).mT @ residual
+        drawn = (sizes > taken).to(features) * taken
+        freedom = ((sizes > taken) * (taken - 1)).sum()
+        step = (sizes * (sizes - taken) / taken.clamp(min=1)).sum() / drawn.sum().clamp(min=1)
+        return Uncertainty(covariance, third.unflatten(1, (width, width)), freedom.expand(heads), step.expand(heads))
 
 
 @dataclass(frozen=True)

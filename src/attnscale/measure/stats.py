@@ -1,7 +1,7 @@
 """ScoreStats: what the scores of each head do to its softmax, kept so that shards merge into the whole.
 
 Every statistic is a ratio of two sums over rows. Kept are those sums, estimated for all rows where only some were
-looked at, and the covariance of the estimates; sums and covariances of disjoint rows add. Scores enter as deviations
+looked at, and the uncertainty of the estimates; both add over disjoint rows. Scores enter as deviations
 from the head's mean, which a merge moves (Chan et al. 1979): n, Σ(s − μ), Σ(s − μ)² of a row become, for a mean lower
 by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
+from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.measure.uncertainty import merged as merged_uncertainty
 
 # What is summed over rows; the first three are moved by a merge.
 SUMS = (
@@ -47,7 +49,7 @@ class Pooled:
     max: Tensor
     max_bound: Tensor
     sums: Tensor  # (heads, len(SUMS)), float64
-    covariance: Tensor | None  # (heads, len(SUMS), len(SUMS)) of the sums; None where exact
+    uncertainty: Uncertainty | None  # of the sums; None where exact
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ class ScoreStats:
             known = ", ".join(sorted([*DENOMINATOR, "std"]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
-        covariance = self.pooled.covariance
-        if covariance is None:
+        uncertainty = self.pooled.uncertainty
+        if uncertainty is None:
             return torch.zeros_like(self.pooled.mean)
         # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
         below = self._sum(DENOMINATOR[name])
@@ -152,8 +154,9 @@ class ScoreStats:
         gradient[:, SUMS.index(NUMERATOR.get(name, name))] = 1.0
         gradient[:, SUMS.index(DENOMINATOR[name])] -= ratio
         gradient = gradient / below.unsqueeze(-1)
-        variance = torch.einsum("hi,hij,hj->h", gradient, covariance, gradient)
-        return variance.clamp(min=0.0).sqrt()
+        if name == "saturated":
+            return uncertainty.stderr_of_share(gradient, ratio, below)
+        return uncertainty.stderr(gradient)
 
     def __add__(self, other: "ScoreStats") -> "ScoreStats":
         if self.heads != other.heads:
@@ -167,8 +170,8 @@ class ScoreStats:
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
         dist.all_gather_into_tensor(gathered, packed, group=group)
         pooled = merged([_unpack(part) for part in gathered.chunk(world)])
-        assert pooled.covariance is not None  # every rank sent one
-        exact = not pooled.covariance.any()
+        assert pooled.uncertainty is not None  # every rank sent one
+        exact = not pooled.uncertainty.freedom.any()
         return ScoreStats(self.heads, exact, lambda: pooled)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,8 +202,8 @@ def merged(parts: list[Pooled]) -> Pooled:
     sums = [(move @ part.sums.unsqueeze(-1)).squeeze(-1) for move, part in zip(moves, parts, strict=True)]
     pooled = torch.stack(sums).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    covariances = [
-        move @ part.covariance @ move.mT for move, part in zip(moves, parts, strict=True) if part.covariance is not None
+    uncertainties = [
+        part.uncertainty.moved(move) for move, part in zip(moves, parts, strict=True) if part.uncertainty is not None
     ]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
@@ -209,7 +212,7 @@ def merged(parts: list[Pooled]) -> Pooled:
         max=torch.stack([part.max for part in parts]).amax(0),
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
         sums=pooled,
-        covariance=torch.stack(covariances).sum(0) if covariances else None,
+        uncertainty=merged_uncertainty(uncertainties),
     )
 
 
@@ -223,14 +226,14 @@ def _move(delta: Tensor) -> Tensor:
 
 
 def _pack(pooled: Pooled) -> Tensor:
-    """Everything of every head in one float64 row: numbers, sums, covariance."""
+    """Everything of every head in one float64 row: numbers, sums, their uncertainty."""
     numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    covariance = torch.zeros_like(_move(pooled.mean)) if pooled.covariance is None else pooled.covariance
-    return torch.cat([numbers, pooled.sums, covariance.flatten(1)], dim=-1)
+    uncertainty = Uncertainty.none(pooled.sums) if pooled.uncertainty is None else pooled.uncertainty
+    return torch.cat([numbers, pooled.sums, uncertainty.packed()], dim=-1)
 
 
 def _unpack(packed: Tensor) -> Pooled:
-    numbers, sums, covariance = packed.split([len(NUMBERS), len(SUMS), len(SUMS) ** 2], dim=-1)
+    numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
     rows, count, mean, largest, bound = numbers.unbind(-1)
     return Pooled(
         rows=rows.to(torch.int64),
@@ -239,7 +242,7 @@ def _unpack(packed: Tensor) -> Pooled:
         max=largest,
         max_bound=bound,
         sums=sums,
-        covariance=covariance.unflatten(-1, (len(SUMS), len(SUMS))),
+        uncertainty=Uncertainty.unpacked(rest, len(SUMS)),
     )
 
 

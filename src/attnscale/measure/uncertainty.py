@@ -1,0 +1,104 @@
+"""How far estimated sums may be off, and how wide an interval about a ratio of two of them must be.
+
+Kept of the sums' errors are the second and third cumulants, which add over disjoint rows. An interval of ±1.96
+standard errors is too narrow where the error itself comes from few rows (Student 1908), and where the rows are skewed
+(Johnson 1978, Hall 1988): a sample without the rare large rows has both a low sum and a small error. Both corrections
+are formed when an error is read, from what was merged until then, so that they fade as rows add up.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations_with_replacement, permutations
+
+import torch
+from torch import Tensor
+
+NORMAL = 1.96  # standard errors either side, for 95%
+# Student's 95% quantile over the normal one is 1 + the first over the degrees of freedom + the second over their square
+# (Abramowitz & Stegun 26.7.5).
+STUDENT = (NORMAL**2 + 1) / 4, (5 * NORMAL**4 + 16 * NORMAL**2 + 3) / 96
+# Hall (1988): where the sum has skewness γ, ±1.96 standard errors cover 95% once they are wider by the first of these
+# times γ². The skewness is estimated too, and too low for the same samples: the second, times |γ| up to the third, is
+# what heads of Gaussian scores ask for beyond (benchmarks/coverage.py).
+SKEWNESS_EXCESS, UNSEEN_SKEWNESS_EXCESS, UNSEEN_SKEWNESS = 1.08, 0.6, 0.2
+# Agresti & Coull (1998): a share of rows of which none, or all, were seen is not certain: z²/2 rows may be missing.
+MISSED_ROWS = NORMAL**2 / 2
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """Cumulants of the errors of estimated sums, for every head."""
+
+    covariance: Tensor  # (heads, sums, sums)
+    third: Tensor  # (heads, sums, sums, sums)
+    freedom: Tensor  # (heads,) degrees of freedom of the covariance
+    step: Tensor  # (heads,) variance of a sum for one row more or less that has what the others lack
+
+    def moved(self, matrix: Tensor) -> "Uncertainty":
+        """That of the sums matrix · sums, (heads, sums, sums)."""
+        third = torch.einsum("hai,hbj,hck,hijk->habc", matrix, matrix, matrix, self.third)
+        return Uncertainty(matrix @ self.covariance @ matrix.mT, third, self.freedom, self.step)
+
+    def __add__(self, other: "Uncertainty") -> "Uncertainty":
+        return Uncertainty(
+            self.covariance + other.covariance,
+            self.third + other.third,
+            self.freedom + other.freedom,
+            torch.maximum(self.step, other.step),  # nothing seen here and nothing seen there is nothing seen at all
+        )
+
+    def stderr(self, gradient: Tensor) -> Tensor:
+        """Standard error of what moves by gradient (heads, sums) with the sums, so that 1.96 of it cover 95%."""
+        variance = torch.einsum("hi,hij,hj->h", gradient, self.covariance, gradient).clamp(min=0.0)
+        third = torch.einsum("hi,hj,hk,hijk->h", gradient, gradient, gradient, self.third)
+        skewness = third.abs() / torch.where(variance > 0, variance, torch.inf).pow(1.5)
+        unseen = UNSEEN_SKEWNESS_EXCESS * skewness.clamp(max=UNSEEN_SKEWNESS)
+        return variance.sqrt() * (self._student() + SKEWNESS_EXCESS * skewness.square() + unseen)
+
+    def stderr_of_share(self, gradient: Tensor, share: Tensor, total: Tensor) -> Tensor:
+        """The same for a share of `total` rows that something is true of."""
+        variance = torch.einsum("hi,hij,hj->h", gradient, self.covariance, gradient).clamp(min=0.0)
+        missed = MISSED_ROWS * self.step * (1 - 2 * share).square() / total.square()
+        return (variance * self._student().square() + missed).sqrt()
+
+    def _student(self) -> Tensor:
+        freedom = self.freedom.clamp(min=1)
+        return 1 + STUDENT[0] / freedom + STUDENT[1] / freedom.square()
+
+    def packed(self) -> Tensor:
+        """Everything of a head in one row of numbers."""
+        first, second, last = _triples(self.third.shape[-1]).unbind(-1)
+        third = self.third[:, first, second, last]
+        return torch.cat([self.covariance.flatten(1), third, self.freedom[:, None], self.step[:, None]], dim=-1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, sums: int) -> "Uncertainty":
+        """From what packed() gave."""
+        triples = _triples(sums)
+        covariance, third, freedom, step = packed.split([sums**2, len(triples), 1, 1], dim=-1)
+        whole = packed.new_zeros(packed.shape[0], sums, sums, sums)
+        for first, second, last in permutations(triples.unbind(-1)):
+            whole[:, first, second, last] = third
+        return cls(covariance.unflatten(-1, (sums, sums)), whole, freedom.squeeze(-1), step.squeeze(-1))
+
+    @classmethod
+    def none(cls, sums: Tensor) -> "Uncertainty":
+        """That of sums (heads, sums) over every row."""
+        heads, width = sums.shape
+        nothing = sums.new_zeros(heads)
+        return cls(sums.new_zeros(heads, width, width), sums.new_zeros(heads, width, width, width), nothing, nothing)
+
+
+def merged(parts: list[Uncertainty]) -> Uncertainty | None:
+    """That of the sums of all parts; None where there is none."""
+    return reduce(Uncertainty.__add__, parts) if parts else None
+
+
+def packed_size(sums: int) -> int:
+    """How many numbers packed() gives a head."""
+    return sums**2 + len(_triples(sums)) + 2
+
+
+def _triples(sums: int) -> Tensor:
+    """The third cumulants that tell all others, by symmetry."""
+    return torch.tensor(list(combinations_with_replacement(range(sums), 3)))
