@@ -95,6 +95,7 @@ class Written:
             query=kept[0],
             key=kept[1],
             origins=self.origins(),
+            sinks=self.sinks(scores[0]),
             highest_bias=self.highest_bias(scores[0], shown[0]),
         )
 
@@ -181,6 +182,10 @@ class Written:
         if self.trail.other_scores:
             return Origins()
         return Origins(self.probed.origin(queries=True).settled(), self.probed.origin(queries=False).settled())
+
+    def sinks(self, scores: Tensor) -> Tensor | None:
+        """The highest score of the probed rows that is no key's, a value a head; None where all are keys'."""
+        return None if bool(self._in_product.all()) else scores[..., ~self._in_product].amax((-2, -1)).double().cpu()
 
     def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
         """The most that is added to a score: of what is known of biases, and of what the probed rows show."""

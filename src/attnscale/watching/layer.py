@@ -45,8 +45,9 @@ class Layer:
     calls: int = 1
     query: Tensor | None = field(default=None, repr=False)  # of the last call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
-    origins: Origins = field(default_factory=Origins, repr=False)  # which parameters made queries, keys and values
+    origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
+    sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     query_gradient: Tensor | None = None  # length of the gradient that reached the queries, where that was followed
     key_gradient: Tensor | None = None
 

@@ -48,6 +48,7 @@ class Sighting:
     gradients: GradientSquares | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
+    sinks: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

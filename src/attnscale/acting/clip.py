@@ -1,0 +1,195 @@
+"""QK-Clip: where a head's largest score passed a threshold, its queries and keys are scaled down to meet it.
+
+Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the optimiser's step.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from attnscale.acting.folding import Folding, Head, Left
+from attnscale.acting.writing import Touched, is_sharded
+from attnscale.errors import SettingError
+from attnscale.watching.layer import Layer
+from attnscale.watching.seen import Seen
+
+LOGGER = logging.getLogger(__name__)
+# A clipped head aims below the threshold by what rounding its parameters may add to a score.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class ClippedHead:
+    """A head whose scores were multiplied by `gamma`.
+
+    `maximum` was its largest score before: "exact" over every row, "sampled" over some (so `bound`, above which no
+    score can lie, may be higher), or "bound" that bound itself. At or below the threshold it was clipped with a head
+    that shares the gain of its QK-norm.
+    """
+
+    layer: str
+    head: int
+    maximum: float
+    bound: float
+    measured: str
+    gamma: float
+    touched: tuple[Touched, ...]
+
+    def __str__(self) -> str:
+        how = "" if self.measured == "exact" else f" ({self.measured}, at most {self.bound:.4g})"
+        return f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+
+
+@dataclass(frozen=True)
+class ClipReport:
+    """What was clipped, by how much and where; and the heads over the threshold that could not be."""
+
+    threshold: float
+    heads: tuple[ClippedHead, ...]
+    left: tuple[Left, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.heads)} heads clipped to {self.threshold:g}" + (":" if self.heads else "")]
+        for head in self.heads:
+            lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
+        return "\n".join([*lines, *(f"  {left}" for left in self.left)])
+
+
+def clip_qk_(
+    model: nn.Module,
+    seen: Seen,
+    threshold: float = 100.0,
+    *,
+    by_bound: bool = False,
+    group: "dist.ProcessGroup | None" = None,
+) -> ClipReport:
+    """Scale down, in place, every head whose largest score in `seen` passed the threshold: γ = threshold / maximum.
+
+    Queries and keys take √γ each: rows of weights and biases, or of a QK-norm's gain, which then stands for the
+    weight. Where heads share a key, as in GQA, MQA and the rotary part of MLA, their queries take γ and the key stays.
+    A head at or under the threshold keeps its parameters to the last bit, unless it shares the gain that makes its
+    queries with one that is over. A head seen NaN or infinite is left, as is one whose parameters could not be
+    followed; the report says so, and every clipped head is logged with its maximum before.
+
+    Where rows were sampled, the largest score seen decides; `by_bound` decides by the upper bound instead, after which
+    no score of that input can pass the threshold, though a head may be clipped that did not need it. Ranks that hold
+    the same parameters must agree: under FSDP2 and DDP they do, else give their `group`.
+
+    >>> from attnscale import watch
+    >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
+    >>> with torch.no_grad():
+    ...     _ = layer.in_proj_weight[:32].mul_(1000)  # the queries of the first head
+    >>> x = torch.randn(1, 10, 64)
+    >>> with watch(layer, rows=None) as seen:
+    ...     _ = layer(x, x, x)
+    >>> [head.head for head in clip_qk_(layer, seen).heads]
+    [0]
+    >>> with watch(layer, rows=None) as seen:
+    ...     _ = layer(x, x, x)
+    >>> bool(seen.layers["MultiheadAttention"].stats.max[0] <= 100)
+    True
+    """
+    if not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
+        raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
+    layers = seen.layers
+    largest = _agreed(model, {name: _maxima(layer) for name, layer in layers.items()}, group)
+    asked = {
+        (name, head): (float(largest[name][1 if by_bound else 0, head]), layer)
+        for name, layer in layers.items()
+        for head in range(layer.heads)
+    }
+    over = {head: known for head, known in asked.items() if not known[0] <= threshold}
+    if not over:
+        return ClipReport(threshold, (), ())
+    folding = Folding(model, layers)
+    wanted: dict[Head, float] = {}
+    left: list[Left] = []
+    for head, (maximum, layer) in over.items():
+        aim = threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(layer.name)).eps))
+        if layer.sinks is not None and float(layer.sinks[head[1]]) > aim:
+            left.append(Left(*head, f"a sink beside its keys has the score {float(layer.sinks[head[1]]):.4g}"))
+            continue
+        try:
+            wanted[head] = gamma(maximum, aim, layer.highest_bias, layer.softcap)
+        except SettingError as error:
+            left.append(Left(*head, str(error)))
+    folded, not_folded = folding.multiply_(wanted, merge=min)
+    clipped = []
+    for each in folded:
+        maximum, layer = asked[each.layer, each.head]
+        measured = "exact" if layer.stats.exact else "bound" if by_bound else "sampled"
+        bound = float(largest[each.layer][1, each.head])
+        clipped.append(ClippedHead(each.layer, each.head, maximum, bound, measured, each.factor, each.touched))
+    report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
+    _log(report)
+    return report
+
+
+def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | None = None) -> float:
+    """What to multiply q·k by so that the largest score comes down to the threshold; 1 where it is not above.
+
+    Of scores to which up to `bias` is added, only the rest can be scaled: γ = (τ − b) / (M − b). Under a soft-cap c
+    the score before it counts: γ = artanh(τ/c) / artanh(M/c).
+
+    >>> gamma(400.0, 100.0), gamma(-3.0, 100.0), gamma(110.0, 100.0, bias=90.0)
+    (0.25, 1.0, 0.5)
+    """
+    if maximum <= threshold:
+        return 1.0
+    if not math.isfinite(maximum):
+        raise SettingError(f"its largest score is {maximum}")
+    if bias >= threshold:
+        raise SettingError(f"what is added to its scores, up to {bias:.4g}, passes the threshold alone")
+    above, aim = maximum - bias, threshold - bias
+    if softcap is not None:
+        if above >= softcap:
+            raise SettingError(f"its largest score is the soft-cap, {softcap:.4g}, and what came before is not known")
+        above, aim = math.atanh(above / softcap), math.atanh(aim / softcap)
+    return aim / above
+
+
+def _maxima(layer: Layer) -> torch.Tensor:
+    """The largest score seen, and the bound: (2, heads)."""
+    return torch.stack([layer.stats.max, layer.stats.max_bound]).double().cpu()
+
+
+def _agreed(
+    model: nn.Module, maxima: Mapping[str, torch.Tensor], group: "dist.ProcessGroup | None"
+) -> dict[str, torch.Tensor]:
+    """The largest over all ranks that hold the same parameters; they ran the same layers."""
+    groups = _groups(model) if group is None else [group]
+    if not groups or not maxima:
+        return dict(maxima)
+    device = next(model.parameters()).device
+    packed = torch.cat([values.flatten() for values in maxima.values()]).to(device)
+    packed = torch.where(packed.isnan(), math.inf, packed)  # a NaN on one rank is not to be lost in a maximum
+    for each in groups:
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=each)
+    parts = packed.cpu().split([values.numel() for values in maxima.values()])
+    return {name: part.view_as(values) for part, (name, values) in zip(parts, maxima.items(), strict=True)}
+
+
+def _groups(model: nn.Module) -> "list[dist.ProcessGroup]":
+    """The ranks over which a model's parameters are sharded or copied."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return [model.process_group]
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
+    mesh = None if sharded is None else sharded.device_mesh
+    return [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _log(report: ClipReport) -> None:
+    for head in report.heads:
+        LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
+    for left in report.left:
+        LOGGER.warning("QK-Clip at %g: %s", report.threshold, left)

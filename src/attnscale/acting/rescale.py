@@ -1,0 +1,254 @@
+"""The scale a model applies, set: as an attribute where the model reads one, else folded into its projections."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.acting.folding import Folding, Head, Left
+from attnscale.acting.writing import Touched
+from attnscale.errors import InputError, SettingError
+from attnscale.rules import about_rule, get_rule
+from attnscale.rules.apply import Scale, apply_scale
+from attnscale.watching import watch
+from attnscale.watching.attributes import SCALE_NAMES, number
+from attnscale.watching.layer import Layer
+from attnscale.watching.seen import Seen
+
+SAME = 1e-3  # relative: what watching tells scales apart by
+UNIT_SPREAD = 1e-3  # how near to one a calibrated spread comes
+MOST_PASSES = 12  # a layer's scores move those of the layers after it, less each time
+# An attribute may multiply the scores, divide them, or multiply or divide both query and key.
+READINGS: tuple[Callable[[float], float], ...] = (
+    lambda ratio: ratio,
+    lambda ratio: 1 / ratio,
+    lambda ratio: ratio**0.5,
+    lambda ratio: ratio**-0.5,
+)
+
+
+@dataclass(frozen=True)
+class RescaledHead:
+    """A head whose scores were multiplied by `factor`: through an attribute of the model, or rows of parameters.
+
+    `before` and `after` are the scale applied to queries and keys as they were, or, calibrated, the spread of scores.
+    """
+
+    layer: str
+    head: int
+    before: float
+    after: float
+    factor: float
+    attribute: str = ""
+    touched: tuple[Touched, ...] = ()
+
+    def __str__(self) -> str:
+        where = f", by {self.attribute}" if self.attribute else ""
+        return f"{self.layer}, head {self.head}: {self.before:.4g} to {self.after:.4g}, times {self.factor:.4g}{where}"
+
+
+@dataclass(frozen=True)
+class RescaleReport:
+    """What was rescaled, by how much and where; and the heads that could not be."""
+
+    heads: tuple[RescaledHead, ...]
+    left: tuple[Left, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.heads)} heads rescaled" + (":" if self.heads else "")]
+        for head in self.heads:
+            lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
+        return "\n".join([*lines, *(f"  {left}" for left in self.left)])
+
+
+def rescale_(model: nn.Module, rule: Scale, batch: Any = None) -> RescaleReport:
+    """Make every attention of the model apply a rule's scale: `inverse_sqrt`, `constant(0.1)`, `0.1`, `"unscaled"`, …
+
+    Where the module keeps its scale as a number, that is set; else the ratio is folded into what makes queries and
+    keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to multiply again.
+    The rule must be one number for a head dimension: a learned rule, or one that looks at tensors, cannot be folded.
+    `batch` is what the model is called on to see what it applies now: keyword arguments as a dict, several arguments
+    as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention.
+
+    >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
+    >>> report = rescale_(layer, "unscaled")
+    >>> [round(head.before**-2) for head in report.heads], [round(head.after, 6) for head in report.heads]
+    ([32, 32], [1.0, 1.0])
+    """
+    batch = _example(model) if batch is None else batch
+    before = _watched(model, batch)
+    scales = {name: _constant(rule, layer.head_dim) for name, layer in before.layers.items()}
+    attributes = _set_attributes(model, batch, before, scales)
+    now = _watched(model, batch) if attributes else before
+    wanted = _ratios(now, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
+    folded, left = Folding(model, now.layers).multiply_(wanted, merge=geometric_mean)
+    by_head = {(each.layer, each.head): each for each in folded}
+    heads = []
+    for name, layer in before.layers.items():
+        for head, (was, scale) in enumerate(zip(layer.scales.tolist(), now.layers[name].scales.tolist(), strict=True)):
+            fold = by_head.get((name, head))
+            if fold is not None or name in attributes:
+                after, touched = (scale, ()) if fold is None else (scale * fold.factor, fold.touched)
+                heads.append(RescaledHead(name, head, was, after, after / was, attributes.get(name, ""), touched))
+    return RescaleReport(tuple(heads), tuple(left))
+
+
+def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
+    """Fold into each head what gives its scores on this batch a standard deviation of one.
+
+    For a model at initialisation: dividing by √d_k gives unit spread only where queries and keys have unit variance.
+    The model runs without dropout, a few times, since the scores of a layer move those after it. `batch` as in
+    rescale_(). Heads that share what makes their queries, as the gain of a QK-norm, have unit spread in the mean.
+
+    >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
+    >>> x = torch.randn(4, 50, 64)
+    >>> report = calibrate_(layer, (x, x, x))
+    >>> [round(head.after, 2) for head in report.heads]
+    [1.0, 1.0]
+    """
+    with _evaluating(model):
+        before = after = _watched(model, batch, rows=None)
+        left: list[Left] = []
+        touched: dict[Head, tuple[Touched, ...]] = {}
+        factors: dict[Head, float] = {}
+        for _ in range(MOST_PASSES):
+            wanted = _ratios(after, lambda layer: torch.ones(layer.heads), lambda layer: layer.stats.std)
+            wanted = {head: factor for head, factor in wanted.items() if abs(factor - 1) > UNIT_SPREAD / 2}
+            if not wanted:
+                break
+            folded, left = Folding(model, after.layers).multiply_(wanted, merge=geometric_mean)
+            if not folded:
+                break
+            for each in folded:
+                key = (each.layer, each.head)
+                touched[key] = _compounded(touched.get(key, ()), each.touched)
+                factors[key] = factors.get(key, 1.0) * each.factor
+            after = _watched(model, batch, rows=None)
+    heads = []
+    for (name, head), changes in sorted(touched.items()):
+        was, now = (float(seen.layers[name].stats.std[head]) for seen in (before, after))
+        heads.append(RescaledHead(name, head, was, now, factors[name, head], touched=changes))
+    return RescaleReport(tuple(heads), tuple(left))
+
+
+def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:
+    with torch.no_grad(), watch(model, rows=rows) as seen:
+        if isinstance(batch, Mapping):
+            model(**batch)
+        elif isinstance(batch, tuple | list):
+            model(*batch)
+        else:
+            model(batch)
+    return seen
+
+
+def _example(model: nn.Module) -> Any:
+    """Something to call a model on, where it says what it takes."""
+    if isinstance(model, nn.MultiheadAttention):
+        weight = next(model.parameters())
+        sizes = (model.embed_dim, model.kdim or model.embed_dim, model.vdim or model.embed_dim)
+        return tuple(torch.randn(2, 8, size, device=weight.device, dtype=weight.dtype) for size in sizes)
+    inputs = getattr(model, "dummy_inputs", None)
+    if isinstance(inputs, Mapping) and inputs:
+        device = next(model.parameters()).device
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    raise InputError(
+        f"Expected a batch to call {type(model).__name__} on, to see what scale it applies; "
+        "call rescale_(model, rule, batch)."
+    )
+
+
+def _constant(rule: Scale, head_dim: int) -> float:
+    """The number a rule multiplies q·k by."""
+    if isinstance(rule, Tensor | nn.Module | type):
+        raise SettingError(f"Expected a rule that is one number, got {type(rule).__name__}, which learns or varies.")
+    chosen = get_rule(rule) if isinstance(rule, str) else rule
+    known = None if chosen is None or isinstance(chosen, float | int) else about_rule(chosen)
+    ones = torch.ones(1, 1, 2, head_dim)
+    if not (known is not None and known.needs_visible):
+        query, key, scale = apply_scale(chosen, ones, ones, lambda: None)
+        if query is ones and key is ones and scale > 0:
+            return float(scale)
+    raise SettingError(
+        f"Expected a rule that is one positive number for a head dimension, got {rule!r}, which looks at tensors; "
+        "use it in attnscale.attention or attnscale.MultiheadAttention, or calibrate_(model, batch)."
+    )
+
+
+def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Layer], Tensor]) -> dict[Head, float]:
+    """What each head is to be multiplied by; those that are right, or cannot be known, left out."""
+    ratios = {}
+    for name, layer in seen.layers.items():
+        for head, ratio in enumerate((wanted(layer).double() / found(layer).double().cpu()).tolist()):
+            if 0 < ratio < math.inf and not math.isclose(ratio, 1.0, rel_tol=1e-7):
+                ratios[name, head] = ratio
+    return ratios
+
+
+def _set_attributes(model: nn.Module, batch: Any, seen: Seen, scales: Mapping[str, float]) -> dict[str, str]:
+    """Set the numbers that modules keep as their scale, each in the first reading that proves right; those that did."""
+    wrong = [name for name, layer in seen.layers.items() if not _applies(layer, scales[name])]
+    held = {name: place for name in wrong if (place := _attribute(model, seen.layers[name])) is not None}
+    done: dict[str, str] = {}
+    for reading in READINGS:
+        waiting = {name: place for name, place in held.items() if name not in done}
+        if not waiting:
+            break
+        old = {}
+        for name, (module, attribute) in waiting.items():
+            old[name] = getattr(module, attribute)
+            setattr(module, attribute, old[name] * reading(scales[name] / seen.layers[name].scale_applied))
+        now = _watched(model, batch)
+        for name, (module, attribute) in waiting.items():
+            if name in now.layers and _applies(now.layers[name], scales[name]):
+                done[name] = f"{name}.{attribute}"
+            else:
+                setattr(module, attribute, old[name])
+    return done
+
+
+def _applies(layer: Layer, scale: float) -> bool:
+    return math.isclose(layer.scale_applied, scale, rel_tol=SAME)
+
+
+def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
+    """A number of the attention's module that can be the scale it applies."""
+    try:
+        module = model.get_submodule(layer.name.partition("#")[0])
+    except AttributeError:  # the model itself, shown by its class
+        module = model
+    for name in SCALE_NAMES:
+        value = vars(module).get(name)
+        if isinstance(value, float) and number(module, name) and value > 0:
+            return module, name
+    return None
+
+
+def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
+    """Changes of the same rows, one after the other, as one."""
+    factors = {(each.parameter, each.rows): each.factor for each in first}
+    for each in second:
+        key = (each.parameter, each.rows)
+        factors[key] = factors.get(key, 1.0) * each.factor
+    return tuple(Touched(parameter, rows, factor) for (parameter, rows), factor in factors.items())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, each module put back into its own afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
