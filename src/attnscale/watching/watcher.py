@@ -4,12 +4,9 @@ One mode between the model and torch's kernels sees each operation after it ran,
 to products to softmaxes. Nothing is replaced, so outputs stay as they are to the last bit.
 """
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnscale.errors import InputError, SettingError
 from attnscale.watching.declared import declared
 from attnscale.watching.eager import see_softmax
-from attnscale.watching.fused import Kernel, flex_call, kernel_calls, recognised
+from attnscale.watching.fused import flex_call, kernel_calls
 from attnscale.watching.gradients import of_kernel
+from attnscale.watching.kernels import Kernel
+from attnscale.watching.kinds import kind_of
 from attnscale.watching.lineage import Ledger, Node, shape_of
 from attnscale.watching.names import ParameterNames, Running, within
+from attnscale.watching.norms import QueryKeyNorms
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
 from attnscale.watching.seen import Seen
@@ -34,9 +34,6 @@ DEFAULT_ROWS = 64
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")
 SPECIAL = {*PRODUCTS, *SOFTMAXES, "convolution", "_log_softmax", "exp", "div", "mul", "sum"}
-NORM_OF_QUERY_OR_KEY = re.compile(
-    r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
-)
 
 
 @contextmanager
@@ -99,7 +96,7 @@ class Watcher(TorchDispatchMode):
             if FakeTensor in types:
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if _kind(func).is_composite:
+        if kind_of(func).is_composite:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -114,7 +111,7 @@ class Watcher(TorchDispatchMode):
         return result
 
     def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind.is_flex:
             self._see_kernel(flex_call(self.ledger, args), result)
         if not kind.name:
@@ -289,69 +286,3 @@ class Watcher(TorchDispatchMode):
 
 
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
-
-
-class QueryKeyNorms:
-    """The norms of queries and keys that a model was built with, and whether they take part."""
-
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self.built = {
-            name: module
-            for name, module in model.named_modules()
-            if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
-        }
-        self._ledger = ledger
-        self._outputs: dict[str, list[Node]] = {}
-
-    def ran(self, name: str, output: Any) -> None:
-        """A module of the model ran."""
-        if name in self.built and isinstance(output, Tensor):
-            self._outputs.setdefault(name, []).append(self._ledger.node(output))
-
-    def unused(self, path: str) -> tuple[str, ...]:
-        """The norms that belong to the attention at this path and never took part."""
-        return tuple(
-            name
-            for name, module in self.built.items()
-            if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
-        )
-
-    def _takes_part(self, name: str, module: nn.Module) -> bool:
-        if name in self._outputs:
-            return any(node.used for node in self._outputs[name])
-        nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
-        return any(node is not None and node.used for node in nodes)
-
-
-def _belongs(parent: str, path: str) -> bool:
-    return not parent or path == parent or path.startswith(f"{parent}.")
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What is asked of an operation every time it runs."""
-
-    full_name: str = ""
-    name: str = ""  # without namespace, and without the underscore of in-place forms; empty: not read
-    arguments: tuple[str, ...] = ()
-    is_composite: bool = False  # made of other operations; in inference mode such ones arrive whole
-    is_mutable: bool = False
-    is_kernel: bool = False
-    is_flex: bool = False
-
-
-@cache
-def _kind(func: Any) -> _Kind:
-    if not isinstance(func, torch._ops.OpOverload):
-        return _Kind(is_flex=str(func) == "flex_attention")
-    schema = func._schema
-    space, _, name = schema.name.partition("::")
-    name = name if name.startswith("__") else name.removesuffix("_")
-    return _Kind(
-        f"{space}::{name}",
-        name,
-        tuple(argument.name for argument in schema.arguments),
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
-        schema.is_mutable,
-        recognised(f"{space}::{name}"),
-    )
