@@ -108,7 +108,7 @@ class Monitor:
             try:
                 self._record(self._leave())
             except Exception as error:  # the run is worth more than its log
-                self._tell(f"Step {self.steps} could not be recorded: {type(error).__name__}: {error}")
+                self._tell(f"A sampled step could not be recorded: {type(error).__name__}: {error}")
         self.steps += 1
 
     def __enter__(self) -> "Monitor":
