@@ -6,10 +6,13 @@ import signal
 import time
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
+import attnscale
 from attnscale.train import read_log
 from attnscale.train.record import NUMBERS, Record
+from attnscale.train.tally import Tally, from_bytes, merge, to_bytes
 
 from . import rank_runs
 
@@ -95,3 +98,23 @@ def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
     assert len(told) == 1
     alone = read_log(tmp_path / "scores.rank3.jsonl").records
     assert [(record.step, record.ranks, record.rank) for record in alone] == [(1, 1, 3), (2, 1, 3)]
+
+
+def test_merging_all_layers_at_once_is_merging_them_one_by_one():
+    torch.manual_seed(0)
+    names = [("a", 0, 2), ("b", 0, 3)]
+    parts = [{key: tally(key[2]) for key in names} for _ in range(3)]
+    at_once = merge(parts)
+    assert list(at_once) == names
+    for key, found in at_once.items():
+        one_by_one = parts[0][key] + parts[1][key] + parts[2][key]
+        torch.testing.assert_close(found.pack(), one_by_one.pack(), equal_nan=True)
+        torch.testing.assert_close(from_bytes(to_bytes(at_once))[key].pack(), found.pack(), equal_nan=True)
+
+
+def tally(heads):
+    attention = attnscale.MultiheadAttention(heads * 4, heads, batch_first=True)
+    x = torch.randn(2, 5, heads * 4)
+    with attnscale.watch(attention, rows=None) as seen:
+        attention(x, x, x)
+    return Tally.of(next(iter(seen.layers.values())))

@@ -12,7 +12,7 @@ from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.thinning import thin
 
-DEFAULT_LIMIT = 2**30  # bytes; a log that reaches it is thinned
+DEFAULT_LIMIT = 10**9  # bytes; a log that reaches it is thinned
 TORN = ".torn"  # what is set aside, beside the log
 
 
@@ -42,7 +42,7 @@ class JsonLines:
             set_aside_torn(path)
             self._ready.add(path)
         if path.exists() and path.stat().st_size + len(line) > self.limit:
-            rewrite(path, thin(read_log(path).records))
+            rewrite(path, thin(read_log(path).records))  # three quarters of the records, so that it is seldom done
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             before = os.fstat(handle).st_size

@@ -124,11 +124,21 @@ Tallies = dict[Key, Tally]
 
 def merge(parts: Iterable[Tallies]) -> Tallies:
     """The layers of all parts, those of the same name and place added up."""
+    seen = list(parts)
+    keys = list(seen[0])
+    if keys and all(list(part) == keys for part in seen):  # as ranks mostly do: all heads of all layers at once
+        heads = [heads for _, _, heads in keys]
+        total = reduce(lambda a, b: a + b, (_unpack(_packed(part)) for part in seen))
+        return dict(zip(keys, map(_unpack, total.pack().split(heads)), strict=True))
     found: dict[Key, list[Tally]] = {}
-    for part in parts:
+    for part in seen:
         for key, tally in part.items():
             found.setdefault(key, []).append(tally)
     return {key: reduce(lambda a, b: a + b, tallies) for key, tallies in found.items()}
+
+
+def _packed(tallies: Tallies) -> Tensor:
+    return torch.cat([tally.pack() for tally in tallies.values()]) if tallies else torch.zeros(0, WIDTH)
 
 
 def whole_layers(tallies: Tallies) -> dict[str, Tally]:
@@ -143,8 +153,7 @@ def whole_layers(tallies: Tallies) -> dict[str, Tally]:
 def to_bytes(tallies: Tallies) -> bytes:
     """A line of JSON that names the layers, and the numbers of all their heads."""
     head = json.dumps(list(tallies)).encode()
-    numbers = torch.cat([tally.pack() for tally in tallies.values()]) if tallies else torch.zeros(0, WIDTH)
-    return head + b"\n" + numbers.double().contiguous().numpy().tobytes()
+    return head + b"\n" + _packed(tallies).double().contiguous().numpy().tobytes()
 
 
 def from_bytes(payload: bytes) -> Tallies:

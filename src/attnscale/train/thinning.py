@@ -1,11 +1,12 @@
 """Thinning: an old log as fewer records, each keeping the extremes of those it stands for.
 
-The newest quarter stays as it is; of the older records, pairs of neighbours become one. A log that is thinned again
-and again so has steps ever further apart the older they are, and no alarm and no largest score is ever lost.
+The first record and the newest quarter stay as they are. Of the others, neighbours that stand for the fewest steps
+become one, so that all old records come to stand for about as many; no alarm and no largest score is ever lost.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from attnscale.train.record import LayerRecord, Record
 
@@ -15,13 +16,30 @@ BAD_WHEN_SMALL = frozenset({"entropy_ratio", "gradient_gain"})
 
 
 def thin(records: Sequence[Record]) -> list[Record]:
-    """The same run in fewer records: about 5/8 of them, the first one and the newest left as they are."""
-    if len(records) < 2 * KEPT:
-        return list(records)
-    newest = len(records) - len(records) // KEPT
-    old = records[1:newest]
-    pairs = [old[at : at + 2] for at in range(0, len(old), 2)]
-    return [records[0], *(pair[0] if len(pair) == 1 else _folded(*pair) for pair in pairs), *records[newest:]]
+    """The same run in three quarters of its records, or fewer; a run of less than eight is left as it is."""
+    thinned, wanted = list(records), len(records) * 3 // 4
+    while len(thinned) > wanted and len(thinned) >= 2 * KEPT:
+        newest = len(thinned) - len(thinned) // KEPT
+        thinned = [thinned[0], *_fold_narrow(thinned[1:newest]), *thinned[newest:]]
+    return thinned
+
+
+def _fold_narrow(records: list[Record]) -> list[Record]:
+    """Neighbours folded that together stand for at most twice the steps of the narrowest such pair."""
+    limit = 2 * min(_width(first, second) for first, second in pairwise(records))
+    found = records[:1]
+    folded = False  # whether the last of them is new, and is not to be folded again
+    for record in records[1:]:
+        if not folded and _width(found[-1], record) <= limit:
+            found[-1], folded = _folded(found[-1], record), True
+        else:
+            found.append(record)
+            folded = False
+    return found
+
+
+def _width(first: Record, second: Record) -> int:
+    return (second.step if second.until is None else second.until) - first.step + 1
 
 
 def _folded(first: Record, second: Record) -> Record:

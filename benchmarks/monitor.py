@@ -1,0 +1,102 @@
+"""What monitoring costs a training step of GPT-2-small's shape, fewer layers: `python benchmarks/monitor.py`
+
+A plain step, a step that a Monitor watches and one between two of those are timed in turns, each beside a plain one;
+the ratios of neighbours are reported. Monitoring every 50th step costs (49 · between + watched) / 50 of a plain step.
+Fails where a median is above its limit.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from attnscale import Monitor
+from attnscale.models import CausalTransformer
+
+D_MODEL, HEADS, VOCABULARY = 768, 12, 1024
+LIMITS = {"watched": 1.15, "every 50th": 1.01}
+EVERY = 50
+
+
+class Run:
+    """A model in training, with or without a monitor."""
+
+    def __init__(self, layers: int, length: int, batch: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.model = CausalTransformer(VOCABULARY, D_MODEL, layers, HEADS).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
+        self.tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device)
+        self.monitor = Monitor(self.model, every=EVERY)
+        self.monitor.cancel()
+        self.device = device
+
+    def step(self) -> None:
+        """One step as anyone writes it."""
+        logits = self.model(self.tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def seconds(self, kind: str) -> float:
+        """The time of a step that is plain, watched, or between two watched ones."""
+        self.monitor.steps = 0 if kind == "watched" else 1
+        self._wait()
+        start = time.perf_counter()
+        if kind == "watched":
+            self.monitor.begin()
+        self.step()
+        if kind == "watched":
+            self.monitor.end()
+        elif kind == "between":
+            self.monitor.step()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def ratios(run: Run, kind: str, rounds: int) -> list[float]:
+    """Of neighbours, each first in every second round; the first round warms up."""
+    found = []
+    for turn in range(rounds + 1):
+        times = {name: run.seconds(name) for name in (("plain", kind) if turn % 2 else (kind, "plain"))}
+        found.append(times[kind] / times["plain"])
+    return found[1:]
+
+
+def main() -> None:
+    """Print medians and quartiles, record them, and hold them to the limits."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--layers", type=int, default=2)
+    arguments.add_argument("--length", type=int, default=512)
+    arguments.add_argument("--batch", type=int, default=4)
+    arguments.add_argument("--rounds", type=int, default=10)
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--out", type=Path, default=None)
+    given = arguments.parse_args()
+    run = Run(given.layers, given.length, given.batch, given.device)
+    costs = {}
+    for kind in ("watched", "between"):
+        low, middle, high = statistics.quantiles(ratios(run, kind, given.rounds), n=4)
+        costs[kind] = middle
+        print(f"{kind}: {middle:.3f}× ({low:.3f}–{high:.3f})", flush=True)
+    costs["every 50th"] = ((EVERY - 1) * costs["between"] + costs["watched"]) / EVERY
+    plain = statistics.median(run.seconds("plain") for _ in range(3))
+    print(f"every 50th: {costs['every 50th']:.4f}× of {1e3 * plain:.0f} ms")
+    shape = {"layers": given.layers, "length": given.length, "batch": given.batch, "device": given.device}
+    if given.out is not None:
+        given.out.write_text(json.dumps({**shape, "plain_seconds": plain, "ratios": costs}, indent=1) + "\n")
+    over = [f"{kind} {costs[kind]:.3f}× > {limit}×" for kind, limit in LIMITS.items() if costs[kind] > limit]
+    if over:
+        sys.exit(f"Over the limit: {', '.join(over)}.")
+
+
+if __name__ == "__main__":
+    main()
