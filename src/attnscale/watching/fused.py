@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.watching.coordinates import transposed
+from attnscale.watching.coordinates import sliced, transposed
 from attnscale.watching.kernels import Kernel
 from attnscale.watching.lineage import Ledger, Node
 from attnscale.watching.operations import moved
@@ -44,23 +44,39 @@ def _own(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
 
 def _flash(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     """flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
-    query, key = (given[name].transpose(1, 2) for name in ("q", "k"))
-    mask = _window(query, key, bool(given.get("causal")), given)
-    yield Kernel(
-        "flash", query, key, float(given["softmax_scale"]), _turned(ledger.node(given["q"])),
-        _turned(ledger.node(given["k"])), mask, softcap=given.get("softcap") or None,
-        value_node=_turned(ledger.node(given["v"])),
-    )  # fmt: skip
+    yield _flash_kernel(given, *(ledger.node(given[name]) for name in ("q", "k", "v")))
 
 
 def _flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     """flash-attn over sequences laid end to end."""
-    starts, key_starts = (given[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    for start, stop, key_start, key_stop in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
-        query, key = given["q"][None, start:stop], given["k"][None, key_start:key_stop]
-        if query.numel() and key.numel():
-            lone = next(_flash(ledger, {**given, "q": query, "k": key}))
-            yield replace(lone, query_node=None, key_node=None, value_node=None)
+    starts = {name: given[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
+    starts["v"] = starts["k"]
+    for number in range(len(starts["q"]) - 1):
+        parts = {name: slice(*starts[name][number : number + 2]) for name in starts}
+        one = {**given, **{name: given[name][None, part] for name, part in parts.items()}}
+        if one["q"].numel() and one["k"].numel():
+            yield _flash_kernel(one, *(_part(ledger.node(given[name]), part) for name, part in parts.items()))
+
+
+def _flash_kernel(given: dict[str, Any], query: Node, key: Node, value: Node) -> Kernel:
+    turned = {name: given[name].transpose(1, 2) for name in ("q", "k")}
+    return Kernel(
+        "flash",
+        turned["q"],
+        turned["k"],
+        float(given["softmax_scale"]),
+        _turned(query),
+        _turned(key),
+        _window(turned["q"], turned["k"], bool(given.get("causal")), given),
+        softcap=given.get("softcap") or None,
+        value_node=_turned(value),
+    )
+
+
+def _part(node: Node, part: slice) -> Node:
+    """One sequence of those laid end to end, as a batch of its own."""
+    back = sliced(0, part.start)
+    return moved(node, (1, part.stop - part.start, *node.shape[1:]), lambda points: back(points[:, 1:]))
 
 
 def _turned(node: Node) -> Node:
