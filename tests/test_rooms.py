@@ -14,7 +14,8 @@ SRC = Path(attnscale.__file__).parent
 # A room imports only what stands before it.
 ROOMS = (
     "errors", "shapes", "reference", "theory", "rules", "masks", "inputs", "kernels", "operator", "modules",
-    "measure", "watching", "diagnose", "train", "models", "loading", "checking", "bench", "claims", "show", "cli",
+    "measure", "watching", "diagnose", "acting", "train", "models", "loading", "checking", "bench", "claims", "show",
+    "cli",
 )  # fmt: skip
 
 
@@ -50,9 +51,9 @@ def test_imports_go_one_way(path):
 
 def test_the_public_names():
     assert sorted(attnscale.__all__) == [
-        "AttnscaleError", "Finding", "Monitor", "MultiheadAttention", "ScoreMoments", "ScoreStats", "attention",
-        "attention_weights", "attention_with_stats", "audit", "reference", "rules", "score_moments", "score_stats",
-        "theory", "train", "watch", "what_if",
+        "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "ScoreMoments", "ScoreStats",
+        "attention", "attention_weights", "attention_with_stats", "audit", "calibrate_", "clip_qk_", "reference",
+        "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)
     assert set(attnscale.__all__) <= set(dir(attnscale))

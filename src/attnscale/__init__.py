@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnscale import reference, rules, theory, train
+    from attnscale.acting import ClipReport, calibrate_, clip_qk_, rescale_
     from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
     from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AttnscaleError",
+    "ClipReport",
     "Finding",
     "Monitor",
     "MultiheadAttention",
@@ -25,7 +27,10 @@ __all__ = [
     "attention_weights",
     "attention_with_stats",
     "audit",
+    "calibrate_",
+    "clip_qk_",
     "reference",
+    "rescale_",
     "rules",
     "score_moments",
     "score_stats",
@@ -50,6 +55,10 @@ _HOME = {
     "Finding": "attnscale.diagnose",
     "audit": "attnscale.diagnose",
     "what_if": "attnscale.diagnose",
+    "ClipReport": "attnscale.acting",
+    "calibrate_": "attnscale.acting",
+    "clip_qk_": "attnscale.acting",
+    "rescale_": "attnscale.acting",
     "Monitor": "attnscale.train",
 }
 

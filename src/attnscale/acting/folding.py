@@ -215,7 +215,7 @@ class Folding:
                 mine = np.isin(block.first + rows, used)
                 for factor in np.unique(row_factors[mine]):
                     same = rows[mine & (row_factors == factor)]
-                    touched.append(Touched(block.name, tuple(same.tolist()), float(factor)))
+                    touched.append(Touched(block.name, tuple(same.tolist()), float(factor), block.across, block.offset))
             found.append(Folded(*self._heads[number], float(factors[number]), tuple(touched)))
         return found
 

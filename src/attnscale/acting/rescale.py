@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import geometric_mean
 from typing import Any
 
@@ -235,11 +235,12 @@ def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
 
 def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
     """Changes of the same rows, one after the other, as one."""
-    factors = {(each.parameter, each.rows): each.factor for each in first}
+    changes = {(each.parameter, each.rows): each for each in first}
     for each in second:
-        key = (each.parameter, each.rows)
-        factors[key] = factors.get(key, 1.0) * each.factor
-    return tuple(Touched(parameter, rows, factor) for (parameter, rows), factor in factors.items())
+        earlier = changes.get((each.parameter, each.rows))
+        factor = each.factor if earlier is None else each.factor * earlier.factor
+        changes[each.parameter, each.rows] = replace(each, factor=factor)
+    return tuple(changes.values())
 
 
 @contextmanager

@@ -15,11 +15,16 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Touched:
-    """Rows of a parameter that were multiplied by one factor, counted over all axes but those they run along."""
+    """Rows of a parameter that were multiplied by one factor; they run along the axes `across`, counted over the rest.
+
+    `factor` multiplies the values with `offset` added: a gain that is kept as 1 + weight has an offset of 1.
+    """
 
     parameter: str
     rows: tuple[int, ...]
     factor: float
+    across: tuple[int, ...] = ()
+    offset: float = 0.0
 
     def __str__(self) -> str:
         spans = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in _spans(self.rows))
