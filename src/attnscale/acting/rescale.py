@@ -1,10 +1,9 @@
 """The scale a model applies, set: as an attribute where the model reads one, else folded into its projections."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None) -> RescaleReport:
     attributes = _set_attributes(model, batch, before, scales)
     now = _watched(model, batch) if attributes else before
     wanted = _ratios(now, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
-    folded, left = Folding(model, now.layers).multiply_(wanted, merge=geometric_mean)
+    folded, left = Folding(model, now.layers).multiply_(wanted, merge=_geometric_mean)
     by_head = {(each.layer, each.head): each for each in folded}
     heads = []
     for name, layer in before.layers.items():
@@ -125,7 +124,7 @@ def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
             wanted = {head: factor for head, factor in wanted.items() if abs(factor - 1) > UNIT_SPREAD / 2}
             if not wanted:
                 break
-            folded, left = Folding(model, after.layers).multiply_(wanted, merge=geometric_mean)
+            folded, left = Folding(model, after.layers).multiply_(wanted, merge=_geometric_mean)
             if not folded:
                 break
             for each in folded:
@@ -241,6 +240,10 @@ def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tupl
         factor = each.factor if earlier is None else each.factor * earlier.factor
         changes[each.parameter, each.rows] = replace(each, factor=factor)
     return tuple(changes.values())
+
+
+def _geometric_mean(factors: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, factors)) / len(factors))
 
 
 @contextmanager

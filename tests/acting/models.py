@@ -1,0 +1,116 @@
+"""A watched model, what was changed in it, and the layouts that a clip must understand."""
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import attnscale
+
+
+def watched(model, inputs, rows=None):
+    with torch.no_grad(), attnscale.watch(model, rows=rows) as seen:
+        model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    return seen
+
+
+def between(maxima):
+    """A threshold that the highest head passes and the second does not."""
+    ordered = maxima.sort().values
+    return float(ordered[-1]) / 2 if len(ordered) == 1 else float(ordered[-2:].mean())
+
+
+def before_and(model):
+    """The parameters as they are."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_changed_as_told(before, model, touched):
+    """Every touched row is what its factor makes of it, and every other element is as it was, to the last bit."""
+    told = {name: values.clone() for name, values in before.items()}
+    for name, rows, across, offset, factor in {
+        (each.parameter, each.rows, each.across, each.offset, each.factor) for each in touched
+    }:
+        values = told[name]
+        kept = [axis for axis in range(values.dim()) if axis not in across]
+        by_row = values.permute(*kept, *across)
+        flat = by_row.reshape(math.prod(by_row.shape[: len(kept)]), -1)
+        at = torch.tensor(rows)
+        assert torch.equal(flat[at], before[name].permute(*kept, *across).reshape(flat.shape)[at]), "changed twice"
+        flat[at] = ((flat[at].double() + offset) * factor - offset).to(values.dtype)
+        order = [[*kept, *across].index(axis) for axis in range(values.dim())]
+        told[name] = flat.clone().reshape(by_row.shape).permute(order).contiguous()
+    for name, parameter in model.named_parameters():
+        untouched = told[name] == before[name]
+        assert torch.equal(parameter[untouched], before[name][untouched]), name
+        torch.testing.assert_close(parameter.detach(), told[name])
+
+
+class Attention(nn.Module):
+    """One attention whose queries and keys are made by `make(x)`: (batch, heads, length, head_dim) each."""
+
+    def __init__(self, d_model, heads, kv_heads=None):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads or heads, d_model // heads
+        self.q_proj = nn.Linear(d_model, d_model)
+        self.k_proj = nn.Linear(d_model, self.kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(d_model, self.kv_heads * self.head_dim)
+
+    def split(self, x, heads):
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def make(self, x):
+        return self.split(self.q_proj(x), self.heads), self.split(self.k_proj(x), self.kv_heads)
+
+    def value(self, x):
+        return self.split(self.v_proj(x), self.kv_heads)
+
+    def forward(self, x):
+        query, key = self.make(x)
+        return F.scaled_dot_product_attention(query, key, self.value(x), enable_gqa=True)
+
+
+class SharedQueriesAndKeys(Attention):
+    """Reformer's: one projection for both."""
+
+    def make(self, x):
+        both = self.split(self.q_proj(x), self.heads)
+        return both, both
+
+
+class KeysAreValues(Attention):
+    def value(self, x):
+        return self.split(self.k_proj(x), self.kv_heads)
+
+
+class Normed(Attention):
+    def __init__(self, d_model, heads, kv_heads=None):
+        super().__init__(d_model, heads, kv_heads)
+        self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
+
+    def make(self, x):
+        query, key = super().make(x)
+        return self.q_norm(query), self.k_norm(key)
+
+
+class Untied(nn.Module):
+    """Two layers, which may share their projections."""
+
+    def __init__(self, d_model, heads, tied):
+        super().__init__()
+        self.first, self.second = Attention(d_model, heads), Attention(d_model, heads)
+        if tied:
+            self.second.q_proj, self.second.k_proj = self.first.q_proj, self.first.k_proj
+
+    def forward(self, x):
+        return self.second(self.first(x).transpose(1, 2).flatten(2))
+
+
+def sharpened(model, name, rows, factor):
+    """A copy of the model with some rows of a parameter multiplied."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.get_parameter(name)[rows] *= factor
+    return model

@@ -1,0 +1,27 @@
+"""Clipping parameters that are sharded over ranks, or copied to them: as one process would, on all the data."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import attnscale
+
+from . import rank_runs
+from .models import watched
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_ranks_clip_as_one_process_on_all_data(tmp_path, kind):
+    """axolotl-ai-cloud/axolotl issue 3265: each rank clipped its own shard by its own maximum."""
+    model, batches = rank_runs.model_and_batches()
+    seen = watched(model, (torch.cat(batches),))
+    expected = attnscale.clip_qk_(model, seen, rank_runs.THRESHOLD)
+    assert {head.head for head in expected.heads} == {2, 4}
+    mp.spawn(rank_runs.clip, (str(tmp_path), kind), nprocs=rank_runs.WORLD)
+    for rank in range(rank_runs.WORLD):
+        parameters, told, highest = torch.load(tmp_path / f"{rank}.pt")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert [head[:2] for head in told] == [(head.layer, head.head) for head in expected.heads]
+        assert [head[3] for head in told] == pytest.approx([head.gamma for head in expected.heads], rel=1e-5)
+        assert highest <= rank_runs.THRESHOLD

@@ -1,0 +1,129 @@
+"""Scales set or folded: the scores afterwards are those of the rule, and calibrated ones have unit spread."""
+
+import pytest
+import torch
+from torch import nn
+
+import attnscale
+from attnscale.errors import InputError, SettingError
+
+from ..zoo import CORRECT
+from .models import Attention, Normed, assert_changed_as_told, before_and, watched
+
+D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
+
+RULES = {
+    "inverse_sqrt": HEAD_DIM**-0.5,
+    "unscaled": 1.0,
+    "inverse_dim": 64**0.5 / HEAD_DIM,
+    "temperature:7": 1 / 7,
+    "yarn:4": (0.1 * 1.3862943611198906 + 1) ** 2 * HEAD_DIM**-0.5,
+}
+
+
+class Scaling(Attention):
+    """A module that keeps its scale as a number, and reads it in one of four ways."""
+
+    def __init__(self, d_model, heads, reading):
+        super().__init__(d_model, heads)
+        self.reading = reading
+        self.scale = {"times": 0.2, "over": 5.0, "root": 0.2**0.5, "over_root": 5.0**0.5}[reading]
+
+    def forward(self, x):
+        query, key = self.make(x)
+        scores = query @ key.mT
+        factor = {
+            "times": lambda: self.scale,
+            "over": lambda: 1 / self.scale,
+            "root": lambda: self.scale**2,
+            "over_root": lambda: self.scale**-2,
+        }[self.reading]()
+        return (scores * factor).softmax(-1) @ self.value(x)
+
+
+def made(kind, *args):
+    torch.manual_seed(5)
+    return kind(D_MODEL, HEADS, *args), (torch.randn(2, LENGTH, D_MODEL),)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_folded_scores_are_those_of_the_rule(rule):
+    model, inputs = made(Attention)
+    was, before = watched(model, inputs).layers["Attention"], before_and(model)
+    report = attnscale.rescale_(model, rule, inputs)
+    now = watched(model, inputs).layers["Attention"]
+    torch.testing.assert_close(now.stats.max, was.stats.max * RULES[rule] * HEAD_DIM**0.5, rtol=1e-5, atol=1e-6)
+    assert [head.after for head in report.heads] == pytest.approx([RULES[rule]] * len(report.heads))
+    assert len(report.heads) == (0 if rule == "inverse_sqrt" else HEADS)
+    assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
+
+
+@pytest.mark.parametrize("reading", ["times", "over", "root", "over_root"])
+def test_a_scale_that_is_a_number_of_the_module_is_set(reading):
+    model, inputs = made(Scaling, reading)
+    before = before_and(model)
+    report = attnscale.rescale_(model, "inverse_sqrt", inputs)
+    assert watched(model, inputs).layers["Scaling"].scale_applied == pytest.approx(HEAD_DIM**-0.5, rel=1e-3)
+    assert {head.attribute for head in report.heads} == {"Scaling.scale"}
+    assert_changed_as_told(before, model, [])
+    assert not attnscale.rescale_(model, "inverse_sqrt", inputs).heads, "set once, it is right"
+
+
+def test_a_number_that_does_not_reach_the_scores_is_put_back():
+    model, inputs = made(Attention)
+    model.scale = 0.3
+    was = watched(model, inputs).layers["Attention"].stats.max
+    report = attnscale.rescale_(model, 1.0, inputs)
+    assert model.scale == 0.3
+    assert {head.attribute for head in report.heads} == {""}
+    torch.testing.assert_close(
+        watched(model, inputs).layers["Attention"].stats.max, was * HEAD_DIM**0.5, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_batch_is_found_for_models_that_say_what_they_take():
+    assert len(attnscale.rescale_(nn.MultiheadAttention(D_MODEL, HEADS), 1.0).heads) == HEADS
+    with pytest.raises(InputError, match="batch"):
+        attnscale.rescale_(made(Attention)[0], 1.0)
+
+
+@pytest.mark.parametrize(
+    "rule", ["calibrated", "log_length", "QKNorm", torch.ones(1), attnscale.rules.LearnedTemperature(5), 0.0]
+)
+def test_a_rule_that_is_no_number_cannot_be_folded(rule):
+    model, inputs = made(Attention)
+    before = before_and(model)
+    with pytest.raises(SettingError):
+        attnscale.rescale_(model, rule, inputs)
+    assert_changed_as_told(before, model, [])
+
+
+CALIBRATED = [
+    "fused.Plain", "fused.Grouped", "products.AsPrinted", "positions.RotaryHalves", "structures.CompressedKeys",
+    "layouts.HeadsThreeDim", "norms_and_caps.NormBeforeTheSplit", "structures.Deep", "torch_modules.Encoder",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrated_scores_have_unit_spread_in_every_head(name):
+    model, inputs = CORRECT[name].build()
+    before = before_and(model)
+    report = attnscale.calibrate_(model, inputs)
+    for layer in watched(model, inputs).layers.values():
+        torch.testing.assert_close(layer.stats.std, torch.ones(layer.heads).double(), rtol=2e-3, atol=0)
+    assert all(head.after == pytest.approx(1.0, abs=2e-3) for head in report.heads)
+    assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
+
+
+def test_heads_that_share_a_gain_have_unit_spread_in_the_mean():
+    model, inputs = made(Normed)
+    attnscale.calibrate_(model, inputs)
+    spreads = watched(model, inputs).layers["Normed"].stats.std
+    assert float(spreads.log().mean()) == pytest.approx(0.0, abs=2e-3)
+
+
+def test_calibrating_leaves_every_module_in_its_mode():
+    model, inputs = made(Attention)
+    model.train().q_proj.eval()
+    attnscale.calibrate_(model, inputs)
+    assert (model.training, model.q_proj.training, model.k_proj.training) == (True, False, True)
