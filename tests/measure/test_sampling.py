@@ -102,7 +102,7 @@ def test_corrections_for_few_rows_fade_as_rows_add_up():
     variance = uncertainty.covariance[:, SUMS.index("entropy"), SUMS.index("entropy")]
     plain = variance.sqrt() / (64 * 256)
     assert (whole.stderr("entropy") >= plain).all()
-    torch.testing.assert_close(whole.stderr("entropy"), plain, rtol=0.03, atol=0)
+    assert (whole.stderr("entropy") <= 1.08 * plain).all()  # of one part, 1.14 to 1.82 in twelve trials
 
 
 def test_estimates_are_unbiased():
