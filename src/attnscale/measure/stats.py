@@ -137,7 +137,11 @@ class ScoreStats:
         return self._ratio("effective_keys")
 
     def stderr(self, name: str) -> Tensor:
-        """Standard error of a statistic from having looked at some rows only; zero where exact."""
+        """Standard error of a statistic from having looked at some rows only; zero where exact.
+
+        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: measured in LOG.md, with the heads
+        where they cover less, which are causal ones of few positions and those with a few rows unlike all others.
+        """
         if name == "std":
             return self.stderr("variance") / (2 * self.std)
         if name not in DENOMINATOR:
