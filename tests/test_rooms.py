@@ -73,19 +73,21 @@ def test_no_public_function_shares_its_name_with_a_module():
 
 def test_importing_costs_little_and_loads_nothing_heavy(tmp_path):
     code = """
-import gc, sys, time, torch
+import gc, sys, time
 gc.disable()  # a pass over all that torch made takes as long as the import, and belongs to torch
 start = time.perf_counter()
+import torch
+torch_is_there = time.perf_counter()
 import attnscale
 [getattr(attnscale, name) for name in attnscale.__all__]
-print(time.perf_counter() - start)
+print((time.perf_counter() - torch_is_there) / (torch_is_there - start))
 print([name for name in ("transformers", "plotly", "triton", "tensorboard", "rich", "typer") if name in sys.modules])
 """
     # compiled once, as installed packages are
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [python(code, **compiled).split("\n")[:2] for _ in range(4)]
-    seconds, heavy = min(runs, key=lambda lines: float(lines[0]))
-    assert float(seconds) < 0.1
+    share, heavy = min(runs[1:], key=lambda lines: float(lines[0]))
+    assert float(share) < 0.25  # of what torch takes: as a ratio, since machines are busy
     assert heavy == "[]"
 
 

@@ -42,8 +42,9 @@ def test_a_pickle_of_tensors_alone_gives_the_same_model(bert):
 
 
 def test_safetensors_are_preferred_to_a_pickle(bert):
+    saved = load_file(bert / "model.safetensors")["bert.encoder.layer.0.attention.self.query.weight"]
     (bert / "pytorch_model.bin").write_bytes(b"not looked at")
-    load(bert)
+    assert torch.equal(load(bert).model.bert.encoder.layer[0].attention.self.query.weight, saved)
 
 
 def test_a_config_alone_gives_random_weights_the_same_every_time(bert):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import attnscale
+from tests.watching.layers import found_layers
 
 pytest.importorskip("transformers")
 
@@ -19,16 +20,6 @@ def watched(model, inputs, rows=64):
     with torch.no_grad(), attnscale.watch(model, rows=rows) as seen:
         outputs = model(**inputs)
     return seen, outputs
-
-
-def found_layers(seen, architecture):
-    found = {}
-    for path in architecture.layers:
-        names = [name for name in seen.layers if name == path or name.startswith(f"{path}.")]
-        assert len(names) == 1, f"expected one layer at {path}, got {names} of {list(seen.layers)}"
-        found[path] = seen.layers[names[0]]
-    assert len(found) == len(seen.layers), f"expected {list(found)}, got {list(seen.layers)}"
-    return found
 
 
 def test_there_are_enough_architectures():

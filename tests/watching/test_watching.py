@@ -222,3 +222,23 @@ def test_a_table_of_rotary_angles_made_by_a_product_is_no_query():
     layer = seen.layers["Rotary"]
     assert (layer.heads, layer.kv_heads, layer.head_dim) == (2, 2, 12)
     assert layer.scale_applied == pytest.approx(12**-0.5, rel=1e-6)
+
+
+def test_a_constant_on_pieces_of_the_weights_counts_once():
+    class Pieces(SelfAttention):
+        def forward(self, x):
+            query, key, value = self.project(x)
+            weights = torch.softmax(query @ key.mT, -1) * 0.25
+            return self.merge(weights[..., :3] @ value[:, :, :3] + weights[..., 3:] @ value[:, :, 3:])
+
+    model = Pieces(24, 2)
+    with attnscale.watch(model) as seen, torch.no_grad():
+        model(torch.randn(2, 7, 24))
+    assert seen.layers["Pieces"].wiring.factor_after_softmax == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 24), (2, 0, 24)])
+def test_nothing_to_attend_to_is_said_so(shape):
+    model = Plain(24, 2)
+    with pytest.raises(AttnscaleError, match="empty batch or sequence"), attnscale.watch(model), torch.no_grad():
+        model(torch.randn(shape))

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import attnscale
 from tests.measure.oracle import NAMES, expected_stats
+from tests.watching.layers import found_layers
 from tests.zoo import BUGS, CORRECT, ENTRIES, recording
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's own: nested tensors, TorchScript, FlexAttention
@@ -26,17 +27,6 @@ def watched(entry, rows=64, gradients=False):
     with attnscale.watch(model, rows=rows) as seen, torch.set_grad_enabled(gradients and entry.gradients):
         model(*inputs)
     return seen
-
-
-def found_layers(seen, entry):
-    """The expected layers, each under its own path or that of a module inside it, and no other."""
-    found = {}
-    for path in entry.layers:
-        names = [name for name in seen.layers if name == path or name.startswith(f"{path}.")]
-        assert len(names) == 1, f"expected one layer at {path}, got {names} of {list(seen.layers)}"
-        found[path] = seen.layers[names[0]]
-    assert len(seen.layers) == len(found), f"expected {list(found)}, got {list(seen.layers)}"
-    return found
 
 
 @pytest.mark.parametrize("gradients", [False, True])

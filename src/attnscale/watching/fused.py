@@ -38,10 +38,6 @@ def _sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
         )  # fmt: skip
 
 
-def _own(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
-    yield from _sdpa(ledger, given)
-
-
 def _flash(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kernel]:
     """flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
     yield _flash_kernel(given, *(ledger.node(given[name]) for name in ("q", "k", "v")))
@@ -144,7 +140,7 @@ def _projected_inside(
 READERS: dict[str, Callable[[Ledger, dict[str, Any]], Iterator[Kernel]]] = {
     "aten::_native_multi_head_attention": _native,
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
-    "attnscale::attention_rows": _own,
+    "attnscale::attention_rows": _sdpa,
     "flash_attn::_flash_attn_forward": _flash,
     "flash_attn::_flash_attn_varlen_forward": _flash_varlen,
 }

@@ -18,6 +18,7 @@ class Softmax:
     axis: int
     report: Callable[[Sighting], None] | None = None
     waits: bool = False  # it is attention only if its weights go on to mix values
+    mixed: bool = False  # they did; pieces of them may do so several times, multiplied by the same constant
 
     def ran(self) -> None:
         """Its weights exist."""
@@ -36,7 +37,8 @@ class Softmax:
             if len(trail.points) == 2 and trail.node.weights is self:
                 moved = (trail.points[0] != trail.points[1]).nonzero()[0]
                 self.sighting.mixes_along_softmax &= bool((moved == self.axis).any())
-                self.sighting.factor_after_softmax *= float(trail.factor[0])
+                self.sighting.factor_after_softmax *= 1.0 if self.mixed else float(trail.factor[0])
+                self.mixed = True
 
     def _report(self) -> None:
         if self.report is not None:

@@ -281,7 +281,7 @@ class Watcher(TorchDispatchMode):
         raise InputError(
             "Expected attention in the watched model, but saw none: no fused attention kernel ran, and "
             + (f"none of its {self.softmaxes} softmaxes" if self.softmaxes else "no softmax")
-            + " took a product of two activations."
+            + " took a product of two activations. An empty batch or sequence, or a model on the meta device, has none."
         )
 
 
