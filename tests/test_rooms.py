@@ -15,7 +15,7 @@ SRC = Path(attnscale.__file__).parent
 # A room imports only what stands before it.
 ROOMS = (
     "errors", "shapes", "reference", "theory", "rules", "masks", "inputs", "kernels", "operator", "modules",
-    "measure", "watching", "diagnose", "acting", "train", "models", "loading", "checking", "bench", "claims", "show",
+    "measure", "watching", "diagnose", "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show",
     "cli",
 )  # fmt: skip
 
