@@ -2,6 +2,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.browser import browser, open_page  # noqa: F401  # fixtures
+
 settings.register_profile("attnscale", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("attnscale")
 

@@ -1,14 +1,10 @@
 """The report of `attnscale check`: one HTML page that fetches nothing and in which every name is data."""
 
-import base64
-import hashlib
 import html
-import json
 import math
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from torch import Tensor
 
@@ -17,6 +13,7 @@ from attnscale.checking import Checked
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.show.check import HEADINGS, cells, place
 from attnscale.show.naming import by_pattern
+from attnscale.show.page import code, data, pages, policy, source
 
 LABEL = 24  # characters of a name beside the map; hovering shows all of it
 MATTER = 3  # findings shown before the fold
@@ -33,11 +30,10 @@ def report_page(checked: Checked) -> str:
     """The page, as a string; scripts run by their hash only, so nothing that a name smuggles in ever would."""
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-    pages = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
-    pages.trim_blocks = pages.lstrip_blocks = True
-    plotly, script = _inline(get_plotlyjs()), _inline(_file(pages, "report.js"))
+    templates = pages()
+    plotly, script = code(get_plotlyjs()), code(source(templates, "report.js"))
     by_name = {line.name: line for line in checked.lines}
-    return pages.get_template("report.html.j2").render(
+    return templates.get_template("report.html.j2").render(
         checked=checked,
         shown=MATTER,
         headings=[_unfolded(heading) for heading in HEADINGS],
@@ -46,9 +42,9 @@ def report_page(checked: Checked) -> str:
         place=place,
         columns=list(COLUMNS),
         metrics=list(METRICS),
-        figure=_data(head_map(checked)),
-        policy=_policy(plotly, script),
-        style=Markup(_file(pages, "report.css")),
+        figure=data(head_map(checked)),
+        policy=policy(plotly, script),
+        style=Markup(source(templates, "report.css")),
         plotly=plotly,
         script=script,
         version=__version__,
@@ -93,26 +89,3 @@ def _padded(values: Tensor, width: int) -> list[float | None]:
 
 def _largest(values: list[list[float | None]]) -> float:
     return max((value for row in values for value in row if value is not None), default=1.0) or 1.0
-
-
-def _data(value: dict[str, Any]) -> Markup:
-    """JSON inside a script element, which ends at the first `</script` whatever surrounds it."""
-    written = json.dumps(value, allow_nan=False)
-    return Markup(written.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-def _inline(script: str) -> Markup:
-    """Code of ours, or of plotly, to stand in a script element."""
-    return Markup(script.replace("</script", "<\\/script"))
-
-
-def _file(pages: Environment, name: str) -> str:
-    assert pages.loader is not None
-    return pages.loader.get_source(pages, name)[0]
-
-
-def _policy(*scripts: str) -> str:
-    """Nothing is fetched; only these scripts run. Plotly writes styles and paints its map into an image."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
-    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

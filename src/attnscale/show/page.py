@@ -1,0 +1,39 @@
+"""What every page shares: it fetches nothing, its scripts run by their hash, and names in it are data."""
+
+import base64
+import hashlib
+import json
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+def pages() -> Environment:
+    """The templates, where everything that is not marked as code is escaped."""
+    made = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
+    made.trim_blocks = made.lstrip_blocks = True
+    return made
+
+
+def source(templates: Environment, *names: str) -> str:
+    """Files among the templates as they are, one after the other."""
+    assert templates.loader is not None
+    return "\n".join(templates.loader.get_source(templates, name)[0] for name in names)
+
+
+def code(script: str) -> Markup:
+    """Code of ours, or of plotly, to stand in a script element."""
+    return Markup(script.replace("</script", "<\\/script"))
+
+
+def data(value: object) -> Markup:
+    """JSON to stand in a script element, which ends at the first `</script` whatever surrounds it."""
+    written = json.dumps(value, allow_nan=False)
+    return Markup(written.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def policy(*scripts: str) -> str:
+    """Nothing is fetched; only these scripts run. Plotly writes styles and paints its map into an image."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
