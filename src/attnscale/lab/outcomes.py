@@ -1,0 +1,63 @@
+"""Outcomes: the cells of an experiment, to be asked for bands and curves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnscale.lab.bands import Band, band
+from attnscale.lab.cell import Outcome, Setting, Settings
+from attnscale.lab.result import Curve, column
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Pairs of settings and what came of them, in the order of the grid."""
+
+    cells: Sequence[tuple[Settings, Outcome]]
+
+    def __iter__(self) -> Iterator[tuple[Settings, Outcome]]:
+        return iter(self.cells)
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def where(self, **settings: Setting) -> "Outcomes":
+        """The cells with these settings."""
+        wanted = settings.items()
+        return Outcomes(
+            [(own, found) for own, found in self.cells if all(own[name] == value for name, value in wanted)]
+        )
+
+    def values(self, setting: str) -> list[Any]:
+        """What a setting was set to, each value once, in the order of the grid."""
+        return list(dict.fromkeys(own[setting] for own, _ in self.cells))
+
+    def samples(self, measure: str, **settings: Setting) -> list[float]:
+        """A measured number, once a seed."""
+        return [float(found[measure]) for _, found in self.where(**settings)]
+
+    def band(self, measure: str, *, points: int = 1, **settings: Setting) -> Band:
+        """The mean of a number over seeds, with its band."""
+        return band(self.samples(measure, **settings), points)
+
+    def difference(self, measure: str, one: Settings, other: Settings, **settings: Setting) -> Band:
+        """How much larger a number is under some settings than under others, seed by seed."""
+        pair = [
+            {own["seed"]: float(found[measure]) for own, found in self.where(**settings, **side)}
+            for side in (one, other)
+        ]
+        return band(pair[0][seed] - pair[1][seed] for seed in pair[0] if seed in pair[1])
+
+    def curve(self, name: str, x: str, y: str, **settings: Setting) -> Curve:
+        """A number against a setting, with bands over seeds."""
+        own = self.where(**settings)
+        along: list[Any] = own.values(x)
+        bands = [own.band(y, **{x: value}) for value in along]
+        low, high = (column([getattr(found, end) for found in bands]) for end in ("low", "high"))
+        return Curve(name, tuple(map(float, along)), column([found.mean for found in bands]), low, high)
+
+    def agrees(self, measure: str, expected: Mapping[Setting, float], along: str, **settings: Setting) -> list[Setting]:
+        """The values of the setting `along` at which a band does not hold what was expected: none, if all agree."""
+        own = self.where(**settings)
+        bands = {value: own.band(measure, points=len(expected), **{along: value}) for value in expected}
+        return [value for value, found in bands.items() if not found.holds(expected[value])]

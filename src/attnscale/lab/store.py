@@ -1,0 +1,100 @@
+"""Store: one file a cell, written whole, checked when read, and made by one process at a time."""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from attnscale.errors import SettingError
+from attnscale.lab.cell import Cell, Outcome, digest_of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a cell came to, and how long it took."""
+
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Store:
+    """The cells that are done, in a folder that several processes and machines may share."""
+
+    folder: Path
+
+    def path(self, cell: Cell) -> Path:
+        """Where a cell lies once it is done."""
+        return self.folder / f"{cell.experiment}-{cell.digest}.json"
+
+    def read(self, cell: Cell) -> Stored | None:
+        """A cell that is done; None where it is not. A damaged file is set aside, and said."""
+        path = self.path(cell)
+        try:
+            found = json.loads(path.read_bytes())
+            return _verified(found, cell)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._set_aside(path)
+            return None
+        except OSError as error:
+            raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
+
+    def write(self, cell: Cell, stored: Stored) -> None:
+        """Keep a cell: whoever looks sees none of it or all of it, also after a loss of power."""
+        value = {
+            "experiment": cell.experiment,
+            "version": cell.version,
+            "settings": dict(cell.settings),
+            "outcome": stored.outcome,
+            "seconds": stored.seconds,
+            "digest": digest_of(stored.outcome),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".part-")
+            part = Path(name)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+                    json.dump(value, file, ensure_ascii=False, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(self.path(cell))
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingError(f"Could not write to {self.folder}: {error.strerror or error}.") from None
+
+    @contextmanager
+    def turn(self, cell: Cell) -> Iterator[None]:
+        """Hold a cell: another process that wants it waits. The hold ends with the process that has it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = self.path(cell).with_suffix(".lock")
+        with FileLock(lock):
+            yield
+            # Whoever waits for it, or makes a new one, finds the cell done. Windows keeps a file that is open.
+            with suppress(OSError):
+                lock.unlink()
+
+    def _set_aside(self, path: Path) -> None:
+        number = 0
+        while (aside := path.with_suffix(f".damaged{number or ''}")).exists():
+            number += 1
+        with suppress(FileNotFoundError):  # another process has done so
+            path.replace(aside)
+            warnings.warn(f"{path.name} was damaged; it is set aside as {aside.name} and run again.", stacklevel=3)
+
+
+def _verified(found: dict[str, Any], cell: Cell) -> Stored:
+    is_the_cell = (found["experiment"], found["version"]) == (cell.experiment, cell.version)
+    if not is_the_cell or found["settings"] != dict(cell.settings) or found["digest"] != digest_of(found["outcome"]):
+        raise ValueError("not what was written")
+    return Stored(found["outcome"], float(found["seconds"]))

@@ -1,0 +1,103 @@
+"""A sweep: every cell of an experiment that is not done yet, on any executor; the sweep can stop at any moment."""
+
+import platform
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnscale import __version__
+from attnscale.errors import AttnscaleError
+from attnscale.lab.cell import Cell
+from attnscale.lab.experiment import Experiment
+from attnscale.lab.outcomes import Outcomes
+from attnscale.lab.result import Result
+from attnscale.lab.running import run_stored
+from attnscale.lab.store import Store, Stored
+
+Progress = Callable[[int, int, float], None]  # cells done, cells in all, seconds of computing so far
+
+
+class SweepError(AttnscaleError):
+    """A cell failed, or the process that ran it died."""
+
+
+def sweep(
+    experiment: Experiment,
+    folder: Path,
+    executor: Executor,
+    *,
+    quick: bool = False,
+    seeds: int | None = None,
+    device: str = "cpu",
+    progress: Progress = lambda done, total, seconds: None,
+) -> Result:
+    """Run what is missing, and say what all of it shows. Cells that are done are read, never run again."""
+    cells = experiment.cells(quick, seeds, device)
+    store = Store(folder)
+    done = {cell.digest: stored for cell in cells if (stored := store.read(cell)) is not None}
+    missing = [cell for cell in cells if cell.digest not in done]
+    progress(len(done), len(cells), 0.0)
+    computed = 0.0
+    for cell, stored in _run(missing, folder, executor):
+        if store.read(cell) is None:  # a worker with a disk of its own
+            store.write(cell, stored)
+        done[cell.digest] = stored
+        computed += stored.seconds
+        progress(len(done), len(cells), computed)
+    settings = {
+        "quick": quick,
+        "seeds": seeds if seeds is not None else (experiment.quick_seeds if quick else experiment.seeds),
+        "device": device if experiment.trains else "cpu",
+        "cells": len(cells),
+        "cell_seconds": sum(stored.seconds for stored in done.values()),
+        "versions": versions(),
+    }
+    return concluded(experiment, [(cell, done[cell.digest]) for cell in cells], settings)
+
+
+def concluded(experiment: Experiment, done: Iterable[tuple[Cell, Stored]], settings: dict[str, Any]) -> Result:
+    """What the outcomes of all cells show."""
+    outcomes = Outcomes([(cell.settings, stored.outcome) for cell, stored in done])
+    found = experiment.conclude(outcomes)
+    return Result(
+        experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings
+    )  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on."""
+    return {
+        "attnscale": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _run(cells: list[Cell], folder: Path, executor: Executor) -> Iterable[tuple[Cell, Stored]]:
+    futures: dict[Future[Stored], Cell] = {executor.submit(run_stored, folder, cell): cell for cell in cells}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], _outcome(future, futures[future])
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _outcome(future: "Future[Stored]", cell: Cell) -> Stored:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise SweepError(
+            "A worker process died (killed, or out of memory). Cells that are done are kept; run the same command to "
+            "go on, with fewer --jobs if memory was the reason."
+        ) from None
+    except AttnscaleError:
+        raise
+    except Exception as error:
+        raise SweepError(f"The cell {cell} failed: {type(error).__name__}: {error}") from error
