@@ -24,9 +24,7 @@ class Outcomes:
     def where(self, **settings: Setting) -> "Outcomes":
         """The cells with these settings."""
         wanted = settings.items()
-        return Outcomes(
-            [(own, found) for own, found in self.cells if all(own[name] == value for name, value in wanted)]
-        )
+        return Outcomes([cell for cell in self.cells if all(cell[0][name] == value for name, value in wanted)])
 
     def values(self, setting: str) -> list[Any]:
         """What a setting was set to, each value once, in the order of the grid."""
@@ -42,11 +40,11 @@ class Outcomes:
 
     def difference(self, measure: str, one: Settings, other: Settings, **settings: Setting) -> Band:
         """How much larger a number is under some settings than under others, seed by seed."""
-        pair = [
+        minuend, subtrahend = (
             {own["seed"]: float(found[measure]) for own, found in self.where(**settings, **side)}
             for side in (one, other)
-        ]
-        return band(pair[0][seed] - pair[1][seed] for seed in pair[0] if seed in pair[1])
+        )
+        return band(minuend[seed] - subtrahend[seed] for seed in minuend if seed in subtrahend)
 
     def curve(self, name: str, x: str, y: str, **settings: Setting) -> Curve:
         """A number against a setting, with bands over seeds."""

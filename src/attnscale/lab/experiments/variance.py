@@ -1,7 +1,7 @@
-"""Does Var(q·k) equal d_k? For components of any distribution, with means, and with q and k that resemble each other."""
+"""Does Var(q·k) equal d_k? For components of any distribution, with means, and with q and k that are alike."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from attnscale.lab.result import Check, Curve, Plot, Table, column
 from attnscale.theory import score_mean, score_variance
 
 PAIRS = 4096  # of queries and keys a cell: a variance to 2% a seed
-DRAWS = {  # of mean 0 and variance 1
+DRAWS: dict[str, Callable[..., Tensor]] = {  # of mean 0 and variance 1
     "normal": torch.randn,
     "uniform": lambda *shape: (2 * torch.rand(*shape) - 1) * math.sqrt(3),
     "signs": lambda *shape: 2.0 * torch.randint(0, 2, shape) - 1,
