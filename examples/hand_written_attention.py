@@ -1,0 +1,86 @@
+"""A hand-written attention with a bug that raises no error: found by audit, mended, and both trained on one task.
+
+The task is recall. A row shows sixteen pairs of a key and a value, then one of the keys; the answer is its value.
+
+    python examples/hand_written_attention.py
+"""
+
+from textwrap import fill
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attnscale
+
+WIDTH, KEYS, PAIRS, STEPS = 256, 64, 16, 120
+
+
+class Attention(nn.Module):
+    """One head of cross-attention, as one writes it by hand."""
+
+    def __init__(self, width: int, scaled: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        for projection in (self.query, self.key, self.value):
+            nn.init.xavier_uniform_(projection.weight)
+        self.scale = width**-0.5 if scaled else 1.0  # the bug: somebody forgot 1/√d_k
+
+    def forward(self, asked: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Look up what was asked, (batch, 1, width), among the keys, (batch, pairs, width)."""
+        scores = self.query(asked) @ self.key(keys).mT * self.scale
+        return scores.softmax(dim=-1) @ self.value(values)
+
+
+class Recall(nn.Module):
+    """Embeddings, the attention, and a guess which value belongs to the key asked for."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Embedding(KEYS, WIDTH), nn.Embedding(KEYS, WIDTH)
+        self.attention = Attention(WIDTH, scaled)
+        self.guess = nn.Linear(WIDTH, KEYS)
+
+    def forward(self, keys: Tensor, values: Tensor, asked: Tensor) -> Tensor:
+        """Logits over values, (batch, KEYS)."""
+        return self.guess(self.attention(self.keys(asked)[:, None], self.keys(keys), self.values(values))[:, 0])
+
+
+def batch(rows: int = 128) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Pairs, the key asked for, and the value that belongs to it."""
+    keys = torch.rand(rows, KEYS).argsort(dim=1)[:, :PAIRS]
+    values = torch.randint(0, KEYS, (rows, PAIRS))
+    place = torch.randint(0, PAIRS, (rows, 1))
+    return (keys, values, keys.gather(1, place)[:, 0]), values.gather(1, place)[:, 0]
+
+
+def train(model: nn.Module) -> float:
+    """The share of right answers after training."""
+    torch.manual_seed(1)
+    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(STEPS):
+        inputs, answer = batch()
+        optimiser.zero_grad()
+        F.cross_entropy(model(*inputs), answer).backward()
+        optimiser.step()
+    inputs, answer = batch(2000)
+    return float((model(*inputs).argmax(-1) == answer).float().mean())
+
+
+def main() -> None:
+    """Audit the model with the bug, mend it, audit it again, and train both."""
+    torch.manual_seed(0)
+    inputs, _ = batch()
+    for title, scaled in (("as it was written", False), ("mended", True)):
+        torch.manual_seed(0)
+        model = Recall(scaled)
+        audit = attnscale.audit(model, *inputs)
+        print(f"{title}:")
+        for finding in audit.findings or ["nothing found"]:
+            print(fill(str(finding), 100, initial_indent="  ", subsequent_indent="    "))
+        gain = float(audit.layers["attention"].stats.gradient_gain.mean())
+        print(f"  {gain:.2f} of the gradient passes the softmax; after {STEPS} steps {train(model):.0%} right\n")
+
+
+if __name__ == "__main__":
+    main()
