@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test lint types tests format gpu slow pictures clean
+.PHONY: demo test lint types tests format gpu slow pictures docs outputs clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale claims
@@ -34,6 +34,14 @@ slow: $(INSTALLED)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
+
+# Into build/docs; a warning or a broken link is an error.
+docs: $(INSTALLED)
+	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+
+# What the code blocks of README and docs print, written into them.
+outputs: $(INSTALLED)
+	$(BIN)/python docs/tools/blocks.py --write
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

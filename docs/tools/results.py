@@ -1,0 +1,63 @@
+"""The results of the lab, as JSON in docs/results, as pages: conclusion, checks, tables and charts of each."""
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from attnscale.lab.result import Value
+from attnscale.show.lab import shown
+from docs.tools.chart import chart
+
+FOLDER = Path(__file__).parents[1] / "results"
+NONE_YET = "No result is recorded here yet."
+
+
+def with_results(markdown: str, folder: Path = FOLDER) -> str:
+    """The page, and under it every result in the folder, by file name."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    sections = [section(result) for result in results if "experiment" in result and "conclusion" in result]
+    return "\n\n".join([markdown, *(sections or [NONE_YET])])
+
+
+def section(result: dict[str, Any]) -> str:
+    """One result: the question, what came out, what was checked, and the numbers."""
+    parts = [f"## {_text(result['experiment'])}", f"*{_text(result['question'])}*", _text(result["conclusion"])]
+    if result.get("checks"):
+        parts.append(_checks(result["checks"]))
+    for plot in result.get("plots", ()):
+        parts += [f"### {_text(plot['title'])}", _text(plot["notice"]), chart(plot)]
+    parts += [f"### {_text(each['title'])}\n\n{table(each)}" for each in result.get("tables", ())]
+    if result.get("settings"):
+        parts.append(_settings(result["settings"]))
+    return "\n\n".join(parts)
+
+
+def table(given: dict[str, Any]) -> str:
+    """A table in Markdown, numbers to four digits."""
+    lines = [given["columns"], ["---"] * len(given["columns"]), *given["rows"]]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+
+
+def cell(value: Value) -> str:
+    """A value of a table, as the terminal shows it."""
+    return _text(shown(value))
+
+
+def _checks(checks: list[dict[str, Any]]) -> str:
+    words = {True: '<span class="holds">holds</span>', False: '<span class="fails">does not hold</span>'}
+    rows = [f"| {_text(c['statement'])} | {words[bool(c['holds'])]} | {_text(c['evidence'])} |" for c in checks]
+    return "\n".join(["| said | | measured |", "|---|---|---|", *rows])
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    told = "; ".join(f"{_text(name)}: {_text(json.dumps(value, ensure_ascii=False))}" for name, value in settings.items())
+    return f"<details markdown><summary>How it was run</summary>\n\n{told}\n\n</details>"
+
+
+def _text(value: object) -> str:
+    """Text that neither HTML nor Markdown takes for markup."""
+    plain = " ".join(escape(str(value), quote=False).split())
+    for mark in "\\|*_`[]$":
+        plain = plain.replace(mark, f"\\{mark}")
+    return plain
