@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from attnscale.errors import SettingError
 
 T = TypeVar("T")
+TASKS_A_JOB = 4  # a job that is lost takes a quarter of its share with it at most
+CONNECT = 10  # seconds to wait for a scheduler
 POLL = 0.2  # seconds between two looks at jobs
 
 
@@ -68,7 +70,10 @@ def _submitit(detail: str, jobs: int, folder: Path) -> Iterator[Executor]:
         raise SettingError("The executor 'submitit' needs the package: pip install 'attnscale[lab]'.") from None
     parameters = _parameters(detail)
     cluster = parameters.pop("cluster", None)
-    executor = submitit.AutoExecutor(folder / "submitit", cluster=cluster)
+    try:
+        executor = submitit.AutoExecutor(folder / "submitit", cluster=cluster)
+    except ValueError as error:
+        raise SettingError(f"submitit has no cluster {cluster!r}: {error}") from None
     try:
         executor.update_parameters(**{"timeout_min": 60, "cpus_per_task": 1, **parameters})
     except (NameError, TypeError, ValueError) as error:
@@ -166,11 +171,16 @@ def _dask(detail: str, jobs: int, folder: Path) -> Iterator[Executor]:
     except ImportError:
         raise SettingError("The executor 'dask' needs the package: pip install distributed.") from None
     try:
-        client = Client(detail, timeout=10)
+        client = Client(detail, timeout=CONNECT)
     except (OSError, ValueError) as error:
         raise SettingError(f"No Dask scheduler answered at {detail}: {error}") from None
     with client, client.get_executor(pure=False) as executor:
         yield executor
+
+
+def tasks_for(name: str, jobs: int | None) -> int | None:
+    """How many tasks to make of a sweep: a job that waits in a queue and starts a Python wants more than one cell."""
+    return TASKS_A_JOB * (jobs or os.cpu_count() or 1) if name.startswith("submitit") else None
 
 
 EXECUTORS = {"pool": _pool, "submitit": _submitit, "dask": _dask}

@@ -2,13 +2,20 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from attnscale.errors import AttnscaleError
 from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.cell import Cell
 from attnscale.lab.store import Store, Stored
+
+
+class SweepError(AttnscaleError):
+    """A cell failed, or the process that ran it died."""
+
 
 # Threads of one process share torch's random state and its number of threads: their cells take turns.
 _TURN = threading.Lock()
@@ -29,12 +36,22 @@ def run_cell(cell: Cell) -> Stored:
             torch.set_num_threads(threads)
 
 
-def run_stored(folder: Path, cell: Cell) -> Stored:
-    """Compute a cell and keep it, unless it is there, or another process is at it: then wait, and take that."""
-    store = Store(folder)
+def run_stored(folder: Path, cells: Sequence[Cell]) -> list[Stored]:
+    """Compute cells and keep each as it is done; one that is there, or being made, is taken as found."""
+    return [_stored(Store(folder), cell) for cell in cells]
+
+
+def _stored(store: Store, cell: Cell) -> Stored:
     with store.turn(cell):
         stored = store.read(cell)
         if stored is None:
-            stored = run_cell(cell)
+            stored = _told(cell)
             store.write(cell, stored)
         return stored
+
+
+def _told(cell: Cell) -> Stored:
+    try:
+        return run_cell(cell)
+    except Exception as error:
+        raise SweepError(f"The cell {cell} failed: {type(error).__name__}: {error}") from error

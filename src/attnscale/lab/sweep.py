@@ -16,14 +16,10 @@ from attnscale.lab.cell import Cell
 from attnscale.lab.experiment import Experiment
 from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Result
-from attnscale.lab.running import run_stored
+from attnscale.lab.running import SweepError, run_stored
 from attnscale.lab.store import Store, Stored
 
-Progress = Callable[[int, int, float], None]  # cells done, cells in all, seconds of computing so far
-
-
-class SweepError(AttnscaleError):
-    """A cell failed, or the process that ran it died."""
+Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
 def sweep(
@@ -34,21 +30,23 @@ def sweep(
     quick: bool = False,
     seeds: int | None = None,
     device: str = "cpu",
-    progress: Progress = lambda done, total, seconds: None,
+    tasks: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Result:
-    """Run what is missing, and say what all of it shows. Cells that are done are read, never run again."""
+    """Run what is missing, and say what all of it shows. Cells that are done are read, never run again.
+
+    Each cell is a task of the executor, unless the number of `tasks` to make of them is given.
+    """
     cells = experiment.cells(quick, seeds, device)
     store = Store(folder)
     done = {cell.digest: stored for cell in cells if (stored := store.read(cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
-    progress(len(done), len(cells), 0.0)
-    computed = 0.0
-    for cell, stored in _run(missing, folder, executor):
+    progress(len(done), len(cells))
+    for cell, stored in _run(missing, folder, executor, tasks or len(missing)):
         if store.read(cell) is None:  # a worker with a disk of its own
             store.write(cell, stored)
         done[cell.digest] = stored
-        computed += stored.seconds
-        progress(len(done), len(cells), computed)
+        progress(len(done), len(cells))
     settings = {
         "quick": quick,
         "seeds": seeds if seeds is not None else (experiment.quick_seeds if quick else experiment.seeds),
@@ -79,17 +77,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def _run(cells: list[Cell], folder: Path, executor: Executor) -> Iterable[tuple[Cell, Stored]]:
-    futures: dict[Future[Stored], Cell] = {executor.submit(run_stored, folder, cell): cell for cell in cells}
+def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Iterable[tuple[Cell, Stored]]:
+    shares = [cells[first::tasks] for first in range(min(tasks, len(cells)))]
+    futures: dict[Future[list[Stored]], list[Cell]] = {
+        executor.submit(run_stored, folder, share): share for share in shares
+    }
     try:
         for future in as_completed(futures):
-            yield futures[future], _outcome(future, futures[future])
+            yield from zip(futures[future], _outcomes(future), strict=True)
     finally:
         for future in futures:
             future.cancel()
 
 
-def _outcome(future: "Future[Stored]", cell: Cell) -> Stored:
+def _outcomes(future: "Future[list[Stored]]") -> list[Stored]:
     try:
         return future.result()
     except BrokenProcessPool:
@@ -100,4 +101,4 @@ def _outcome(future: "Future[Stored]", cell: Cell) -> Stored:
     except AttnscaleError:
         raise
     except Exception as error:
-        raise SweepError(f"The cell {cell} failed: {type(error).__name__}: {error}") from error
+        raise SweepError(f"A task failed: {type(error).__name__}: {error}") from error

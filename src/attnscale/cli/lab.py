@@ -1,0 +1,140 @@
+"""`attnscale lab`: experiments that anyone can rerun."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnscale.cli.files import require_writable, write_whole
+from attnscale.cli.output import AsJson, print_json, tell
+
+if TYPE_CHECKING:
+    from attnscale.lab.experiment import Experiment
+    from attnscale.lab.result import Result
+    from attnscale.lab.sweep import Progress
+
+
+def lab(
+    name: Annotated[
+        str | None, typer.Argument(help="The experiment to run. Without one, they are listed.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small grid, in seconds.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Runs of every cell, each with a seed of its own.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Cells at a time; as many as there are cores by default.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the cells, the result as JSON, and a page with plots.")] = Path(
+        "attnscale-lab"
+    ),
+    executor: Annotated[
+        str,
+        typer.Option(
+            help="Where cells run: pool (processes here), submitit (Slurm, or processes here where there is none; "
+            "submitit:slurm_partition=cpu,timeout_min=30 sets its parameters), dask:ADDRESS (a Dask cluster)."
+        ),
+    ] = "pool",
+    device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, cuda:1.")] = "cpu",
+    json: AsJson = False,
+) -> None:
+    """Run an experiment: tables, plots, what was checked, and a conclusion computed from the numbers.
+
+    Every cell of its grid is one file in OUT/cells, named by its configuration. What is there is not run again, so a
+    sweep that was interrupted goes on where it was. Numbers depend on the seeds alone, not on what runs the cells.
+    """
+    from attnscale.errors import SettingError
+
+    for option, value in (("--seeds", seeds), ("--jobs", jobs)):
+        if value is not None and value < 1:
+            raise SettingError(f"Expected {option} of at least 1, got {value}.")
+    from attnscale.lab.catalogue import EXPERIMENTS
+
+    if name is None:
+        _list(list(EXPERIMENTS.values()), json)
+        return
+    if name not in EXPERIMENTS:
+        raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
+    require_device(device)
+    page, data = out / f"{name}.html", out / f"{name}.json"
+    for path in (page, data):
+        require_writable(path)
+    from attnscale.lab.executors import executor_for, tasks_for
+    from attnscale.lab.sweep import sweep
+
+    cells = out / "cells"
+    with _progress(name, cells) as progress, executor_for(executor, jobs, out) as pool:
+        result = sweep(
+            EXPERIMENTS[name],
+            cells,
+            pool,
+            quick=quick,
+            seeds=seeds,
+            device=device,
+            tasks=tasks_for(executor, jobs),
+            progress=progress,
+        )
+    from attnscale.show.report import lab_page
+
+    write_whole(data, as_json(result))
+    write_whole(page, lab_page(result))
+    if json:
+        print_json(result.to_dict())
+    else:
+        from attnscale.show.lab import show_result
+
+        show_result(result)
+    tell(f"Plots are in {page}, the numbers in {data}.")
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that is not there, before workers fail on it one by one."""
+    import torch
+
+    from attnscale.errors import SettingError
+
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SettingError(f"Could not use the device {device!r}: {str(error).splitlines()[0]}") from None
+
+
+def as_json(result: "Result") -> str:
+    """The result as a file holds it."""
+    import json
+
+    return json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _list(experiments: "list[Experiment]", json: bool) -> None:
+    if json:
+        print_json([{"name": own.name, "question": own.question, "cells": len(own.cells())} for own in experiments])
+        return
+    from attnscale.show.lab import show_experiments
+
+    show_experiments(experiments)
+
+
+@contextmanager
+def _progress(name: str, cells: Path) -> "Iterator[Progress]":
+    """A bar of cells done, on stderr; Ctrl-C says what is kept."""
+    import warnings
+
+    from rich.console import Console
+
+    from attnscale.show.lab import sweep_progress
+
+    with sweep_progress(Console(stderr=True)) as bar, warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: bar.console.print(f"attnscale: {message}", highlight=False)
+        task = bar.add_task(name, total=None, reused=None)
+
+        def progress(done: int, total: int) -> None:
+            if bar.tasks[0].fields["reused"] is None:
+                bar.update(task, reused=done)
+            bar.update(task, completed=done, total=total)
+
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            bar.stop()
+            done, total = bar.tasks[0].completed, bar.tasks[0].total or 0
+            tell(f"Stopped. {done:.0f} of {total:.0f} cells are kept in {cells}; the same command goes on.")
+            raise

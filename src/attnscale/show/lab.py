@@ -1,0 +1,95 @@
+"""Experiments in the terminal: the list of them, and what one found."""
+
+import math
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table as Grid
+from rich.text import Text
+
+from attnscale.lab.experiment import Experiment
+from attnscale.lab.result import Result, Table, Value
+
+LARGE, SMALL = 1e5, 1e-3  # beyond these a number is shown with an exponent
+
+
+def show_experiments(experiments: Iterable[Experiment], console: Console | None = None) -> None:
+    """Print what can be run."""
+    console = console or Console()
+    grid = Grid("experiment", "question", "cells", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.columns[-1].justify = "right"
+    for experiment in experiments:
+        grid.add_row(Text(experiment.name, style="bold"), experiment.question, f"{len(experiment.cells())}")
+    console.print(grid)
+    console.print("\nRun one with 'attnscale lab NAME', or a small version of it with --quick.", highlight=False)
+
+
+def show_result(result: Result, console: Console | None = None) -> None:
+    """Print the tables, what was checked, and the conclusion."""
+    console = console or Console()
+    console.print(Text(f"{result.experiment}: {result.question}", style="bold"))
+    for table in result.tables:
+        console.print()
+        console.print(Text(table.title, style="italic"))
+        console.print(_grid(table))
+    console.print()
+    checks = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for check in result.checks:
+        mark = Text("holds", style="green") if check.holds else Text("does not hold", style="red")
+        checks.add_row(mark, Text.assemble(check.statement, (f"  {check.evidence}", "dim")))
+    console.print(checks)
+    console.print()
+    console.print(Text(result.conclusion))
+
+
+def _grid(table: Table) -> Grid:
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, heading in enumerate(table.columns):
+        is_text = any(isinstance(row[number], str) for row in table.rows)
+        grid.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*map(shown, row))
+    return grid
+
+
+def shown(value: Value) -> str:
+    """A value as a cell of a table: numbers to four digits.
+
+    >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True)
+    ('0.3075', '4096', '–', '1.5e+07', 'yes')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        size = abs(value)
+        return f"{value:.3g}" if size and not SMALL <= size < LARGE else f"{value:.4g}"
+    return str(value)
+
+
+class TimeLeft(ProgressColumn):
+    """How long the cells that are left will take, as fast as those of this run were."""
+
+    def render(self, task: Task) -> Text:
+        """`1:05 left`; nothing before the first cell."""
+        run = task.completed - (task.fields["reused"] or 0)
+        if run <= 0 or task.total is None or task.elapsed is None:
+            return Text("")
+        seconds = math.ceil(task.elapsed / run * (task.total - task.completed))
+        return Text(f"{seconds // 60}:{seconds % 60:02d} left")
+
+
+def sweep_progress(console: Console) -> Progress:
+    """A bar of cells done, with the time left; none where the console is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells", markup=False),
+        TimeLeft(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
