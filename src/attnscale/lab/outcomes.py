@@ -6,7 +6,7 @@ from typing import Any
 
 from attnscale.lab.bands import Band, band
 from attnscale.lab.cell import Outcome, Setting, Settings
-from attnscale.lab.result import Curve, column
+from attnscale.lab.result import Check, Curve, column
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,44 @@ class Outcomes:
         low, high = (column([getattr(found, end) for found in bands]) for end in ("low", "high"))
         return Curve(name, tuple(map(float, along)), column([found.mean for found in bands]), low, high)
 
-    def agrees(self, measure: str, expected: Mapping[Setting, float], along: str, **settings: Setting) -> list[Setting]:
-        """The values of the setting `along` at which a band does not hold what was expected: none, if all agree."""
-        own = self.where(**settings)
-        bands = {value: own.band(measure, points=len(expected), **{along: value}) for value in expected}
+    def agrees(
+        self, measure: str, expected: Mapping[Any, float], along: str, curves: int = 1, **settings: Setting
+    ) -> list[Setting]:
+        """The values of the setting `along` at which a band does not hold what was expected: none, if all agree.
+
+        The bands hold together, at all points of this curve and of as many others as are compared beside it.
+        """
+        bands = self._bands(measure, expected, along, curves, settings)
         return [value for value, found in bands.items() if not found.holds(expected[value])]
+
+    def check(
+        self,
+        statement: str,
+        measure: str,
+        expected: Mapping[Any, float],
+        along: str,
+        curves: int = 1,
+        **settings: Setting,
+    ) -> Check:
+        """Whether a curve agrees with what was expected; one seed has no band, and shows nothing."""
+        bands = self._bands(measure, expected, along, curves, settings)
+        seeds = min(found.seeds for found in bands.values())
+        if seeds < 2:
+            return Check(statement, False, "cannot be told from one seed, which has no band; run two or more")
+        amiss = [value for value, found in bands.items() if not found.holds(expected[value])]
+        off, wide = (
+            max(size / (abs(expected[value]) or 1.0) for value, size in sizes.items())
+            for sizes in (
+                {value: abs(found.mean - expected[value]) for value, found in bands.items()},
+                {value: found.half for value, found in bands.items()},
+            )
+        )
+        inside = f"{len(bands) - len(amiss)} of {len(bands)} points inside their bands over {seeds} seeds"
+        outside = f"; outside at {along} = {', '.join(map(str, amiss))}" if amiss else ""
+        return Check(statement, not amiss, f"{inside}; off by at most {off:.2%}, bands ±{wide:.2%} or less{outside}")
+
+    def _bands(
+        self, measure: str, expected: Mapping[Any, float], along: str, curves: int, settings: Settings
+    ) -> dict[Any, Band]:
+        own, points = self.where(**settings), len(expected) * curves
+        return {value: own.band(measure, points=points, **{along: value}) for value in expected}

@@ -4,14 +4,17 @@ from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
 from attnscale.theory.initialisation import Initialisation
 from attnscale.theory.limits import entropy_floor, freezing_point, regime, saturation_point
 from attnscale.theory.prediction import Candidate, Prediction, predict
+from attnscale.theory.queries import RowExpectation, expected_row
 from attnscale.theory.variance import row_variance, score_mean, score_variance, unit_variance_scale
 
 __all__ = [
     "Candidate",
     "Initialisation",
     "Prediction",
+    "RowExpectation",
     "SoftmaxExpectation",
     "entropy_floor",
+    "expected_row",
     "expected_softmax",
     "freezing_point",
     "predict",

@@ -27,6 +27,7 @@ GAUSSIAN_STEP = 0.4
 TAIL = 40.0  # e^{−40} is under float64 rounding
 VANISHED = 8.0  # exp(−e⁸) is zero in float64
 FROZEN = 2e3  # above this spread H, gain and 1 − top-1 fall as 1/σ, to 1e-3 of themselves: two scores must nearly tie
+ORDERS = np.array([[2], [3], [4]])  # of the derivatives of L that expectations need
 UNIFORM_BELOW = 1e-8  # under this spread every expectation equals the uniform one to float64 rounding
 
 
@@ -64,7 +65,7 @@ def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
         frozen, shrink = expected_softmax(FROZEN, keys), FROZEN / spread
         top1 = 1 - (1 - frozen.top1) * shrink
         return SoftmaxExpectation(spread, keys, frozen.entropy * shrink, top1, frozen.gradient_gain * shrink)
-    log_normaliser, gradient_gain = _log_normaliser_and_gain(spread, keys)
+    log_normaliser, gradient_gain = log_normaliser_and_gain(spread, keys)
     entropy = log_normaliser - spread**2 * gradient_gain
     return SoftmaxExpectation(spread, keys, max(entropy, 0.0), _top1(spread, keys), gradient_gain)
 
@@ -74,7 +75,28 @@ def _reach(keys: int) -> float:
     return math.sqrt(2 * math.log(keys) + 2 * TAIL)
 
 
-def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
+def log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
+    """E[ln Z] and E[1 − Σ p²], for a spread between the two limits."""
+    found = laplace(spread, keys)
+    below = np.exp(-np.exp(np.minimum(found.log_t, VANISHED)))
+    log_normaliser = STEP * float((below - np.exp(keys * found.log)).sum())
+    participation = STEP * keys * float((found.second * np.exp((keys - 1) * found.log)).sum())
+    return log_normaliser, 1.0 - participation
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """ln L(t) and tᵏ |L⁽ᵏ⁾(t)|, on a grid of ln t in steps of STEP that holds all that counts for `keys` scores."""
+
+    log_t: Array
+    log: Array
+    second: Array
+    third: Array
+    fourth: Array
+
+
+def laplace(spread: float, keys: int) -> Laplace:
+    """The transform of eˢ for one N(0, spread²) score s."""
     reach = _reach(keys) * spread
     step = min(STEP, GAUSSIAN_STEP * spread)
     half = math.ceil(reach / step)
@@ -84,24 +106,21 @@ def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
 
     mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # of this score and all above it
     transform = _transform_by_convolution if step == STEP else _transform_by_sum
-    log_t, one_minus_laplace, second = transform(scores, density, mass_from, TAIL + math.log(keys))
-    log_laplace = np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16))
-    log_normaliser = STEP * float((np.exp(-np.exp(np.minimum(log_t, VANISHED))) - np.exp(keys * log_laplace)).sum())
-    participation = STEP * keys * float((second * np.exp((keys - 1) * log_laplace)).sum())
-    return log_normaliser, 1.0 - participation
+    log_t, one_minus_laplace, derivatives = transform(scores, density, mass_from, TAIL + math.log(keys))
+    return Laplace(log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), *derivatives)
 
 
 def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligible: float) -> tuple[Array, Array, Array]:
-    """ln t, 1 − L(t) and t² L″(t), for narrow spreads, whose scores lie closer than ln t."""
+    """ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for k = 2, 3, 4, for narrow spreads, whose scores lie closer than ln t."""
     log_t = np.arange(scores[0] - negligible, scores[-1] + math.log(TAIL), STEP)
     first, last = np.searchsorted(scores, -log_t - negligible), np.searchsorted(scores, -log_t + VANISHED)
-    one_minus_laplace, second = np.empty_like(log_t), np.empty_like(log_t)
+    one_minus_laplace, derivatives = np.empty_like(log_t), np.empty((len(ORDERS), len(log_t)))
     for i, tau in enumerate(log_t):
         near = slice(first[i], last[i])  # scores above it make exp(−t eˢ) vanish, scores below it leave it at one
         term = np.exp(tau + scores[near])  # t eˢ
         one_minus_laplace[i] = mass_from[last[i]] - density[near] @ np.expm1(-term)
-        second[i] = density[near] @ (term**2 * np.exp(-term))
-    return log_t, one_minus_laplace, second
+        derivatives[:, i] = (term**ORDERS * np.exp(-term)) @ density[near]
+    return log_t, one_minus_laplace, derivatives
 
 
 def _transform_by_convolution(
@@ -114,7 +133,8 @@ def _transform_by_convolution(
     grid = np.arange(near[0] - half, near[-1] + half + 1)
     above = np.clip(half + near[-1] - grid + 1, 0, len(scores))  # from this score on, exp(−t eˢ) has vanished
     one_minus_laplace = mass_from[above] - np.convolve(density, np.expm1(-term))
-    return grid * STEP, one_minus_laplace, np.convolve(density, term**2 * np.exp(-term))
+    derivatives = [np.convolve(density, weight) for weight in term**ORDERS * np.exp(-term)]
+    return grid * STEP, one_minus_laplace, np.stack(derivatives)
 
 
 def _top1(spread: float, keys: int) -> float:
