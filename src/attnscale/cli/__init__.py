@@ -9,6 +9,7 @@ from attnscale import __version__
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
+from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
 from attnscale.cli.output import tell
 from attnscale.cli.predict import predict
@@ -25,6 +26,7 @@ app.command()(check)
 app.command()(predict)
 app.command()(rules)
 app.command()(claims)
+app.command()(explore)
 app.command()(lab)
 app.command()(bench)
 app.command()(watch_log)
