@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from attnscale.cli.files import require_writable, write_whole
 from attnscale.cli.output import AsJson, print_json
 
 
@@ -14,6 +15,7 @@ def watch_log(
         bool,
         typer.Option("--thin", help="First rewrite the log with fewer old records, each keeping their extremes."),
     ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
     json: AsJson = False,
 ) -> None:
     """Show a recorded training run: growth of the largest score by layer, alarms, and when it will pass a threshold.
@@ -27,6 +29,8 @@ def watch_log(
     from attnscale.train.run import summarise
     from attnscale.train.thinning import thin as thinned
 
+    if html is not None:
+        require_writable(html)
     log = read_log(file)
     if not log.records:
         raise SettingError(f"Expected records of attnscale.Monitor in {file}, and found none in it.")
@@ -34,6 +38,10 @@ def watch_log(
         rewrite(file, thinned(log.records))
         log = read_log(file)
     run = summarise(log.records, log.damaged)
+    if html is not None:
+        from attnscale.show.report import run_page
+
+        write_whole(html, run_page(file.name, log.records, log.damaged))
     if json:
         print_json(run.to_dict())
     else:

@@ -14,6 +14,7 @@ from attnscale.show.naming import by_pattern, pattern, printable, ranges
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 CONCLUSIONS = {"error": "bold red", "warning": "bold yellow"}
 SMALL = 0.01  # below, a digit less keeps a column narrow
+LARGE, HUGE = 1e3, 1e6  # between, 47,400 is narrower than 4.74e+04, and read at once
 HEADINGS = ("spread", "expected\nspread", "scale", "entropy\nof ln n", "top-1", "satu-\nrated", "grad.\ngain")
 
 
@@ -39,6 +40,8 @@ def number(value: float, digits: int = 3) -> str:
     """A number for a narrow column; a dash where there is none."""
     if not math.isfinite(value):
         return "–"
+    if LARGE <= abs(value) < HUGE:
+        return f"{value:,.0f}"
     return f"{value:.{digits}g}" if abs(value) >= SMALL or value == 0 else f"{value:.{digits - 1}g}"
 
 

@@ -7,12 +7,14 @@ from rich.text import Text
 
 from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.verdict import EXPLODING
 from attnscale.show.check import STYLES, number, share
 from attnscale.show.naming import by_pattern, printable
 from attnscale.train.run import LayerRun, Run
 
 HEADINGS = ("max\nat first", "max\nnow", "in 1,000\nsteps", "spread", "entropy\nof ln n", "grad.\ngain", "will pass")
 STEPS = 1000  # a growth is told over
+LAST = EXPLODING[0][0]  # published threshold
 
 
 def show_run(run: Run, console: Console | None = None) -> None:
@@ -36,7 +38,10 @@ def conclusion(run: Run) -> str:
     crossings = {layer.name: layer.crossing for layer in run.layers if layer.crossing is not None}
     alarms = f"{len(run.alarms)} alarms" if len(run.alarms) != 1 else "1 alarm"
     if not crossings:
-        return f"{alarms}; no layer's largest score is certain to grow."
+        growing = sum(layer.growth is not None and layer.growth.is_growing for layer in run.layers)
+        if not growing:
+            return f"{alarms}; no layer's largest score is certain to grow."
+        return f"{alarms}; the largest score of {growing} of {len(run.layers)} layers is past {LAST:,.0f} and growing."
     name, crossing = min(crossings.items(), key=lambda found: found[1].step)
     return f"{alarms}; {printable(name)} will be the first to pass {crossing.threshold:,.0f}, {told(crossing)}."
 

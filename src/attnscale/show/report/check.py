@@ -1,0 +1,107 @@
+"""The report of `attnscale check`."""
+
+from attnscale.checking import Checked, Group, Line
+from attnscale.diagnose.what_if import COLUMNS
+from attnscale.show.check import HEADINGS, cells, place
+from attnscale.show.naming import by_pattern
+from attnscale.show.report.densities import densities
+from attnscale.show.report.facts import facts_of_layers
+from attnscale.show.report.freezing import freezing
+from attnscale.show.report.heads import map_of_layers
+from attnscale.show.report.method import errors_of, words
+from attnscale.show.report.parts import MATTER, Block, Note, Page, Row, Section, Table, render
+
+
+def report_page(checked: Checked) -> str:
+    """The page, as a string."""
+    return render(check_report(checked))
+
+
+def check_report(checked: Checked) -> Page:
+    """What `attnscale check` found, as a report."""
+    notes = tuple(map(note_of, checked.groups))
+    return Page(
+        kind="attnscale check",
+        title=checked.title,
+        verdict=checked.conclusion,
+        tone=checked.audit.worst or "fine",
+        notes=notes + tuple(facts_of_layers(checked.audit.layers))[: max(0, MATTER - len(notes))],
+        sections=(
+            _layers(checked),
+            _heads(checked),
+            *_scores(checked),
+            _freezing(checked),
+            *_what_if(checked),
+            _method(checked),
+        ),
+    )
+
+
+def note_of(group: Group) -> Note:
+    """Findings that say the same, told once."""
+    first = group.first
+    return Note(first.severity, first.severity, first.message, first.code, place(group), first.advice)
+
+
+def table_of(lines: tuple[Line, ...]) -> Table:
+    """Layer by layer."""
+    by_name = {line.name: line for line in lines}
+    headings = tuple(_unfolded(heading) for heading in HEADINGS)
+    groups = tuple(
+        (title, tuple(_row(index or "·", by_name[name]) for index, name in members))
+        for title, members in by_pattern(by_name)
+    )
+    return Table(("layer", *headings, "verdict"), groups, text=frozenset({0, len(headings) + 1}))
+
+
+def _row(index: str, line: Line) -> Row:
+    return Row((index, *cells(line), line.judgement), line.name, line.severity or "fine")
+
+
+def _unfolded(heading: str) -> str:
+    """A heading of the terminal's table without its line breaks and abbreviations; top-1 does not break at all."""
+    whole = heading.replace("-\n", "").replace("grad.", "gradient").replace("\n", " ")
+    return whole.replace("-", "\N{NON-BREAKING HYPHEN}")
+
+
+def _layers(checked: Checked) -> Section:
+    footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
+    return Section("layers", "Layer by layer", (table_of(checked.lines), *footnotes))
+
+
+def _heads(checked: Checked) -> Section:
+    return Section("heads", "Head by head", ((map_of_layers("head-map", checked.audit.layers),),))
+
+
+def _scores(checked: Checked) -> tuple[Section, ...]:
+    figure = densities("score-densities", checked.audit.layers)
+    return () if figure is None else (Section("scores", "The scores", ((figure,),)),)
+
+
+def _freezing(checked: Checked) -> Section:
+    figure = freezing("freezing-points", checked.audit.layers)
+    return Section("freezing", "How far from freezing", ((figure,),))
+
+
+def _what_if(checked: Checked) -> tuple[Section, ...]:
+    tried = checked.what_if
+    if tried is None:
+        return ()
+    rows = tuple(Row((row.name, *row.numbers()), current=position == 0) for position, row in enumerate(tried.rows))
+    intro = (
+        f"Tried on the queries and keys just seen in {checked.focus}. The change is that of the output, over its norm, "
+        "with the keys in place of the values."
+    )
+    table = Table(("scale by", *COLUMNS), (("", rows),))
+    return (Section("what-if", "What another scale would do", (intro, table)),)
+
+
+def _method(checked: Checked) -> Section:
+    rows = "every row of every head" if checked.rows is None else f"{checked.rows} sampled rows of every head"
+    state = "trained" if checked.audit.trained else "at its initialisation"
+    told = (
+        f"One forward pass on {checked.fed}, on {checked.device}; {rows} was looked at. By its norms and biases the "
+        f"model is {state}."
+    )
+    blocks: tuple[Block, ...] = (" ".join([told, *checked.notes]), errors_of(checked.audit.layers), words())
+    return Section("method", "How it was measured", blocks)

@@ -1,0 +1,189 @@
+"""How the numbers of a run moved: layer by layer with a forecast, and as the course of several runs side by side."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from attnscale.diagnose.forecast import Growth
+from attnscale.diagnose.verdict import EXPLODING
+from attnscale.show.check import number
+from attnscale.show.report.figures import Axis, Chart, Figure, Number, Series, short
+from attnscale.show.report.heads import METRICS, Metric
+from attnscale.show.report.names import legend
+from attnscale.train.record import Record
+from attnscale.train.run import LayerRun, Run
+
+CURVES = 6  # layers with a curve of their own: more could not be told apart
+POINTS = 300  # of a curve
+FORECAST = 25  # points of a forecast
+BEYOND = 1.5  # times the highest score: limits up to there are shown
+Reduce = Callable[[Sequence[float]], float]
+
+
+def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
+    """Every metric over the steps: the layers that matter, the range of all, and where the largest score is going."""
+    chosen = sorted(run.layers, key=_matters)[:CURVES]
+    chosen = [layer for layer in run.layers if layer in chosen]
+    views = {}
+    for title, metric in METRICS.items():
+        series = [*_range(records, metric, len(run.layers)), *_curves(records, metric, chosen)]
+        if metric.recorded == "max":
+            series += _forecasts(chosen)
+            series += _thresholds(series)
+        positive = all(value > 0 for one in series for value in one.y if value is not None)
+        log = metric.high is None and positive
+        bounds = None if metric.high is None else (0.0, 1.02)
+        notice = _growth_notice(run) if metric.recorded == "max" else _change_notice(title, metric, records)
+        views[title] = Chart(tuple(series), Axis("step"), Axis(title, log=log, range=bounds), notice)
+    order = ("largest score", *(title for title in views if title != "largest score"))
+    return Figure(name, {title: views[title] for title in order})
+
+
+def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
+    """Every metric of every run: the mean of its layers, from the lowest to the highest."""
+    views = {}
+    for title, metric in METRICS.items():
+        series, ends = [], []
+        for tone, (run, records) in enumerate(runs):
+            layers = [[record.layers[layer].whole(metric.recorded) for layer in record.layers] for record in records]
+            steps = [record.step for record in records]
+            mean = [_mean(values) for values in layers]
+            low, high = ([edge(_known(values), default=math.nan) for values in layers] for edge in (min, max))
+            series.append(_thinned(Series(run, steps, mean, low, high, tone=tone, mode="both")))
+            known = [value for value in mean if math.isfinite(value)]
+            ends += [f"{run}: {number(known[0])} at first, {number(known[-1])} at the end"] if known else []
+        positive = all(value > 0 for one in series for value in (*one.y, *one.low) if value is not None)
+        axis = Axis(title, log=metric.high is None and positive, range=None if metric.high is None else (0.0, 1.02))
+        views[title] = Chart(tuple(series), Axis("step"), axis, f"Mean of the layers. {'; '.join(ends)}.")
+    return Figure(name, views)
+
+
+def learning_curves(name: str, runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Figure:
+    """The loss of every run; where steps are many, the mean of neighbours, from their lowest to their highest."""
+    series, ends = [], []
+    for tone, (run, losses) in enumerate(runs):
+        steps, values = [step for step, _ in losses], [loss for _, loss in losses]
+        series.append(_thinned(Series(run, steps, values, values, values, tone=tone)))
+        known = [(step, loss) for step, loss in losses if math.isfinite(loss)]
+        ends += [f"{run}: from {known[0][1]:.3f} to {known[-1][1]:.3f} in {known[-1][0]} steps"] if known else []
+        broken = next((step for step, loss in losses if not math.isfinite(loss)), None)
+        ends += [] if broken is None else [f"{run}: not a number at step {broken}"]
+    return Figure(name, {"loss": Chart(tuple(series), Axis("step"), Axis("loss"), f"{'; '.join(ends)}.")})
+
+
+def _matters(layer: LayerRun) -> tuple[float, float]:
+    """The first to pass a threshold first, then by the largest score."""
+    crossing = math.inf if layer.crossing is None else layer.crossing.step
+    return crossing, -layer.last_max if math.isfinite(layer.last_max) else 0.0
+
+
+def _curves(records: Sequence[Record], metric: Metric, chosen: Sequence[LayerRun]) -> Iterable[Series]:
+    labels = legend(layer.name for layer in chosen)
+    for tone, layer in enumerate(chosen):
+        seen = [record for record in records if layer.name in record.layers]
+        values = [record.layers[layer.name].whole(metric.recorded) for record in seen]
+        steps = [record.step for record in seen]
+        mode = "both" if len(steps) <= 40 else "lines"
+        series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
+        yield _thinned(series, max if metric.recorded == "max" else _mean)
+
+
+def _range(records: Sequence[Record], metric: Metric, layers: int) -> list[Series]:
+    if layers <= CURVES:
+        return []
+    values = [[layer.whole(metric.recorded) for layer in record.layers.values()] for record in records]
+    low, high = ([edge(_known(found), default=math.nan) for found in values] for edge in (min, max))
+    steps = [record.step for record in records]
+    return [_thinned(Series(f"all {layers} layers, lowest to highest", steps, low=low, high=high, tone="ink"))]
+
+
+def _forecasts(chosen: Sequence[LayerRun]) -> Iterable[Series]:
+    labels = legend(layer.name for layer in chosen)
+    for tone, layer in enumerate(chosen):
+        if layer.growth is not None and layer.crossing is not None:
+            yield _forecast(
+                f"{short(labels[layer.name])}: forecast, 90% interval", layer.growth, layer.crossing.step, tone
+            )
+
+
+def _forecast(name: str, growth: Growth, crossing: float, tone: int) -> Series:
+    """To the crossing, but no further than as many steps as the growth was watched for."""
+    reach = min(crossing - growth.step, growth.span)
+    ahead = [reach * point / FORECAST for point in range(FORECAST + 1)]
+    return Series(
+        name,
+        [growth.step + steps for steps in ahead],
+        [math.exp(growth.level + growth.rate * steps) for steps in ahead],
+        [math.exp(growth.level - growth.noise + growth.low * steps) for steps in ahead],
+        [math.exp(growth.level + growth.noise + growth.high * steps) for steps in ahead],
+        tone=tone,
+        dashed=True,
+    )
+
+
+def _thresholds(series: Sequence[Series]) -> list[Series]:
+    """The scores with a published meaning, as far as the curves reach."""
+    steps = [x for one in series for x in one.x if x is not None]
+    highest = max((value for one in series for value in (*one.y, *one.high) if value is not None), default=0.0)
+    levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
+    if not levels or not steps:
+        return []
+    name = f"{', '.join(f'{level:,.0f}' for level in levels)}: published {'limits' if len(levels) > 1 else 'limit'}"
+    x = [*(min(steps), max(steps), None)] * len(levels)
+    return [Series(name, x, [value for level in levels for value in (level, level, None)], tone="ink", dashed=True)]
+
+
+def _growth_notice(run: Run) -> str:
+    growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
+    if not growing:
+        return f"Of {len(run.layers)} layers, none has a largest score that is certain to grow."
+    first = max(growing, key=lambda layer: layer.growth.rate if layer.growth else 0.0)
+    assert first.growth is not None  # it is growing
+    return (
+        f"{len(growing)} of {len(run.layers)} layers grow for certain; fastest {first.name}, × "
+        f"{first.growth.factor(first.growth.span):.3g} over the last {first.growth.span:,.0f} steps, now at "
+        f"{number(first.last_max)}."
+    )
+
+
+def _change_notice(title: str, metric: Metric, records: Sequence[Record]) -> str:
+    first, last = (
+        _mean(layer.whole(metric.recorded) for layer in record.layers.values()) for record in (records[0], records[-1])
+    )
+    return f"Over all layers the mean {title} went from {number(first)} to {number(last)}."
+
+
+def _thinned(series: Series, reduce: Reduce | None = None) -> Series:
+    """At most POINTS points, each for several neighbours; without what is not a number."""
+    reduce = reduce or _mean
+    kept = [index for index, x in enumerate(series.x) if _is_known(series, index)]
+    size = max(1, math.ceil(len(kept) / POINTS))
+    buckets = [kept[start : start + size] for start in range(0, len(kept), size)]
+
+    def of(values: Sequence[Number], how: Reduce) -> list[Number]:
+        return [how([float(values[index] or 0.0) for index in bucket]) for bucket in buckets] if values else []
+
+    low, high = of(series.low, min), of(series.high, max)
+    is_band = any(one != other for one, other in zip(low, high, strict=True))
+    return Series(
+        series.name,
+        [series.x[bucket[0]] for bucket in buckets],
+        of(series.y, reduce),
+        low if is_band else (),
+        high if is_band else (),
+        series.mode,
+        series.tone,
+    )
+
+
+def _is_known(series: Series, index: int) -> bool:
+    columns = (values[index] for values in (series.y, series.low, series.high) if values)
+    return all(value is not None and math.isfinite(value) for value in columns)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = _known(values)
+    return math.fsum(known) / len(known) if known else math.nan

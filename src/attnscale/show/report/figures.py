@@ -1,0 +1,153 @@
+"""Figures: numbers, names and what to notice; report.js draws them. Names are data: plotly would read tags in them."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Number = float | int | None
+LABEL = 22  # characters of a name beside an axis or in a legend; hovering shows all of it
+LINE = 44  # characters of a name on one line where it is shown in full
+DIGITS = 4  # of a number in the page
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What it counts; `ticks` name positions, where those are names."""
+
+    title: str
+    log: bool = False
+    ticks: tuple[str, ...] | None = None  # at 0, 1, 2, …
+    range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """y against x, of the same `tone` as others that belong to it; a band where there is a `low` and a `high`."""
+
+    name: str
+    x: Sequence[Number]
+    y: Sequence[Number] = ()  # empty: a band alone
+    low: Sequence[Number] = ()
+    high: Sequence[Number] = ()
+    mode: str = "lines"  # or points, bars, steps
+    tone: int | str = 0  # a number, or "ink" for what is not measured
+    dashed: bool = False
+    points: tuple[str, ...] = ()  # a name for each
+    legend: bool = True
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Series over one pair of axes, and in one line what to notice."""
+
+    series: tuple[Series, ...]
+    x: Axis
+    y: Axis
+    notice: str = ""
+
+
+@dataclass(frozen=True)
+class Heat:
+    """values[row][column], coloured from `low` to `high`; by their logarithm where few are far above the others."""
+
+    values: Sequence[Sequence[Number]]
+    x: Axis
+    y: Axis
+    unit: str
+    rows: tuple[str, ...]  # names in full
+    low: float
+    high: float
+    notice: str = ""
+    log: bool = False
+    errors: Sequence[Sequence[Number]] | None = None  # standard errors
+    bounds: Sequence[Sequence[Number]] | None = None  # upper bounds, where the value is a lower one
+    columns: tuple[str, ...] | None = None  # names; numbered from 0 where None
+    column: str = "head"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One view, or several to choose between; one that `follows` another shows what that one does."""
+
+    name: str
+    views: Mapping[str, Chart | Heat]
+    choose: str = "Show"
+    caption: str = ""
+    follows: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What report.js takes."""
+        views = [_heat(view) if isinstance(view, Heat) else _chart(view) for view in self.views.values()]
+        return {"views": views, "follows": self.follows}
+
+
+def shown(text: str) -> str:
+    """A name for plotly to show as it is: what would be a tag or an entity is none."""
+    return html.escape(text, quote=False)
+
+
+def short(name: str) -> str:
+    """The end of a name, which tells layers apart."""
+    return name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
+
+
+def in_full(name: str) -> str:
+    """A name in lines that fit beside a pointer."""
+    return "<br>".join(shown(name[start : start + LINE]) for start in range(0, max(len(name), 1), LINE))
+
+
+def rounded(values: Sequence[Number]) -> list[Number]:
+    """Numbers of a few digits; None where there is none, or none that JSON knows."""
+    return [None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values]
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    ticks = None if axis.ticks is None else [shown(short(tick)) for tick in axis.ticks]
+    return {"title": shown(axis.title), "log": axis.log, "ticks": ticks, "range": axis.range}
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "kind": "chart",
+        "series": [_series(one) for one in chart.series],
+        "x": _axis(chart.x),
+        "y": _axis(chart.y),
+        "notice": chart.notice,
+    }
+
+
+def _series(series: Series) -> dict[str, Any]:
+    return {
+        "name": shown(series.name),
+        "x": rounded(series.x),
+        "y": rounded(series.y),
+        "low": rounded(series.low),
+        "high": rounded(series.high),
+        "mode": series.mode,
+        "tone": series.tone,
+        "dashed": series.dashed,
+        "points": [in_full(name) for name in series.points],
+        "legend": series.legend,
+    }
+
+
+def _heat(heat: Heat) -> dict[str, Any]:
+    return {
+        "kind": "heat",
+        "values": [rounded(row) for row in heat.values],
+        "errors": None if heat.errors is None else [rounded(row) for row in heat.errors],
+        "bounds": None if heat.bounds is None else [rounded(row) for row in heat.bounds],
+        "x": _axis(heat.x),
+        "y": _axis(heat.y),
+        "unit": shown(heat.unit),
+        "rows": [in_full(name) for name in heat.rows],
+        "spoken": list(heat.rows),
+        "columns": None if heat.columns is None else [shown(name) for name in heat.columns],
+        "column": shown(heat.column),
+        "low": heat.low,
+        "high": heat.high,
+        "log": heat.log,
+        "notice": heat.notice,
+    }

@@ -1,0 +1,105 @@
+"""The report of an experiment of the lab."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnscale.lab import result as lab
+from attnscale.show.check import number
+from attnscale.show.report.figures import Axis, Chart, Figure, Heat, Series
+from attnscale.show.report.parts import Block, Note, Page, Row, Section, Table, Terms, render
+
+
+def lab_page(result: lab.Result) -> str:
+    """The page, as a string."""
+    return render(lab_report(result))
+
+
+def lab_report(result: lab.Result) -> Page:
+    """What an experiment found, as a report: checks that fail stand first."""
+    checks = sorted(result.checks, key=lambda check: check.holds)
+    sections = [
+        Section(f"figure-{index}", plot.title, ((_figure(f"plot-{index}", plot),),))
+        for index, plot in enumerate(result.plots)
+    ]
+    sections += [Section(f"table-{index}", table.title, (_table(table),)) for index, table in enumerate(result.tables)]
+    sections += [_settings(result.settings)] if result.settings else []
+    return Page(
+        kind=f"attnscale lab {result.experiment}",
+        title=result.question,
+        verdict=result.conclusion,
+        tone="fine" if all(check.holds for check in checks) else "warning",
+        notes=tuple(map(_note, checks)),
+        sections=tuple(sections),
+    )
+
+
+def _note(check: lab.Check) -> Note:
+    tone, tag = ("fine", "holds") if check.holds else ("warning", "does not hold")
+    return Note(tone, tag, check.evidence, place=check.statement)
+
+
+def _figure(name: str, plot: lab.Plot | lab.Heatmap) -> Figure:
+    return Figure(name, {plot.title: _heat(plot) if isinstance(plot, lab.Heatmap) else _chart(plot)})
+
+
+def _chart(plot: lab.Plot) -> Chart:
+    series = tuple(
+        Series(
+            curve.name,
+            curve.x,
+            curve.y,
+            curve.low or (),
+            curve.high or (),
+            mode="lines" if curve.is_theory else "both",
+            tone=tone,
+            dashed=curve.is_theory,
+        )
+        for tone, curve in enumerate(plot.curves)
+    )
+    return Chart(series, Axis(plot.x_label, plot.log_x), Axis(plot.y_label, plot.log_y), plot.notice)
+
+
+def _heat(plot: lab.Heatmap) -> Heat:
+    known = [value for row in plot.values for value in row if value is not None]
+    rows, columns = (tuple(map(shown, names)) for names in (plot.rows, plot.columns))
+    return Heat(
+        values=plot.values,
+        x=Axis(plot.x_label, ticks=columns),
+        y=Axis(plot.y_label, ticks=rows),
+        unit=plot.title,
+        rows=tuple(f"{plot.y_label} {row}" for row in rows),
+        columns=columns,
+        column=plot.x_label,
+        low=min(known, default=0.0),
+        high=max(known, default=1.0),
+        notice=plot.notice,
+    )
+
+
+def _table(table: lab.Table) -> Table:
+    rows = tuple(Row(tuple(map(shown, row))) for row in table.rows)
+    columns = range(len(table.columns))
+    words = {column for column in columns if any(isinstance(row[column], str | bool) for row in table.rows)}
+    return Table(table.columns, (("", rows),), text=frozenset({0, *words}))
+
+
+def _settings(settings: Mapping[str, Any]) -> Section:
+    blocks: tuple[Block, ...] = (Terms({name: shown(value) for name, value in settings.items()}),)
+    return Section("method", "How it was measured", blocks)
+
+
+def shown(value: Any) -> str:
+    """A value of a table or a setting, as a person writes it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return number(value, 4)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {shown(entry)}" for name, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    return str(value)

@@ -1,0 +1,151 @@
+"""The report of training runs side by side."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attnscale.checking import Checked
+from attnscale.lab.twins import TwinRun, Twins
+from attnscale.show.check import number, share
+from attnscale.show.report.check import table_of
+from attnscale.show.report.courses import learning_curves, runs_over_time
+from attnscale.show.report.densities import densities
+from attnscale.show.report.figures import Figure, Heat
+from attnscale.show.report.freezing import freezing
+from attnscale.show.report.heads import map_of_layers, map_of_record
+from attnscale.show.report.lab import shown
+from attnscale.show.report.method import words
+from attnscale.show.report.parts import Note, Page, Row, Section, Table, Terms, render
+from attnscale.train.record import Record
+
+
+def twins_page(twins: Twins) -> str:
+    """The page, as a string."""
+    return render(twins_report(twins))
+
+
+def twins_report(twins: Twins) -> Page:
+    """Training runs side by side, as a report."""
+    sections = (
+        *_learning(twins),
+        *_course(twins),
+        *_sections("heads", "Head by head, at the end", _maps(twins)),
+        *_sections("scores", "The scores, at the end", _each(twins, "densities")),
+        *_sections("freezing", "How far from freezing, at the end", _each(twins, "freezing")),
+        *_layers(twins),
+        _method(twins),
+    )
+    notes = tuple(_notes(twins))
+    return Page("attnscale demo", twins.title, twins.verdict, "note", notes, sections, twins.explanation)
+
+
+def _method(twins: Twins) -> Section:
+    settings = Terms({name: shown(value) for name, value in twins.settings.items()})
+    return Section("method", "How it was measured", (settings, words()))
+
+
+def _notes(twins: Twins) -> Iterator[Note]:
+    """Loss, gradient and spread of every run, as their numbers say."""
+    losses = {run.name: [loss for _, loss in run.losses if math.isfinite(loss)] for run in twins.runs}
+    known = {name: values for name, values in losses.items() if values}
+    if known:
+        ends = "; ".join(f"{name}: from {values[0]:.3f} to {values[-1]:.3f}" for name, values in known.items())
+        yield Note("fact", "loss", f"{ends}.")
+    for tag, metric, told in (("gradient gain", "gradient_gain", share), ("spread", "spread", number)):
+        ends = "; ".join(
+            f"{run.name}: {told(_whole(run.records[0], metric))} at first, {told(_whole(run.records[-1], metric))} at "
+            "the end"
+            for run in twins.runs
+            if run.records
+        )
+        if ends:
+            yield Note("fact", tag, f"{ends}.", place="mean of the layers")
+
+
+def _whole(record: Record, metric: str) -> float:
+    values = [value for layer in record.layers.values() if math.isfinite(value := layer.whole(metric))]
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _learning(twins: Twins) -> Iterator[Section]:
+    runs = [(run.name, run.losses) for run in twins.runs if run.losses]
+    if runs:
+        yield Section("learning", "Learning", ((learning_curves("losses", runs),),))
+
+
+def _course(twins: Twins) -> Iterator[Section]:
+    runs = [(run.name, run.records) for run in twins.runs if run.records]
+    if runs:
+        yield Section("run", "What the attention did meanwhile", ((runs_over_time("run-curves", runs),),))
+
+
+def _maps(twins: Twins) -> list[Figure]:
+    """One a run, on the same colours."""
+    found = []
+    for index, run in enumerate(twins.runs):
+        name = f"heads-{index}"
+        if run.audit is not None:
+            found.append(replace(map_of_layers(name, run.audit.layers), caption=run.name))
+        elif run.records:
+            found.append(replace(map_of_record(name, run.records[-1]), caption=run.name))
+    return _on_one_scale(found)
+
+
+def _on_one_scale(figures: list[Figure]) -> list[Figure]:
+    heats = [[view for view in figure.views.values() if isinstance(view, Heat)] for figure in figures]
+    ranges = [
+        (min(heat.low for heat in same), max(heat.high for heat in same), any(heat.log for heat in same))
+        for same in zip(*heats, strict=True)
+    ]
+    # a logarithm serves all or none of them, and none where one starts at zero
+    return [
+        replace(
+            figure,
+            views={
+                title: replace(view, low=low, high=high, log=log and low > 0)
+                for (title, view), (low, high, log) in zip(figure.views.items(), ranges, strict=True)
+                if isinstance(view, Heat)
+            },
+        )
+        for figure in figures
+    ]
+
+
+def _each(twins: Twins, what: str) -> list[Figure]:
+    make = {"densities": densities, "freezing": freezing}[what]
+    audited = [(run.name, run.audit.layers) for run in twins.runs if run.audit is not None]
+    made = [(name, make(f"{what}-{index}", layers)) for index, (name, layers) in enumerate(audited)]
+    return [replace(figure, caption=name) for name, figure in made if figure is not None]
+
+
+def _sections(name: str, title: str, figures: list[Figure]) -> Iterator[Section]:
+    """Side by side, all switched by the first where they have the same views."""
+    if figures:
+        first = figures[0]
+        followers = (
+            replace(figure, follows=first.name) if list(figure.views) == list(first.views) else figure
+            for figure in figures[1:]
+        )
+        yield Section(name, title, ((first, *followers),))
+
+
+def _layers(twins: Twins) -> Iterator[Section]:
+    tables = [(run, run.audit) for run in twins.runs if run.audit is not None]
+    if tables:
+        lines = [(run.name, Checked(run.name, "", "", None, (), audit).lines) for run, audit in tables]
+        blocks = (replace(table_of(found), caption=name) for name, found in lines)
+        yield Section("layers", "Layer by layer, at the end", tuple(blocks))
+    else:
+        yield Section("layers", "From first to last", (_ends(twins.runs),))
+
+
+def _ends(runs: tuple[TwinRun, ...]) -> Table:
+    columns = ("spread", "entropy_ratio", "top1", "gradient_gain", "max")
+    rows = tuple(
+        Row((run.name, when, *(number(_whole(run.records[index], column)) for column in columns)))
+        for run in runs
+        if run.records
+        for when, index in (("first", 0), ("last", -1))
+    )
+    headings = ("run", "record", "spread", "entropy of ln n", "top-1", "gradient gain", "largest score")
+    return Table(headings, (("", rows),), text=frozenset({0, 1}))
