@@ -12,8 +12,9 @@ import time
 import torch
 
 from attnscale import score_stats
+from attnscale.train.numbers import records
 from attnscale.train.record import Record
-from attnscale.train.tally import Tally, from_bytes, merge, to_bytes, whole_layers
+from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.train.thinning import thin
 from attnscale.watching.declared import Declared
 from attnscale.watching.layer import Layer
@@ -30,7 +31,7 @@ def tallies(layers: int, heads: int) -> dict:
         causal=False, softcap=None, stats=score_stats(query, key), scales=ones, query_norm=ones, key_norm=ones,
         declared=Declared(), query_gradient=ones, key_gradient=ones,
     )  # fmt: skip
-    tally = Tally.of(layer)
+    ((_, tally),) = seen_tallies({"": layer}, 0).items()
     return {(f"model.layers.{index}.self_attn", 0, heads): tally for index in range(layers)}
 
 
@@ -100,7 +101,7 @@ def main() -> None:
     part, full = to_bytes(own), to_bytes(whole)
     packing = seconds(lambda: to_bytes(own))
     merging = seconds(lambda: to_bytes(merge([from_bytes(full), from_bytes(full)])))
-    record = Record(10**6, time.time(), {name: tally.record() for name, tally in whole_layers(whole).items()})
+    record = Record(10**6, time.time(), records(whole_layers(whole)))
     line = json.dumps(record.to_dict(), separators=(",", ":"))
     writing = seconds(lambda: json.dumps(record.to_dict(), separators=(",", ":")), 3)
     reading = seconds(lambda: Record.from_dict(json.loads(line)), 3)

@@ -12,7 +12,7 @@ from attnscale.masks import visible_keys
 from attnscale.measure import attending, fused
 from attnscale.measure.blocks import measure_rows
 from attnscale.measure.moments import ScoreMoments, linear_moments
-from attnscale.measure.pool import pool_rows
+from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import SUMS, ScoreStats
@@ -109,7 +109,7 @@ def attention_with_stats(
         output, stats = fused.attend_sampling(call, rows)
     elif rows is None and attending.serves(call):
         output, found = attending.attend_rows(call)
-        stats = ScoreStats(call.query.shape[1], exact=True, pool=partial(pool_rows, found))
+        stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
@@ -128,7 +128,8 @@ def _measure(call: Call, rows: int | None) -> ScoreStats:
     else:
         look = partial(_look, call, positions)
         found, bound = alone(look) if call.query.device.type == "cpu" else look()
-    return ScoreStats(call.query.shape[1], exact=sample is None, pool=partial(pool_rows, found, bound, sample))
+    pool = Unpooled(lambda: found, lambda: bound, sample)
+    return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool)
 
 
 @torch.no_grad()

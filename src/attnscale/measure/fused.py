@@ -12,7 +12,7 @@ from attnscale.errors import InputError
 from attnscale.kernels.call import Call
 from attnscale.measure import forward, ops
 from attnscale.measure.moments import linear_moments
-from attnscale.measure.pool import pool_rows, with_moments
+from attnscale.measure.pool import Unpooled, pool_rows, with_moments
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
 from attnscale.measure.stats import Pooled, ScoreStats
@@ -83,7 +83,8 @@ def measure(call: Call, rows: int | None) -> ScoreStats:
         query, key = call.query, call.key
         sums = ops.score_rows(query, key, None, None, call.scale, call.is_causal)
         visible = partial(_visible, query.shape[2], key.shape[2], call.is_causal, query.device)
-        return ScoreStats(query.shape[1], exact=True, pool=partial(_pool_scored, sums, visible))
+        pool = Unpooled(lambda: RowSums(visible().expand_as(sums[0]), *sums))
+        return ScoreStats(query.shape[1], exact=True, pool=pool)
 
 
 def _design(call: Call, rows: int) -> Design | None:
@@ -111,14 +112,13 @@ class Sampled(NamedTuple):
 
     def stats(self, lse: Tensor | None = None) -> ScoreStats:
         """The statistics; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
-        return ScoreStats(self.sums.shape[3], exact=False, pool=partial(self._pool, lse))
+        bound = self._bound if lse is None else partial(_bound_by_lse, lse)
+        return ScoreStats(self.sums.shape[3], exact=False, pool=Unpooled(self._rows, bound, self.sample))
 
-    def _pool(self, lse: Tensor | None) -> Pooled:
-        with torch.no_grad():
-            begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
-            shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
-            found = RowSums(shown.expand_as(self.sums[0]), *self.sums.double()).over_shards()
-            return pool_rows(found, self._bound() if lse is None else _bound_by_lse(lse), self.sample)
+    def _rows(self) -> RowSums:
+        begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
+        shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
+        return RowSums(shown.expand_as(self.sums[0]), *self.sums.double()).over_shards()
 
     def _visible(self) -> Tensor:
         if self.is_causal:
@@ -158,10 +158,6 @@ def _unwritten(*tensors: Tensor) -> Callable[[], bool]:
     """Whether the tensors are still what they are now."""
     versions = [tensor._version for tensor in tensors]
     return lambda: versions == [tensor._version for tensor in tensors]
-
-
-def _pool_scored(sums: Tensor, visible: Callable[[], Tensor]) -> Pooled:
-    return pool_rows(RowSums(visible().expand_as(sums[0]), *sums))
 
 
 def _visible(q_len: int, kv_len: int, is_causal: bool, device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
 """The rows of each head -> the sums that statistics are read from."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,20 +11,76 @@ from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import Sample
-from attnscale.measure.stats import SUMS, Pooled
+from attnscale.measure.stats import SUMS, Merged, Pooled, ScoreStats, merged
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 
+ROW_FIELDS = tuple(RowSums.__dataclass_fields__)
+POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name != "uncertainty")
 
-def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Pooled:
-    """Pool the rows of each head over batch and position; of sampled rows, estimate what all of them would give."""
+
+@dataclass(frozen=True, eq=False)
+class Unpooled:
+    """The rows of one call, each by itself: how they are pooled when a statistic is first read."""
+
+    rows: Callable[[], RowSums]
+    bound: Callable[[], Tensor | None] = lambda: None
+    sample: Sample | None = None
+
+    def __call__(self) -> Pooled:
+        """Pool them, with the uncertainty of what was not looked at."""
+        return pool_rows(self.rows(), self.bound(), self.sample)
+
+
+def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
+    """The sums of several statistics, without what standard errors are told from; alike ones are pooled at once.
+
+    A model's layers mostly are alike: pooling all of them takes as many operations as pooling one.
+    """
+    apart = [stats.pool.parts if isinstance(stats.pool, Merged) else (stats,) for stats in many]
+    single = iter(_pooled_together([part for parts in apart for part in parts]))
+    pooled = [[next(single) for _ in parts] for parts in apart]
+    return [parts[0] if len(parts) == 1 else merged(parts) for parts in pooled]
+
+
+def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
+    found: dict[int, Pooled] = {}
+    alike: dict[tuple[object, ...], list[tuple[int, Unpooled, RowSums]]] = {}
+    for index, stats in enumerate(many):
+        if not isinstance(stats.pool, Unpooled):
+            found[index] = stats.pooled
+            continue
+        rows, sample = stats.pool.rows(), stats.pool.sample
+        design = None if sample is None else (id(sample.stratum), id(sample.sizes))  # which a design makes once
+        kind = (rows.max.device, rows.max.dtype, rows.max.shape[0], rows.max.shape[2], design)
+        alike.setdefault(kind, []).append((index, stats.pool, rows))
+    for group in alike.values():
+        joined = RowSums(**{name: torch.cat([getattr(rows, name) for *_, rows in group], 1) for name in ROW_FIELDS})
+        bounds = [unpooled.bound() for _, unpooled, _ in group]
+        known = [each for each in bounds if each is not None]
+        bound = torch.cat(known) if len(known) == len(group) else None
+        pooled = pool_rows(joined, bound, group[0][1].sample, errors=False)
+        heads = [rows.max.shape[1] for *_, rows in group]
+        parts = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
+        for at, (index, *_) in enumerate(group):
+            found[index] = Pooled(**{name: each[at] for name, each in parts.items()}, uncertainty=None)
+    return [found[index] for index in range(len(many))]
+
+
+def pool_rows(
+    rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
+) -> Pooled:
+    """Pool the rows of each head over batch and position; of sampled rows, estimate what all of them would give.
+
+    Without `errors`, what standard errors are told from is left out: most of the work where rows are few.
+    """
     seen = rows.visible > 0
-    weight = None if sample is None else sample.weights.to(rows.max.device)
+    weight = None if sample is None else sample.weights.to(rows.max.device, non_blocking=True)
     mean = _mean(rows, weight)
     sums, kept = [], []
     for quantity in _quantities(rows, seen, mean):
         sums.append((quantity if weight is None else quantity * weight).sum((0, 2), dtype=torch.float64))
-        if sample is not None:
+        if sample is not None and errors:
             kept.append(quantity.sum(0))
     pooled = torch.stack(sums, dim=-1)
     pooled[:, SUMS.index("deviations")] = 0.0  # by construction; what is left is rounding
@@ -36,7 +92,7 @@ def pool_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None 
         max=highest,
         max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
         sums=pooled,
-        uncertainty=None if sample is None else _uncertainty(rows, sample, torch.stack(kept, dim=-1)),
+        uncertainty=None if sample is None or not errors else _uncertainty(rows, sample, torch.stack(kept, dim=-1)),
     )
 
 

@@ -6,6 +6,9 @@ textbook one for such a design, Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h t
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -20,6 +23,25 @@ LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
 DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
+SEED: ContextVar[int | None] = ContextVar("seed", default=None)
+
+
+@contextmanager
+def same_rows(seed: int) -> Iterator[None]:
+    """Draw the same positions for all queries of one length, whatever keys they see: ranks then look at the same rows.
+
+    >>> draws = []
+    >>> for uneven in (False, True):
+    ...     with same_rows(7):
+    ...         draws.append(sample_positions(5, 100, 1, uneven).positions.tolist())
+    >>> draws[0] == draws[1]
+    True
+    """
+    token = SEED.set(seed)
+    try:
+        yield
+    finally:
+        SEED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -90,9 +112,10 @@ class Design:
 
     def draw(self) -> list[int]:
         """Positions in increasing order, drawn anew."""
-        positions = list(range(self.certain))
+        seed, positions = SEED.get(), list(range(self.certain))
+        source = DRAW if seed is None else random.Random(seed)
         for (start, stop), taken in zip(pairwise(self.edges), self.taken, strict=True):
-            positions += sorted(DRAW.sample(range(start, stop), taken))
+            positions += sorted(source.sample(range(start, stop), taken))
         return positions
 
     def sample(self, positions: Tensor) -> Sample:
@@ -100,13 +123,17 @@ class Design:
         return Sample(positions, self.stratum, self.sizes)
 
 
-@lru_cache(maxsize=64)
 def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
     """About `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
-    towards the end.
+    towards the end. Rows that see part of their keys here count as such.
     """
+    return _design(rows, length, batch, uneven or SEED.get() is not None)
+
+
+@lru_cache(maxsize=64)
+def _design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
         return None
@@ -136,6 +163,9 @@ class DrawnAhead:
 
     def next(self) -> Sample:
         """The next draw; under graph capture, where nothing can be copied, one of those at hand again."""
+        if SEED.get() is not None:
+            drawn = torch.tensor(self.planned.draw(), dtype=torch.int32)
+            return self.planned.sample(drawn.to(self.device, non_blocking=True))
         stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not capturing or not self.drawn:

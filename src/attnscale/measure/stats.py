@@ -7,7 +7,7 @@ by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -189,6 +189,26 @@ class ScoreStats:
     def _ratio(self, name: str) -> Tensor:
         below = self._sum(DENOMINATOR[name])
         return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """Statistics of several calls that are merged when one is first read."""
+
+    parts: tuple[ScoreStats, ...]
+
+    def __call__(self) -> Pooled:
+        """The rows of all of them."""
+        return merged([part.pooled for part in self.parts])
+
+
+def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
+    """The same as the sum of these, which have as many heads each, at no cost before it is read."""
+    return (
+        parts[0]
+        if len(parts) == 1
+        else ScoreStats(parts[0].heads, all(part.exact for part in parts), Merged(tuple(parts)))
+    )
 
 
 def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:

@@ -17,11 +17,13 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Growth
 from attnscale.errors import AttnscaleError, InputError, SettingError
+from attnscale.train import keys
 from attnscale.train.history import History
+from attnscale.train.numbers import records
 from attnscale.train.ranks import Combined, Ranks
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Tallies, Tally, from_bytes, merge, to_bytes, whole_layers
+from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.watching import Layer, Seen, watch
 
 LOGGER = logging.getLogger("attnscale")
@@ -36,7 +38,10 @@ class Monitor:
     parts run uncompiled. Nothing that goes wrong here stops training: it is warned of.
 
     Where torch.distributed runs, make one on every rank: rows of all ranks are merged, and rank 0 writes. Ranks that
-    share out the heads of a layer (tensor parallel) are told by their `head_group`.
+    share out the heads of a layer (tensor parallel) are told by their `head_group`. Ranks that share out the *keys* of
+    a row (context parallel) are told by their `key_group`: rows of the same queries, bit for bit, are then put together
+    over the keys of all ranks of it and over the turns of a ring, whichever way attention is called on each shard.
+    Gradients that reach queries and keys are left out there.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -62,6 +67,7 @@ class Monitor:
         on_alarm: Callable[[Finding], None] | None = None,
         group: dist.ProcessGroup | None = None,
         head_group: dist.ProcessGroup | None = None,
+        key_group: dist.ProcessGroup | None = None,
         merge_ranks: bool = True,
         timeout: float = 60.0,
     ) -> None:
@@ -79,8 +85,9 @@ class Monitor:
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
         self._on_alarm = on_alarm
         self._group, self._head_group, self._timeout = group, head_group, timeout
-        self._merges = merge_ranks
+        self._merges, self._key_group = merge_ranks, key_group
         self._ranks: Ranks | None = None
+        self._key_ranks: Ranks | None = None
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._told: set[str] = set()
@@ -99,8 +106,13 @@ class Monitor:
     def begin(self) -> None:
         """A training step begins."""
         if self.is_due and self._watch is None:
-            self._watch = watch(self.model, self.rows, training=True)
+            self._watch = watch(self.model, self.rows, training=True, seed=self._seed)
             self._seen = self._watch.__enter__()
+
+    @property
+    def _seed(self) -> int | None:
+        """By which ranks that share out keys look at the same rows."""
+        return None if self._key_group is None else self.steps
 
     def end(self) -> None:
         """A training step is over."""
@@ -166,24 +178,55 @@ class Monitor:
 
     def _record(self, layers: dict[str, Layer]) -> None:
         part = 0 if self._head_group is None else dist.get_rank(self._head_group)
-        own: Tallies = {(name, part, layer.heads): Tally.of(layer) for name, layer in layers.items()}
+        own = seen_tallies(layers, part) if self._key_group is None else self._over_keys(layers, part)
         combined = self._combined(own)
         tallies = own if combined is None else from_bytes(combined.payload)
-        if combined is not None:
-            stats = {key: tallies[key].stats for key in own if key in tallies}
-            layers = {key[0]: replace(layers[key[0]], stats=stats[key]) for key in stats}
+        if combined is not None or self._key_group is not None:
+            mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
+            layers = {
+                name: replace(layers[name], stats=tallies[key].stats) for name, key in mine.items() if key in tallies
+            }
         self.layers = layers
         if not tallies:
             return
-        records = {name: tally.record() for name, tally in whole_layers(tallies).items()}
-        alarms = self.history.add(self.steps, records)
+        found = records(whole_layers(tallies))
+        alarms = self.history.add(self.steps, found)
         is_shared = combined is None or combined.agreed
         rank = None if is_shared else dist.get_rank()
         ranks = 1 if combined is None else combined.ranks
-        self.last = Record(self.steps, time.time(), records, alarms, ranks, rank)
+        self.last = Record(self.steps, time.time(), found, alarms, ranks, rank)
         self._raise(alarms)
         if combined is None or not combined.agreed or self._ranks is None or self._ranks.rank == 0:
             self._write(self.last)
+
+    def _over_keys(self, layers: dict[str, Layer], part: int) -> Tallies:
+        """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
+        if self._key_ranks is None:
+            self._key_ranks = Ranks(self._key_group, self._timeout)
+        own = keys.to_bytes(keys.pieces_of(layers, part))
+        combined = self._key_ranks.combine(
+            own, lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads))
+        )
+        if combined.ranks < self._key_ranks.size:
+            self._tell(
+                "A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on."
+            )
+            return {}
+        pieces = keys.from_bytes(combined.payload)
+        if pieces and all(piece.shards == 1 for piece in pieces.values()):
+            self._tell(
+                "Expected ranks of key_group, or several calls on one, with the same queries and other keys, and found "
+                "none: every call is counted as rows of its own. Queries must be the same to the last bit."
+            )
+        if self._key_ranks.rank > 0:
+            return {}
+        left_out = keys.in_parts(pieces)
+        if left_out:
+            self._tell(
+                f"Left out: {', '.join(left_out)}, called with all of their queries and with the last of them alone, "
+                "as by a ring that balances causal work; rows are put together over calls with the same queries only."
+            )
+        return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})
 
     def _combined(self, own: Tallies) -> Combined | None:
         """The tallies of all ranks; None where this process is alone, or keeps to itself."""

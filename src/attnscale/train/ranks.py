@@ -54,8 +54,10 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
         self.timeout = timeout
         members = None if group is None else dist.get_process_group_ranks(group)
-        # every rank of the job must take part in making a group, also those that are in none of its members
-        self._group = dist.new_group(members, timedelta(seconds=timeout), backend="gloo")
+        # a group of some ranks is made by those alone: others of the job may make one of their own at the same time
+        self._group = dist.new_group(
+            members, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=members is not None
+        )
         self._members = dist.get_process_group_ranks(self._group)
         self.rank, self.size = dist.get_rank(self._group), len(self._members)
         self._lost: set[int] = set()

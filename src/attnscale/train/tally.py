@@ -6,7 +6,7 @@ float64 a head. Norms and multipliers are weighted by the rows they stand for.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import SettingError
+from attnscale.measure.pool import pooled_together
 from attnscale.measure.stats import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.stats import SUMS, Pooled, ScoreStats, merged
-from attnscale.train.record import NUMBERS, LayerRecord
 from attnscale.watching.layer import Layer
 
 WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares
@@ -45,30 +45,22 @@ class Tally:
     added: Tensor
 
     @classmethod
-    def of(cls, layer: Layer) -> "Tally":
-        """What one rank saw."""
-        seen = layer.stats.pooled
-        numbers = (seen.rows.cpu(), seen.count.cpu(), seen.mean.cpu(), seen.max.cpu(), seen.max_bound.cpu())
-        pooled = Pooled(*numbers, seen.sums.cpu(), None)
+    def of(cls, pooled: Pooled, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
+        """Rows that were pooled, with the multiplier, ‖q‖² and ‖k‖² of their heads, and the squares of gradients."""
         rows = pooled.sums[:, ROWS]
-        columns = (layer.scales.cpu().double().abs(), layer.query_norm.double() ** 2, layer.key_norm.double() ** 2)
         nothing = torch.full_like(rows, math.nan)
-        gradients = [
-            nothing if gradient is None else gradient.double() ** 2
-            for gradient in (layer.query_gradient, layer.key_gradient)
-        ]
         return cls(
             pooled,
-            torch.stack([torch.where(rows > 0, column * rows, 0.0) for column in columns], dim=-1),
-            torch.stack([*gradients, torch.ones_like(rows)], dim=-1),
-        )  # fmt: skip
+            torch.stack([torch.where(rows > 0, column.double() * rows, 0.0) for column in columns], dim=-1),
+            torch.stack([nothing if each is None else each for each in gradients] + [torch.ones_like(rows)], dim=-1),
+        )
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(merged([self.pooled, other.pooled]), self.weighted + other.weighted, self.added + other.added)
 
     def beside(self, other: "Tally") -> "Tally":
         """These heads and then the other's: how tensor-parallel ranks, each with heads of its own, become one."""
-        return _unpack(torch.cat([self.pack(), other.pack()]))
+        return unpack(torch.cat([self.pack(), other.pack()]))
 
     def pack(self) -> Tensor:
         """Everything of every head in one row, (heads, 22)."""
@@ -80,46 +72,50 @@ class Tally:
         """The statistics over all ranks."""
         return MergedStats(len(self.pooled.mean), exact=False, pool=lambda: self.pooled)
 
-    def record(self) -> LayerRecord:
-        """The numbers of every head.
-
-        A gradient is that of the loss averaged over ranks, as data-parallel training averages it: each rank's own
-        gradient over their number.
-        """
-        stats, rows = self.stats, self.pooled.sums[:, ROWS]
-        scale, query_norm, key_norm = (self.weighted / torch.where(rows > 0, rows, torch.nan)[:, None]).unbind(-1)
-        query_norm, key_norm = query_norm.sqrt(), key_norm.sqrt()
-        gradients, ranks = self.added[:, :2].sqrt(), self.added[:, 2]
-        size = (stats.variance + stats.mean.square()).sqrt()
-        found = {
-            "spread": stats.std,
-            "max": torch.where(rows > 0, stats.max, torch.nan),
-            "max_bound": torch.where(rows > 0, stats.max_bound, torch.nan),
-            "scale": scale,
-            "query_norm": query_norm,
-            "key_norm": key_norm,
-            "alignment": size / (scale * query_norm * key_norm).clamp(min=1e-300),
-            "query_gradient": gradients[:, 0] / ranks,
-            "key_gradient": gradients[:, 1] / ranks,
-        }
-        lists = {name: (found[name] if name in found else getattr(stats, name)).tolist() for name in NUMBERS}
-        known = {name: values for name, values in lists.items() if not name.endswith("gradient") or _any(values)}
-        broken = int(((rows > 0) & ~torch.isfinite(stats.std)).sum())
-        return LayerRecord(int(self.pooled.rows.sum()), known, broken)
-
-
-def _any(values: list[float]) -> bool:
-    return not all(map(math.isnan, values))
-
-
-def _unpack(packed: Tensor) -> Tally:
-    numbers, sums, weighted, added = packed.split([len(POOLED_NUMBERS), len(SUMS), len(WEIGHTED), len(ADDED)], dim=-1)
-    rows, count, mean, largest, bound = numbers.unbind(-1)
-    pooled = Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, sums, None)
-    return Tally(pooled, weighted, added)
-
 
 Tallies = dict[Key, Tally]
+
+
+def seen_tallies(layers: Mapping[str, Layer], part: int) -> Tallies:
+    """What one rank saw. What lies on a GPU is fetched at once: each transfer would wait for all that is queued."""
+    if not layers:
+        return {}
+    seen = list(layers.values())
+    heads, pooled = [layer.heads for layer in seen], pooled_together([layer.stats for layer in seen])
+    columns = [_columns(layer, each) for layer, each in zip(seen, pooled, strict=True)]
+    fetched: dict[int, Tensor] = {}
+    for device in {column.device for column in columns}:
+        here = [index for index, column in enumerate(columns) if column.device == device]
+        parts = torch.cat([columns[index] for index in here]).cpu().split([heads[index] for index in here])
+        fetched |= dict(zip(here, parts, strict=True))
+    packed = torch.cat([fetched[index] for index in range(len(heads))])
+    numbers, sums, norms, gradients = packed.split([len(POOLED_NUMBERS), len(SUMS), 2, 2], dim=-1)
+    scales = torch.cat([layer.scales.double().cpu() for layer in seen]).abs()
+    together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
+    tallies = map(unpack, together.pack().split(heads))
+    return {(name, part, layer.heads): tally for (name, layer), tally in zip(layers.items(), tallies, strict=True)}
+
+
+def _columns(layer: Layer, pooled: Pooled) -> Tensor:
+    """Everything of a layer that may lie on a GPU, (heads, …)."""
+    numbers = [getattr(pooled, name).double() for name in POOLED_NUMBERS]
+    nothing = torch.full_like(pooled.mean, math.nan)
+    norms = [norm.to(pooled.mean).square() for norm in (layer.query_norm, layer.key_norm)]
+    gradients = [
+        nothing if norm is None else norm.to(nothing).square() for norm in (layer.query_gradient, layer.key_gradient)
+    ]
+    return torch.cat([torch.stack(numbers, dim=-1), pooled.sums, torch.stack([*norms, *gradients], dim=-1)], dim=-1)
+
+
+def unpack(packed: Tensor) -> Tally:
+    """What pack() gave."""
+    numbers, sums, weighted, added = packed.split([len(POOLED_NUMBERS), len(SUMS), len(WEIGHTED), len(ADDED)], dim=-1)
+    return Tally(_unpack_pooled(numbers, sums), weighted, added)
+
+
+def _unpack_pooled(numbers: Tensor, sums: Tensor) -> Pooled:
+    rows, count, mean, largest, bound = numbers.unbind(-1)
+    return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, sums, None)
 
 
 def merge(parts: Iterable[Tallies]) -> Tallies:
@@ -128,8 +124,8 @@ def merge(parts: Iterable[Tallies]) -> Tallies:
     keys = list(seen[0])
     if keys and all(list(part) == keys for part in seen):  # as ranks mostly do: all heads of all layers at once
         heads = [heads for _, _, heads in keys]
-        total = reduce(lambda a, b: a + b, (_unpack(_packed(part)) for part in seen))
-        return dict(zip(keys, map(_unpack, total.pack().split(heads)), strict=True))
+        total = reduce(lambda a, b: a + b, (unpack(_packed(part)) for part in seen))
+        return dict(zip(keys, map(unpack, total.pack().split(heads)), strict=True))
     found: dict[Key, list[Tally]] = {}
     for part in seen:
         for key, tally in part.items():
@@ -163,4 +159,4 @@ def from_bytes(payload: bytes) -> Tallies:
     if not keys:
         return {}
     numbers = torch.frombuffer(bytearray(body), dtype=torch.float64).view(-1, WIDTH)
-    return dict(zip(keys, map(_unpack, numbers.split([heads for _, _, heads in keys])), strict=True))
+    return dict(zip(keys, map(unpack, numbers.split([heads for _, _, heads in keys])), strict=True))

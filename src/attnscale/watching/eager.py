@@ -18,6 +18,7 @@ from attnscale.watching.lineage import Node, Trail
 from attnscale.watching.operands import Operands, Way
 from attnscale.watching.origin import Origins
 from attnscale.watching.products import Product, channels
+from attnscale.watching.shards import TAIL
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
 
@@ -166,6 +167,15 @@ class Written:
         operands = (product.left, product.right)
         query, key = operands if self.layout.keys_are_right else reversed(operands)
         return of_product(query, key, entries.reshape(groups.shape))
+
+    def some(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
+        last = np.arange(max(0, self.layout.length - TAIL), self.layout.length)
+        spread, tail = (
+            Operands.of(self.layout, self.layout.groups.ravel(), positions)
+            for positions in (_spread(self.layout.length, NORMED_ROWS).numpy(), last)
+        )
+        return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""

@@ -65,4 +65,4 @@ def _by_head(gradient: Tensor) -> Tensor:
 def norm_over(calls: list[GradientSquares | None], name: str) -> Tensor | None:
     """The length of the gradient over all calls, a value a head; None where none was seen."""
     found = [getattr(call, name) for call in calls if call is not None and getattr(call, name) is not None]
-    return torch.stack([squares.cpu() for squares in found]).sum(0).sqrt() if found else None
+    return torch.stack(found).sum(0).sqrt() if found else None

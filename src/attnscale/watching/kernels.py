@@ -16,6 +16,7 @@ from attnscale.watching.coordinates import grid
 from attnscale.watching.lineage import Node, follow
 from attnscale.watching.origin import Origin, Origins, sampled_origin
 from attnscale.watching.products import channels
+from attnscale.watching.shards import TAIL
 from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import infinite
 
@@ -65,10 +66,8 @@ class Kernel:
             softcap=softcap,
             stats=self._stats(rows) if stats is None else stats,
             scales=torch.from_numpy(multiplier * factor),
-            query_norm=rms_norm(_some(self.query)).cpu() / torch.from_numpy(np.abs(query_way.factor)),
-            key_norm=(rms_norm(_some(self.key)).cpu() / torch.from_numpy(np.abs(key_way.factor))).repeat_interleave(
-                group
-            ),
+            query_norm=_projected_norm(self.query, query_way),
+            key_norm=_projected_norm(self.key, key_way).repeat_interleave(group),
             normalised=query_way.normalised and key_way.normalised,
             biased=bias is not None,
             query=self.query[:1].detach() / query_way.as_tensor(self.query) if keep else None,
@@ -76,6 +75,10 @@ class Kernel:
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, bias or 0.0),
         )
+
+    def some(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys spread over their positions, and the last queries."""
+        return _some(self.query), _some(self.key), self.query[:, :, -TAIL:]
 
     def _origins(self) -> Iterator[Origin | None]:
         """Of queries, keys and values: at the first and the last position."""
@@ -172,6 +175,12 @@ def _unpadded(query: Tensor, node: Node | None) -> int:
         else:
             break
     return query.shape[-1]
+
+
+def _projected_norm(tensor: Tensor, way: _Way) -> Tensor:
+    """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU."""
+    norm, factor = rms_norm(_some(tensor)), torch.from_numpy(np.abs(way.factor))
+    return norm if bool((factor == 1).all()) else norm / factor.to(norm.device, non_blocking=True)
 
 
 def _some(tensor: Tensor) -> Tensor:

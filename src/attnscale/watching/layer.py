@@ -7,6 +7,7 @@ from torch import Tensor
 from attnscale.measure.stats import ScoreStats
 from attnscale.watching.declared import Declared
 from attnscale.watching.origin import Origins
+from attnscale.watching.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention of a watched model, over all its calls; tensors have one value a query head."""
+    """One attention of a watched model, over all its calls.
+
+    Tensors have one value a query head; statistics, norms and gradients lie where the model ran.
+    """
 
     name: str
     kind: str  # what computed it: "sdpa", "eager", "flex", "fast path", "flash"
@@ -50,6 +54,7 @@ class Layer:
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     query_gradient: Tensor | None = None  # length of the gradient that reached the queries, where that was followed
     key_gradient: Tensor | None = None
+    shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
 
     @property
     def scale_applied(self) -> float:
@@ -65,4 +70,5 @@ class Layer:
     def alignment(self) -> Tensor:
         """Root mean square of the cosine between queries and keys: spread / (scale · ‖q‖ · ‖k‖)."""
         spread = (self.stats.variance + self.stats.mean.square()).sqrt()
-        return spread / (self.scales.double().abs() * self.query_norm * self.key_norm).clamp(min=1e-300)
+        scales = self.scales.double().abs().to(spread.device)
+        return spread / (scales * self.query_norm * self.key_norm).clamp(min=1e-300)

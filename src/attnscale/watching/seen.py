@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable
-from functools import reduce
-from operator import add
 
 import torch
 
+from attnscale.measure.stats import merged_when_read
 from attnscale.watching.declared import Declared
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
@@ -78,7 +77,7 @@ class Seen:
             key_len=max(call.key_len for call in calls),
             causal=longest.causal,
             softcap=last.softcap,
-            stats=reduce(add, [call.stats for call in calls]),
+            stats=merged_when_read([call.stats for call in calls]),
             scales=torch.stack([call.scales for call in calls]).mean(0),
             query_norm=torch.stack([call.query_norm for call in calls]).square().mean(0).sqrt(),
             key_norm=torch.stack([call.key_norm for call in calls]).square().mean(0).sqrt(),
@@ -100,6 +99,7 @@ class Seen:
             highest_bias=max(call.highest_bias for call in calls),
             query_gradient=norm_over([call.gradients for call in calls], "query"),
             key_gradient=norm_over([call.gradients for call in calls], "key"),
+            shards=tuple(call.shard for call in calls if call.shard is not None),
         )
 
     def __str__(self) -> str:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnscale.measure.dense import rows_of
-from attnscale.measure.pool import pool_rows
+from attnscale.measure.pool import Unpooled
 from attnscale.measure.rows import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
@@ -16,6 +15,7 @@ from attnscale.measure.threads import alone
 from attnscale.rules.rule import wide_dtype
 from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.origin import Origins
+from attnscale.watching.shards import Shard
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -49,6 +49,7 @@ class Sighting:
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
+    shard: Shard | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ class Rows:
         if sample is None:
             block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
             found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(block)])
-            return ScoreStats(self.heads, exact=True, pool=partial(pool_rows, found))
+            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
         scores, visible = self.at(sample.positions)
         found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
-        return ScoreStats(self.heads, exact=False, pool=partial(pool_rows, found, bound(), sample))
+        highest = bound()  # now, while the scores are there
+        return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
 
 
 def _joined(parts: list[RowSums]) -> RowSums:

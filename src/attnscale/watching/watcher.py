@@ -6,7 +6,7 @@ to products to softmaxes. Nothing is replaced, so outputs stay as they are to th
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnscale.errors import InputError, SettingError
+from attnscale.measure.sampling import same_rows
 from attnscale.watching.declared import declared
-from attnscale.watching.eager import see_softmax
+from attnscale.watching.eager import Written, see_softmax
 from attnscale.watching.fused import flex_call, kernel_calls
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import Kernel
@@ -27,7 +28,9 @@ from attnscale.watching.norms import QueryKeyNorms
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
 from attnscale.watching.seen import Seen
+from attnscale.watching.shards import Shard
 from attnscale.watching.shared import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
+from attnscale.watching.sighting import Sighting
 from attnscale.watching.softmaxes import Softmax
 
 DEFAULT_ROWS = 64
@@ -38,14 +41,20 @@ SPECIAL = {*PRODUCTS, *SOFTMAXES, "convolution", "_log_softmax", "exp", "div", "
 
 @contextmanager
 def watch(
-    model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False, training: bool = False
+    model: nn.Module,
+    rows: int | None = DEFAULT_ROWS,
+    *,
+    keep: bool = False,
+    training: bool = False,
+    seed: int | None = None,
 ) -> Iterator[Seen]:
     """See every attention that runs inside the model, whatever computes it.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the last
     call. With `training`, calls in evaluation mode without gradients are left out, and backward passes leave the
-    gradients that reached queries and keys. Compiled parts of the model run uncompiled meanwhile. Where
-    nothing was seen, leaving raises.
+    gradients that reached queries and keys. With a `seed` the rows sampled depend on it and on the length of the
+    queries alone, and each call is kept by itself: for ranks that share out keys. Compiled parts of the model run
+    uncompiled meanwhile. Where nothing was seen, leaving raises.
 
     >>> from torch import nn
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
@@ -59,7 +68,7 @@ def watch(
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
-    watcher = Watcher(model, rows, keep, training)
+    watcher = Watcher(model, rows, keep, training, seed)
     with ExitStack() as stack:
         for held in (UNCOMPILED, QUIET_ABOUT_HOOKS, BIAS_CLASS_UNDER_MODES):
             stack.enter_context(held)
@@ -78,13 +87,15 @@ class Watcher(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
 
-    def __init__(self, model: nn.Module, rows: int | None, keep: bool, training: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, rows: int | None, keep: bool, training: bool = False, seed: int | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(ParameterNames(model))
         self.norms = QueryKeyNorms(model, self.ledger)
         self.running = Running(model, self.norms.ran, self, only_training=training)
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
-        self.rows, self.keep, self.training = rows, keep, training
+        self.rows, self.keep, self.training, self.seed = rows, keep, training, seed
         self.softmaxes = 0  # of anything
         self.failures: list[str] = []
 
@@ -180,7 +191,7 @@ class Watcher(TorchDispatchMode):
         if written is None or node.scores is None:
             return None
         path, line = within(node.scores.place, self.running.place()), self.running.place().line
-        softmax = Softmax(written.sighting(self.rows, self.keep), axis)
+        softmax = Softmax(self._measured(written), axis)
         if self.training:
             softmax.sighting.gradients = written.gradients()
         softmax.report = lambda sighting: self.seen.note(path, line, sighting)
@@ -239,13 +250,20 @@ class Watcher(TorchDispatchMode):
 
     def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
-        sighting = kernel.sighting(self.rows, self.keep)
+        sighting = self._measured(kernel)
         if self.training:
             sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
             self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
+
+    def _measured(self, call: Kernel | Written) -> Sighting:
+        with nullcontext() if self.seed is None else same_rows(self.seed):
+            sighting = call.sighting(self.rows, self.keep)
+        if self.seed is not None:
+            sighting.shard = Shard.of(sighting, *call.some())
+        return sighting
 
     def _after_softmax(self, node: Node) -> None:
         """The mixed values multiplied by a constant: the scores should have been."""

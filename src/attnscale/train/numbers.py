@@ -1,0 +1,55 @@
+"""The sums of all layers -> the numbers of their records, worked out for all of them at once."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnscale.train.record import NUMBERS, LayerRecord
+from attnscale.train.tally import ROWS, Tally, unpack
+
+
+def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
+    """The numbers of every head of every layer.
+
+    A gradient is that of the loss averaged over ranks, as data-parallel training averages it: each rank's own
+    gradient over their number.
+    """
+    if not layers:
+        return {}
+    heads = [len(tally.pooled.mean) for tally in layers.values()]
+    whole = unpack(torch.cat([tally.pack() for tally in layers.values()]))
+    stats, rows = whole.stats, whole.pooled.sums[:, ROWS]
+    scale, query_norm, key_norm = (whole.weighted / torch.where(rows > 0, rows, torch.nan)[:, None]).unbind(-1)
+    query_norm, key_norm = query_norm.sqrt(), key_norm.sqrt()
+    gradients, ranks = whole.added[:, :2].sqrt(), whole.added[:, 2]
+    size = (stats.variance + stats.mean.square()).sqrt()
+    found = {
+        "spread": stats.std,
+        "max": torch.where(rows > 0, stats.max, torch.nan),
+        "max_bound": torch.where(rows > 0, stats.max_bound, torch.nan),
+        "scale": scale,
+        "query_norm": query_norm,
+        "key_norm": key_norm,
+        "alignment": size / (scale * query_norm * key_norm).clamp(min=1e-300),
+        "query_gradient": gradients[:, 0] / ranks,
+        "key_gradient": gradients[:, 1] / ranks,
+    }
+    broken = ((rows > 0) & ~torch.isfinite(stats.std)).split(heads)
+    looked_at = whole.pooled.rows.split(heads)
+    lists = {name: (found[name] if name in found else getattr(stats, name)).split(heads) for name in NUMBERS}
+    return {
+        layer: LayerRecord(int(looked_at[index].sum()), _known(lists, index), int(broken[index].sum()))
+        for index, layer in enumerate(layers)
+    }
+
+
+def _known(lists: Mapping[str, Sequence[Tensor]], index: int) -> dict[str, list[float]]:
+    """Of one layer; gradients only where there are some."""
+    values = {name: parts[index].tolist() for name, parts in lists.items()}
+    return {name: found for name, found in values.items() if not name.endswith("gradient") or _any(found)}
+
+
+def _any(values: list[float]) -> bool:
+    return not all(map(math.isnan, values))
