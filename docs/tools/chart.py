@@ -67,7 +67,10 @@ def _curves(plot: dict[str, Any]) -> tuple[str, float]:
     up = Axis(ys, HEIGHT - BOTTOM, TOP, bool(plot.get("log_y")))
     parts = [_frame(plot, across, up)]
     for index, curve in enumerate(curves):
-        colour, dash = COLOURS[index % len(COLOURS)], "3 3" if curve.get("is_theory") else DASHES[index // len(COLOURS) % 4]
+        colour, dash = (
+            COLOURS[index % len(COLOURS)],
+            "3 3" if curve.get("is_theory") else DASHES[index // len(COLOURS) % 4],
+        )
         parts += [_band(curve, across, up, colour), _line(curve, across, up, colour, dash)]
         y = HEIGHT + LEGEND_LINE * index
         name = escape(curve["name"] + (" (theory)" if curve.get("is_theory") else ""))

@@ -51,7 +51,9 @@ def _checks(checks: list[dict[str, Any]]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    told = "; ".join(f"{_text(name)}: {_text(json.dumps(value, ensure_ascii=False))}" for name, value in settings.items())
+    told = "; ".join(
+        f"{_text(name)}: {_text(json.dumps(value, ensure_ascii=False))}" for name, value in settings.items()
+    )
     return f"<details markdown><summary>How it was run</summary>\n\n{told}\n\n</details>"
 
 
