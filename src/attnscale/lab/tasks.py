@@ -132,3 +132,10 @@ def _orders(size: int, length: int, generator: torch.Generator) -> Tensor:
 @lru_cache(maxsize=1)
 def _text() -> tuple[Tensor, Tensor]:
     return split(default_text())
+
+
+TASKS: dict[str, Task] = {
+    "characters": Characters(length=32),
+    "recall": Recall(pairs=4),
+    "easy recall": Recall(pairs=3, rounds=3, keys=8, values=8),  # begins to be learned within a second
+}

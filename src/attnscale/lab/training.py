@@ -14,9 +14,13 @@ from torch.optim import SGD, Adam, Optimizer
 from attnscale.lab.tasks import Task
 from attnscale.models import CausalTransformer
 from attnscale.train import Monitor, Record
+from attnscale.watching import watch
 
 WARM_UP = 0.1  # share of the steps over which the rate rises; a half cosine to zero follows
 LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; two layers are what recall needs
+HELD_OUT = 64  # examples
+CURVE_POINTS = 20
+SUMMARISED = ("std", "entropy_ratio", "gradient_gain")
 OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda parameters, rate: Adam(parameters, rate, betas=(0.9, 0.95), fused=True),
     "sgd": lambda parameters, rate: SGD(parameters, rate, momentum=0.9),
@@ -94,10 +98,74 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
             monitor.close()
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run that is over. Losses at start and end are of examples that no run trains on."""
+
+    losses: tuple[float, ...]  # of each step's batch
+    start: float
+    end: float
+    records: tuple[Record, ...]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ended no better than it began, or not with a number at all."""
+        return not self.end < self.start
+
+    @property
+    def final(self) -> float:
+        """The loss at the end; where there is none, that of the start, as if nothing had been learned."""
+        return self.end if math.isfinite(self.end) else self.start
+
+    def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
+        """Mean losses over equal parts of the run; parts that it did not reach count as `final`."""
+        parts = _parts(steps, points)
+        whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
+        means = (math.fsum(whole[step] for step in part) / len(part) for part in parts)
+        return [mean if math.isfinite(mean) else self.final for mean in means]
+
+
+def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
+    """The steps that a curve's points stand for: the middles of their parts."""
+    return [(part.start + part.stop - 1) / 2 for part in _parts(steps, points)]
+
+
+def _parts(steps: int, points: int) -> list[range]:
+    points = min(points, steps)
+    return [range(point * steps // points, (point + 1) * steps // points) for point in range(points)]
+
+
+def trained(
+    model: nn.Module,
+    task: Task,
+    schedule: Schedule,
+    monitor: Monitor | None = None,
+    between: Callable[[Step], None] = lambda step: None,
+) -> Trained:
+    """Train to the end; `between` is called after each step."""
+    start, losses, records = held_out_loss(model, task), [], []
+    with without_alarms():
+        for step in training(model, task, schedule, monitor):
+            losses.append(step.loss)
+            records += [step.record] if step.record is not None else []
+            between(step)
+    return Trained(tuple(losses), start, held_out_loss(model, task), tuple(records))
+
+
 @torch.no_grad()
-def held_out_loss(model: nn.Module, task: Task, size: int = 64) -> float:
+def held_out_loss(model: nn.Module, task: Task, size: int = HELD_OUT) -> float:
     """The loss on examples that no run trains on."""
-    return task.held_out(size).to(next(model.parameters()).device).loss(model).item()
+    return float(task.held_out(size).to(next(model.parameters()).device).loss(model))
+
+
+@torch.no_grad()
+def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[str, float]:
+    """Spread, entropy ratio and gradient gain of the scores on examples held out, means over heads; the largest."""
+    with watch(model, rows=None) as seen:
+        task.held_out(size).to(next(model.parameters()).device).loss(model)
+    stats = [layer.stats for layer in seen.layers.values()]
+    means = {name: torch.cat([getattr(each, name) for each in stats]).mean().item() for name in SUMMARISED}
+    return means | {"max": max(each.max.max().item() for each in stats)}
 
 
 @contextmanager
