@@ -47,6 +47,15 @@ def test_it_is_the_row_of_expected_softmax_and_tends_to_it():
         )
 
 
+@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0, 10.0])
+def test_the_jacobian_of_two_keys_equals_one_dimensional_quadrature(spread):
+    difference = np.linspace(-12, 12, 200_001) * spread * math.sqrt(2)
+    density = np.exp(-((difference / spread) ** 2) / 4)
+    own = 1 / (1 + np.exp(-difference))
+    expected = (density * 4 * (own * (1 - own)) ** 2).sum() / density.sum()
+    assert expected_row(spread, 2).jacobian_norm2 == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_uniform_row_has_the_jacobian_of_equal_weights():
     assert expected_row(0.0, 11).jacobian_norm2 == pytest.approx(10 / 121)
     assert expected_row(1e-4, 11).jacobian_norm2 == pytest.approx(10 / 121, rel=1e-6)

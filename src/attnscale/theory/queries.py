@@ -86,5 +86,6 @@ def _query_lengths(head_dim: int) -> tuple[Array, Array]:
     left, right = -NEGLIGIBLE / shape - 10 * width, 10 * width + math.log1p(NEGLIGIBLE / shape)
     from_mode = np.arange(left, right, step)
     log_density = shape * (from_mode - np.expm1(from_mode))
-    weights = np.exp(log_density)
-    return np.exp(from_mode / 2), weights / weights.sum()
+    counts = log_density > -NEGLIGIBLE
+    lengths, weights = np.exp(from_mode[counts] / 2), np.exp(log_density[counts])
+    return lengths, weights / weights.sum()

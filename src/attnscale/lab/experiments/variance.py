@@ -11,7 +11,8 @@ from torch import Tensor
 from attnscale.lab.cell import Outcome, Settings
 from attnscale.lab.experiment import Conclusion, Experiment
 from attnscale.lab.outcomes import Outcomes
-from attnscale.lab.result import Check, Curve, Plot, Table, column
+from attnscale.lab.result import Curve, Plot, Table, column
+from attnscale.lab.wording import ranging, tally
 from attnscale.theory import score_mean, score_variance
 
 PAIRS = 4096  # of queries and keys a cell: a variance to 2% a seed
@@ -76,33 +77,36 @@ def run(case: str, head_dim: int, seed: int) -> Outcome:
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Whether the closed form holds, and how the variance grows with d_k."""
     head_dims, cases = outcomes.values("head_dim"), outcomes.values("case")
-    checks, rows, slopes = [], [], {}
+    curves = 2 * len(cases)
+    checks, rows, slopes = {}, [], {}
+    largest = head_dims[-1]
     for name in cases:
-        case = CASES[name]
-        expected = {head_dim: case.variance(head_dim) for head_dim in head_dims}
-        amiss = outcomes.agrees("variance", expected, "head_dim", case=name)
-        slopes[name] = _slope(outcomes.where(case=name), head_dims)
-        per_dim = case.variance(1)
-        evidence = f"measured at {len(head_dims)} sizes, {len(amiss)} outside the band"
-        checks.append(Check(f"{name}: Var(q·k) = {per_dim:g} d_k", not amiss, evidence))
-        largest = head_dims[-1]
-        found = outcomes.band("variance", case=name, head_dim=largest)
-        rows.append((name, largest, expected[largest], found.mean, found.half, slopes[name]))
+        own, case = outcomes.where(case=name), CASES[name]
+        variances, means = ({head_dim: of(head_dim) for head_dim in head_dims} for of in (case.variance, case.mean))
+        checks[name] = [
+            own.check(f"{name}: Var(q·k) = {case.variance(1):g} d_k", "variance", variances, "head_dim", curves),
+            own.check(f"{name}: E[q·k] = {case.mean(1):g} d_k", "mean", means, "head_dim", curves),
+        ]
+        slopes[name] = _slope(own, head_dims)
+        found = own.band("variance", head_dim=largest)
+        rows.append((name, largest, variances[largest], found.mean, found.half, slopes[name]))
     plain = [name for name in cases if CASES[name].variance(1) == 1 and CASES[name].mean(1) == 0]
-    others = {name: CASES[name].variance(1) for name in cases if CASES[name].variance(1) != 1}
-    worst = max(abs(slope - 1) for slope in slopes.values())
-    failed = [check.statement for check in checks if not check.holds]
+    others = [name for name in cases if name not in plain]
+    equal = all(check.holds for name in plain for check in checks[name])
     text = (
-        f"Var(q·k) grows as d_k to the power {min(slopes.values()):.3f} to {max(slopes.values()):.3f} (expected 1, "
-        f"largest departure {worst:.3f}) for d_k from {head_dims[0]} to {head_dims[-1]}. "
-        f"For independent components of mean 0 and variance 1 ({', '.join(plain)}) it "
-        + ("equals d_k whatever the distribution" if not set(failed) & _statements(plain) else "does not equal d_k")
-        + "; dividing by √d_k brings it to one. Otherwise the constant is another: "
-        + ", ".join(f"{value:g} d_k for {name}" for name, value in others.items())
-        + (". The closed form holds in every case." if not failed else f". It fails for {'; '.join(failed)}.")
+        f"Var(q·k) grows as d_k to the power {ranging(slopes.values(), 4)} for d_k from {head_dims[0]} to {largest}. "
+        f"For independent components of mean 0 and variance 1 it "
+        + ("equals d_k, whatever the distribution" if equal else "was not confirmed to equal d_k")
+        + f" ({', '.join(plain)}); divided by √d_k it is "
+        + ranging((outcomes.band("scaled_variance", case=name, head_dim=largest).mean for name in plain), 3)
+        + f" at d_k = {largest}. Other components have another constant: "
+        + ", ".join(f"{outcomes.band('scaled_variance', case=name, head_dim=largest)} ({name})" for name in others)
+        + ". "
     )
+    every = tuple(check for own in checks.values() for check in own)
     columns = ("case", "d_k", "expected variance", "measured", "±", "exponent of d_k")
-    return Conclusion(text, tuple(checks), (Table("Variance of q·k", columns, tuple(rows)),), _plots(outcomes))
+    table = Table("Variance of q·k", columns, tuple(rows))
+    return Conclusion(text + tally(every), every, (table,), _plots(outcomes))
 
 
 def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
@@ -112,14 +116,10 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
     theory = Curve("d_k", column(head_dims), column(head_dims), is_theory=True)  # type: ignore[arg-type]
     return (
         Plot("Variance of q·k", "d_k", "variance", (*measured, theory),
-             "Straight lines of slope one: each component adds its share.", log_x=True, log_y=True),
+             "A slope of one: each component adds its share, whatever it is.", log_x=True, log_y=True),
         Plot("Variance of q·k/√d_k", "d_k", "variance", tuple(scaled),
-             "Flat: after division by √d_k nothing is left of d_k, but means and likeness stay.", log_x=True),
+             "Level where division by √d_k leaves nothing of d_k; means and likeness set the height.", log_x=True),
     )  # fmt: skip
-
-
-def _statements(cases: Sequence[str]) -> set[str]:
-    return {f"{name}: Var(q·k) = {CASES[name].variance(1):g} d_k" for name in cases}
 
 
 def _slope(outcomes: Outcomes, head_dims: Sequence[int]) -> float:
@@ -127,4 +127,4 @@ def _slope(outcomes: Outcomes, head_dims: Sequence[int]) -> float:
     return float(np.polyfit(np.log(head_dims), np.log(means), 1)[0])
 
 
-EXPERIMENT = Experiment("variance", "Does Var(q·k) equal d_k?", grid, run, conclude)
+EXPERIMENT = Experiment("variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8)
