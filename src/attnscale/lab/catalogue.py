@@ -1,6 +1,17 @@
 """The experiments, by name."""
 
 from attnscale.lab.experiment import Experiment
-from attnscale.lab.experiments import variance
+from attnscale.lab.experiments import (
+    ablation,
+    divisors,
+    gradients,
+    growth,
+    initialisation,
+    length,
+    saturation,
+    temperature,
+    variance,
+)
 
-EXPERIMENTS: dict[str, Experiment] = {found.EXPERIMENT.name: found.EXPERIMENT for found in (variance,)}
+ROOMS = (variance, saturation, divisors, gradients, initialisation, length, ablation, temperature, growth)
+EXPERIMENTS: dict[str, Experiment] = {room.EXPERIMENT.name: room.EXPERIMENT for room in ROOMS}
