@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 .PHONY: demo test lint types tests format gpu slow pictures docs outputs clean
 
 demo: $(INSTALLED)
-	$(BIN)/attnscale claims
+	$(BIN)/attnscale demo
 
 test: lint types tests
 

@@ -9,6 +9,7 @@ from attnscale import __version__
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
+from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
 from attnscale.cli.output import tell
@@ -22,6 +23,7 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
+app.command()(demo)
 app.command()(check)
 app.command()(predict)
 app.command()(rules)

@@ -1,7 +1,8 @@
 """Twins: training runs alike but for one thing, side by side; what `attnscale demo` shows."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnscale.diagnose import Audit
@@ -27,3 +28,21 @@ class Twins:
     explanation: tuple[str, ...]  # paragraphs
     runs: tuple[TwinRun, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)  # how they were trained and measured
+
+    def to_dict(self) -> dict[str, Any]:
+        """The twins as JSON takes them; a loss that is not finite is None."""
+        return {
+            "title": self.title,
+            "verdict": self.verdict,
+            "explanation": list(self.explanation),
+            "runs": [
+                {
+                    "name": run.name,
+                    "losses": [[step, loss if math.isfinite(loss) else None] for step, loss in run.losses],
+                    "records": [record.to_dict() for record in run.records],
+                    "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
+                }
+                for run in self.runs
+            ],
+            "settings": dict(self.settings),
+        }

@@ -1,0 +1,96 @@
+"""The demo in the terminal: both twins while they train, then what happened."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from attnscale.lab.demo import TwinTraining, mean_of
+from attnscale.lab.training import Step
+from attnscale.lab.twins import Twins
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 14  # of a curve, in characters
+SMOOTH = 10  # steps over which a loss is averaged: single batches jump
+TOLD = 50  # steps between two lines where nothing can be redrawn
+WAYS = {"entropy_ratio": "entropy of ln n", "gradient_gain": "gradient gain"}
+
+
+class LiveTwins:
+    """One line a twin: its loss, entropy and gradient gain, each with its course so far."""
+
+    def __init__(self, training: TwinTraining, console: Console) -> None:
+        self._training, self._console = training, console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> "LiveTwins":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, pair: dict[str, Step]) -> None:
+        """Draw a step that is over, where the scores were looked at; or tell some of them as lines."""
+        step = next(iter(pair.values()))
+        if self._live is not None and step.record is not None:
+            self._live.update(self._table(step.number + 1), refresh=True)
+        elif self._live is None and (step.number + 1) % TOLD == 0:
+            self._console.print(self._line(step.number + 1), highlight=False, soft_wrap=True)
+
+    def _table(self, step: int) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", title_style="dim")
+        table.title = f"step {step} of {self._training.demo.steps}"
+        for heading in ("", "loss", *WAYS.values()):
+            table.add_column(heading, no_wrap=True)
+        for name in self._training.models:
+            losses = smoothed([loss for _, loss in self._training.losses[name]])
+            curves = [Text.assemble(f"{losses[-1]:5.2f} ", (curve(losses, max(losses)), "cyan"))]
+            for number in WAYS:
+                course = [mean_of(record, number) for record in self._training.records[name]]
+                curves.append(Text.assemble(f"{course[-1]:4.0%} ", (curve(course, 1.0), "cyan")))
+            table.add_row(Text(name, style="bold"), *curves)
+        return table
+
+    def _line(self, step: int) -> str:
+        told = []
+        for name in self._training.models:
+            loss = smoothed([loss for _, loss in self._training.losses[name]])[-1]
+            entropy, gain = (mean_of(self._training.records[name][-1], number) for number in WAYS)
+            told.append(f"{name}: loss {loss:.2f}, entropy {entropy:.0%}, gradient {gain:.0%}")
+        return f"step {step:3d}  {'  |  '.join(told)}"
+
+
+def show_twins(twins: Twins, console: Console) -> None:
+    """Print what happened and why."""
+    console.print()
+    console.print(Text(twins.verdict, style="bold"))
+    for paragraph in twins.explanation:
+        console.print()
+        console.print(Text(paragraph))
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Running means."""
+    return [statistics.fmean(losses[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(losses))]
+
+
+def curve(values: Sequence[float], top: float) -> str:
+    """A course as bars of eight heights, the newest to the right.
+
+    >>> curve([0.0, 0.5, 1.0], 1.0)
+    '▁▅█'
+    """
+    points = [values[round(at * (len(values) - 1) / (WIDTH - 1))] for at in range(WIDTH)]
+    shown = points if len(values) > WIDTH else values
+    return "".join(_bar(value / top) if top > 0 and math.isfinite(value) else " " for value in shown)
+
+
+def _bar(share: float) -> str:
+    return BARS[min(len(BARS) - 1, max(0, math.floor(share * len(BARS))))]

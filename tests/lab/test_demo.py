@@ -1,0 +1,91 @@
+import json
+import math
+
+import pytest
+from markupsafe import escape
+from typer.testing import CliRunner
+
+from attnscale.cli import app
+from attnscale.lab.demo import SCALES, Demo, TwinTraining, explanation, verdict
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    page = tmp_path_factory.mktemp("demo") / "report.html"
+    run = CliRunner().invoke(app, ["demo", "--steps", "180", "--json", "--html", str(page)])
+    assert run.exit_code == 0, run.output
+    return json.loads(run.stdout), page.read_text(encoding="utf-8")
+
+
+def last_loss(run):
+    return sum(loss for _, loss in run["losses"][-10:]) / 10
+
+
+def test_the_scaled_twin_learns_and_the_unscaled_one_does_not(shown):
+    scaled, unscaled = shown[0]["runs"]
+    assert [scaled["name"], unscaled["name"]] == list(SCALES)
+    assert last_loss(scaled) < 0.1
+    assert last_loss(unscaled) > 1.2
+    assert shown[0]["verdict"].startswith("With 1/√d_k the model learned the task")
+
+
+def test_both_start_from_the_same_weights_and_see_the_same_batches():
+    training = TwinTraining(Demo(head_dim=16, steps=2, seed=3))
+    one, other = (dict(model.named_parameters()) for model in training.models.values())
+    assert all(one[name].equal(other[name]) for name in one)
+    assert len(list(training.steps())) == 2
+
+
+def test_only_the_unscaled_twin_is_found_saturated(shown):
+    scaled, unscaled = ({finding["code"] for finding in run["findings"]} for run in shown[0]["runs"])
+    assert "saturated" in unscaled
+    assert "saturated" not in scaled
+
+
+def test_the_report_has_both_runs_and_the_verdict(shown):
+    told, page = shown
+    assert told["verdict"] in page
+    assert all(name in page for name in SCALES)
+    assert all(str(escape(paragraph)) in page for paragraph in told["explanation"])
+
+
+def test_the_explanation_names_what_was_measured(shown):
+    first = shown[0]["runs"][1]["records"][0]["layers"]
+    heads = [spread for layer in first.values() for spread in layer["spread"]]
+    assert f"unscaled scores spread by {sum(heads) / len(heads):.1f}" in shown[0]["explanation"][0]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "unscaled", "said"),
+    [
+        (0.001, 1.4, "learned the task (loss 0.001); without it, it did not (1.40)"),
+        (0.5, 1.4, "came to 0.50, without it only to 1.40"),
+        (0.51, 0.5, "No difference here"),
+        (1.4, 0.5, "the unscaled model did better: 0.50 against 1.40"),
+        (0.5, math.nan, "Without 1/√d_k training broke down"),
+        (0.01, 0.09, "No difference here"),
+    ],
+)
+def test_the_verdict_follows_the_losses_whichever_way_they_fall(scaled, unscaled, said):
+    assert said in verdict(scaled, unscaled)
+
+
+def test_a_small_head_starts_under_the_freezing_point_and_the_explanation_says_so():
+    training = TwinTraining(demo := Demo(head_dim=2, steps=1))
+    list(training.steps())
+    told = explanation(demo, training.records, unscaled_loss=0.5)
+    assert "the unscaled model starts under it" in told[0]
+    assert len(told) == 2  # 0.5 is not the loss of guessing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--head-dim", "7"], "Expected an even --head-dim"),
+        (["--steps", "1"], "Expected --steps of at least 2"),
+        (["--html", "."], "is a folder"),
+    ],
+)
+def test_bad_input_is_answered_before_anything_is_trained(arguments, said):
+    run = CliRunner().invoke(app, ["demo", *arguments])
+    assert said in str(run.exception)
