@@ -37,7 +37,7 @@ pictures: $(INSTALLED)
 
 # Into build/docs; a warning or a broken link is an error.
 docs: $(INSTALLED)
-	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # What the code blocks of README and docs print, written into them.
 outputs: $(INSTALLED)

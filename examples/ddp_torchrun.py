@@ -39,16 +39,16 @@ def main() -> None:
         monitor.step()
     monitor.close()
 
-    print(f"rank {rank} of {ranks} wrote {len(records)} records", flush=True)
-    dist.barrier()
+    written: list[int] = [0] * ranks
+    dist.all_gather_object(written, len(records))
     if rank == 0:
+        print(f"{ranks} ranks trained; rank by rank they wrote {written} records")
         for record in records:
             layers = record.layers.values()
             print(
-                f"step {record.step}: {sum(layer.rows for layer in layers)} rows of {record.ranks} ranks, largest score "
-                f"{max(layer.whole('max') for layer in layers):.2f}, entropy "
-                f"{min(layer.whole('entropy_ratio') for layer in layers):.2f} of ln n or more",
-                flush=True,
+                f"step {record.step}: {sum(layer.rows for layer in layers)} rows of {record.ranks} ranks, "
+                f"largest score {max(layer.whole('max') for layer in layers):.2f}, "
+                f"entropy {min(layer.whole('entropy_ratio') for layer in layers):.2f} of ln n or more"
             )
     dist.destroy_process_group()
 

@@ -64,12 +64,8 @@ def main() -> None:
             for layer in records[0].layers:
                 first, last = (record.layers[layer].whole("max") for record in (records[0], records[-1]))
                 print(f"  {layer}: largest score {first:.3g} at the start, {last:.3g} at step {records[-1].step}")
-            alarms = [(record.step, alarm) for record in records for alarm in record.alarms]
-            if alarms:
-                step, alarm = alarms[0]
-                print(f"  {len(alarms)} alarms, the first at step {step}: {alarm.severity}: {alarm.code}")
-            else:
-                print("  no alarm")
+            steps = [record.step for record in records for _ in record.alarms]
+            print(f"  {len(steps)} alarms, the first at step {steps[0]}" if steps else "  no alarm")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,8 @@ def main() -> None:
             f"{layer}: largest score {before['max']:.3g} to {after['max']:.3g}; "
             f"multiplier × {times['scale']:.2f}, ‖q‖ × {times['query_norm']:.2f}, ‖k‖ × {times['key_norm']:.2f}"
         )
-    for record in records:
-        for alarm in record.alarms:
-            print(f"alarm at step {record.step}: {alarm.layer}: {alarm.code} ({alarm.severity})")
+    alarms = [alarm for record in records for alarm in record.alarms]
+    print(f"alarms: {len(alarms)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ The checkpoint, of a model whose scale was forgotten, is made and saved here; in
 
 import tempfile
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -40,7 +41,9 @@ def main() -> None:
     model = checkpoint()
     tokens = encode(default_text())[:1024].view(4, 256)
     audit = attnscale.audit(model, tokens)
-    print(audit, end="\n\n")
+    for finding in audit.findings:
+        print(fill(str(finding), 100, subsequent_indent="  "))
+    print()
     fixes = {
         "1/√d_k": "inverse_sqrt",
         "1/d_k": 1 / 64,

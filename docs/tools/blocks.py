@@ -91,8 +91,19 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def run_page(page: Path, folder: Path) -> Iterator[Ran]:
+def run_page(page: Path, folder: Path) -> list[Ran]:
     """Run a page from top to bottom in a folder; what fails raises, with the page and the line."""
+    known = set(sys.modules)
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        try:
+            return list(_run_blocks(page, folder))
+        finally:
+            for name in set(sys.modules) - known:
+                if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+                    del sys.modules[name]  # a file that the page wrote
+
+
+def _run_blocks(page: Path, folder: Path) -> Iterator[Ran]:
     found = blocks(page.read_text(encoding="utf-8"))
     names: dict[str, object] = {}
     for block, after in zip_longest(found, found[1:]):
@@ -232,10 +243,11 @@ def _run_attnscale(arguments: list[str], folder: Path) -> tuple[int, str]:
 def refresh(page: Path) -> bool:
     """Write what was printed into the page, where it shows an output that is whole; whether anything changed."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = list(run_page(page, Path(folder)))
+        runs = run_page(page, Path(folder))
     text = before = page.read_text(encoding="utf-8")
     for ran in reversed(runs):
-        if ran.span is None or ran.agrees:
+        layout_only = ran.shown is not None and ran.shown.split() == ran.printed.split()
+        if ran.span is None or ran.shown is None or (ran.agrees and not layout_only):
             continue
         if f"\n{LEFT_OUT}\n" in f"\n{ran.shown}":
             print(f"{ran.source}: differs, and shows only a part; mend it by hand:\n{ran.printed}")

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
-import click
 import typer
 
 from attnscale.cli import app
@@ -29,9 +29,9 @@ def with_findings(markdown: str) -> str:
 def with_commands(markdown: str) -> str:
     """Every command as its own help describes it."""
     group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
-    context = click.Context(group, info_name="attnscale")
-    return "\n\n".join([markdown, *(_command(command, context) for command in group.commands.values())])
+    context = typer.Context(group, info_name="attnscale")
+    commands = (group.get_command(context, name) for name in group.list_commands(context))
+    return "\n\n".join([markdown, *(_command(command, context) for command in commands)])
 
 
 def _under_headings(markdown: str, facts: dict[str, str]) -> str:
@@ -47,13 +47,13 @@ def _inserted(fact: str) -> Callable[[re.Match[str]], str]:
     return lambda match: f"{match[0]}\n\n{fact}\n"
 
 
-def _command(command: click.Command, group: click.Context) -> str:
-    context = click.Context(command, info_name=command.name, parent=group)
+def _command(command: Any, group: typer.Context) -> str:
+    context = typer.Context(command, info_name=command.name, parent=group)
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     records = [record for each in command.get_params(context) if (record := each.get_help_record(context))]
     options = [f"| `{_cell(name)}` | {_cell(text)} |" for name, text in records]
     table = "\n".join(["| | |", "|---|---|", *options])
-    return f"## {command.name}\n\n`{usage}`\n\n{_plain(command.help or '')}\n\n{table}"
+    return f"## attnscale {command.name}\n\n`{usage}`\n\n{_plain(command.help or '')}\n\n{table}"
 
 
 def _cell(text: str) -> str:
