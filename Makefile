@@ -35,9 +35,9 @@ slow: $(INSTALLED)
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
 
-# Into build/docs; a warning or a broken link is an error.
+# Into build/docs; a warning or a broken link is an error, which --quiet would hide.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What the code blocks of README and docs print, written into them.
 outputs: $(INSTALLED)

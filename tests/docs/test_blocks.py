@@ -1,0 +1,84 @@
+"""README, CONTRIBUTING and docs do what they say: every code block runs and prints what is shown."""
+
+import pytest
+
+from docs.tools import blocks
+from docs.tools.blocks import NOT_RUN, PAGES, ROOT, ROUGH, run_page, same
+
+TRAINING = pytest.mark.filterwarnings("default")  # what Lightning and transformers say is not ours
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_every_block_runs_and_prints_what_the_page_shows(page, tmp_path):
+    for ran in run_page(page, tmp_path):
+        assert ran.agrees, f"{ran.source} shows\n{ran.shown}\nand prints\n{ran.printed}\n`make outputs` refreshes it."
+
+
+def test_what_is_shown_and_not_run_is_little_and_has_a_reason():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert len(NOT_RUN) <= 6
+    assert all(f"$ {command}" in shown and reason for command, reason in NOT_RUN.items())
+
+
+def test_every_example_is_run_by_its_command_on_the_page_of_examples():
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    examples = [path.name for path in (ROOT / "examples").glob("*.py")]
+    assert len(examples) >= 5
+    assert all(f" examples/{name}\n" in page for name in examples)
+
+
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [
+        ("```python\n1 / 0\n```\n", ZeroDivisionError),
+        ("```console\n$ attnscale predict --heads 0\n```\n", AssertionError),
+        ("```console\n$ attnscale rules\n$ echo $?\n1\n```\n", AssertionError),
+        ("```console\nattnscale rules\n```\n", ValueError),
+        ("```ruby\nputs 1\n```\n", ValueError),
+        ("```toml\na = \n```\n", ValueError),
+        ("```json\n{\n```\n", ValueError),
+    ],
+)
+def test_a_block_that_fails_is_noticed(text, trouble, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    with pytest.raises(trouble):
+        run_page(tmp_path / "page.md", tmp_path)
+
+
+def test_an_output_that_is_not_printed_is_noticed_and_refreshed(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint('spread', 2.0)\n```\n\n```text\nspread 1.0\n```\n", encoding="utf-8")
+    assert [ran.agrees for ran in run_page(page, tmp_path)] == [False]
+    assert blocks.refresh(page)
+    assert [ran.agrees for ran in run_page(page, tmp_path)] == [True]
+    assert "spread 2.0" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "agree"),
+    [
+        ("a 1.00 b", "a  1.01 b\n", True),
+        ("a 1.00 b", "a 1.04 b", False),
+        ("a 100 b", "a 101 b", True),
+        ("a 1 b", "a 2 b", False),
+        ("a b", "a b c", False),
+        ("a\n…\nd", "a\nb\nc\nd", True),
+        ("a\n…\nd", "a\nb\nc", False),
+        ("a\n…\n", "a\nb", True),
+        ("a\n…\nc\n…\ne", "a b c d e", True),
+        ("a\n…\nx\n…\ne", "a b c d e", False),
+        ("─── 1", "─────── 1", True),
+    ],
+)
+def test_words_agree_and_numbers_are_close(shown, printed, agree):
+    assert same(shown, printed) is agree
+
+
+def test_only_a_title_that_says_so_lets_numbers_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    for title, agrees in ((f' title="{ROUGH}"', True), ("", False)):
+        page.write_text(f"```python\nprint('max 7')\n```\n\n```text{title}\nmax 5\n```\n", encoding="utf-8")
+        assert [ran.agrees for ran in run_page(page, tmp_path)] == [agrees]
