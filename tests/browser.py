@@ -9,6 +9,7 @@ import pytest
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 OWN = ("file:", "data:", "blob:")  # all that a self-contained page may load
+PATIENCE = 10_000  # milliseconds for anything to appear
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -46,6 +47,7 @@ def open_page(browser):
 
     def open_file(path, fragment="", **context):
         contexts.append(browser.new_context(**{"viewport": DESKTOP, **context}))
+        contexts[-1].set_default_timeout(PATIENCE)
         page = contexts[-1].new_page()
         listen(page)
         page.goto(Path(path).resolve().as_uri() + fragment)

@@ -1,7 +1,7 @@
 // The same statistics along d_k, from 1 to 1024, under the chosen rule and beside another.
 
 const STATISTICS = { entropy_ratio: "first", top1: "second", gradient_gain: "third" };
-const DIMENSIONS = Array.from({ length: 21 }, (_, i) => 2 ** (i / 2));
+const DIMENSIONS = Array.from({ length: 17 }, (_, i) => 2 ** (i * 0.625));
 
 function drawAlong(shown) {
   const { data, settings, rule, expected, spreadAt } = shown;

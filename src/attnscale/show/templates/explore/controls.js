@@ -139,7 +139,10 @@ function listen() {
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   dragKeys(byId("freezing-plot"));
   addEventListener("popstate", readAddress);
-  addEventListener("resize", redraw);
+  addEventListener("resize", () => {
+    widths = new Map();
+    redraw();
+  });
 }
 
 function dragKeys(host) {

@@ -37,9 +37,17 @@ function figure(value) {
   return value.toLocaleString("en-GB", { minimumFractionDigits: places, maximumFractionDigits: places }).replace("-", "−");
 }
 
+// Asking for a width makes the browser lay the page out, so it is asked once for each size of the window.
+let widths = new Map();
+
+function widthOf(host) {
+  if (!widths.has(host)) widths.set(host, Math.max(240, host.clientWidth || 480));
+  return widths.get(host);
+}
+
 // A plot with its axes; x and y map values to pixels.
 function plot(host, { label, height = 220, x, y, left = 40 }) {
-  const width = Math.max(240, host.clientWidth || 480), bottom = height - 36, right = width - 16, top = 8;
+  const width = widthOf(host), bottom = height - 36, right = width - 16, top = 8;
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const along = (axis, from, to) => {
     const map = axis.log ? Math.log : (value) => value;
@@ -86,15 +94,24 @@ function roundTicks(low, high, about = 5) {
 
 const plain = (value) => String(Number(value.toPrecision(6))).replace("-", "−");
 
+const emptyMaps = new Map();
+
+function emptyMap(key, cells) {
+  if (!emptyMaps.has(key)) emptyMaps.set(key, element("g", {}, ...cells()));
+  return emptyMaps.get(key);
+}
+
 // The square map of a matrix in two colours: what is positive, and what is negative; the square root lets small show.
 function matrixMap(host, matrix, { label, largest, faded = () => false, side = 280, write = null }) {
   const size = matrix.length, cell = side / size;
+  const box = (i, j) => ({ x: j * cell + 0.5, y: i * cell + 0.5, width: cell - 1, height: cell - 1, rx: Math.min(3, cell / 8) });
   const svg = element("svg", { viewBox: `0 0 ${side} ${side}`, width: side, height: side, role: "img", "aria-label": label });
+  svg.append(emptyMap(`${size} ${side}`, () => matrix.flatMap((row, i) => row.map((_, j) => element("rect", { class: "cell", ...box(i, j) })))).cloneNode(true));
   matrix.forEach((row, i) => row.forEach((value, j) => {
     const strength = Math.sqrt(Math.min(1, Math.abs(value) / largest)), pale = faded(i, j);
-    const box = { x: j * cell + 0.5, y: i * cell + 0.5, width: cell - 1, height: cell - 1, rx: Math.min(3, cell / 8) };
-    svg.append(element("rect", { class: "cell", ...box }));
-    svg.append(element("rect", { class: value < 0 ? "negative" : "positive", ...box, "fill-opacity": (pale ? 0.15 : 1) * strength }));
+    if (strength > 0.01) {
+      svg.append(element("rect", { class: value < 0 ? "negative" : "positive", ...box(i, j), "fill-opacity": (pale ? 0.15 : 1) * strength }));
+    }
     if (write) {
       const style = pale ? "number pale" : strength > 0.75 ? "number over" : "number";
       svg.append(element("text", { class: style, x: (j + 0.5) * cell, y: (i + 0.5) * cell + 4 }, write(value)));

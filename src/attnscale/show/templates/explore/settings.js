@@ -42,7 +42,7 @@ function toAddress(data, settings) {
 
 // Settings from an address, with a sentence for everything in it that could not be taken as it stood.
 function fromAddress(data, hash) {
-  const settings = startSettings(data), notes = [], asked = {};
+  const settings = startSettings(data), notes = [], asked = Object.create(null); // so that no name means more than a name
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
     const [name, ...rest] = part.split("=");
     asked[decoded(name)] = decoded(rest.join("="));

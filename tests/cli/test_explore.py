@@ -1,0 +1,55 @@
+"""`attnscale explore`: a file, where it was asked for, opened once."""
+
+import json
+import webbrowser
+
+import pytest
+from typer.testing import CliRunner
+
+from attnscale.cli import app
+from attnscale.errors import SettingError
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    addresses = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: not addresses.append(address))
+    return addresses
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["explore", *map(str, arguments)])
+
+
+def test_it_writes_the_page_and_opens_it_as_a_file(opened, tmp_path):
+    out = tmp_path / "a new folder" / "ä #1.html"
+    result = run("--out", out)
+    assert result.exit_code == 0
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert opened == [out.as_uri()]
+    assert "%231.html" in opened[0]  # not taken for the start of a fragment
+    assert str(out) in result.output
+
+
+def test_it_writes_beside_where_one_is_by_default(opened, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("--no-open").exit_code == 0
+    assert opened == []
+    assert (tmp_path / "attnscale-explore.html").stat().st_size < 200_000
+
+
+def test_json_says_where_the_page_is(opened, tmp_path):
+    out = tmp_path / "page.html"
+    assert json.loads(run("--out", out, "--json").output) == {"page": str(out), "address": out.as_uri(), "opened": True}
+
+
+def test_where_no_browser_opens_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(webbrowser, "open", lambda address: False)
+    result = run("--out", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert "open the page yourself" in result.stderr
+
+
+def test_a_folder_is_refused_before_anything_is_written(opened, tmp_path):
+    assert isinstance(run("--out", tmp_path).exception, SettingError)
+    assert opened == []
