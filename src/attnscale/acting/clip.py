@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched, is_sharded
 from attnscale.errors import SettingError
 from attnscale.watching.layer import Layer
-from attnscale.watching.seen import Seen
 
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
@@ -65,9 +64,18 @@ class ClipReport:
         return "\n".join([*lines, *(f"  {left}" for left in self.left)])
 
 
+class Watched(Protocol):
+    """What watch() or a Monitor saw of a model."""
+
+    @property
+    def layers(self) -> Mapping[str, Layer]:
+        """The attentions by module path."""
+        ...
+
+
 def clip_qk_(
     model: nn.Module,
-    seen: Seen,
+    seen: Watched,
     threshold: float = 100.0,
     *,
     by_bound: bool = False,
