@@ -90,7 +90,7 @@ class Entry:
     @property
     def effect(self) -> str:
         """How much more it loses, in nats."""
-        return f"{self.difference.mean:+.2g} ± {self.difference.half:.1g}"
+        return f"{self.difference.mean:+.2g} ± {self.difference.half:.2g}"
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:

@@ -27,7 +27,7 @@ LOOKS = 20  # at the scores in a run; QK-Clip looks at every step
 def grid(quick: bool) -> Sequence[Settings]:
     """Every fix at every rate."""
     if quick:
-        rates, size = [0.003, 0.3], {"steps": 40, "d_model": 32, "heads": 1, "head_dim": 32}
+        rates, size = [0.003, 0.3], {"steps": 30, "d_model": 32, "heads": 1, "head_dim": 32}
     else:
         rates = [0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3]  # Wortsman et al.'s range
         size = {"steps": 400, "d_model": 64, "heads": 2, "head_dim": 32}
@@ -141,7 +141,7 @@ def _on_deterioration(outcomes: Outcomes, past: Outcomes) -> str:
     verdict = "worse" if behind.low > 0 else "better" if behind.high < 0 else "no different"
     return (
         f"Past {DETERIORATES:g} ({len(past)} runs) the loss is {verdict} than with QK-norm at the same rate and seed: "
-        f"{behind.mean:+.2g} ± {behind.half:.1g} nats."
+        f"{behind.mean:+.2g} ± {behind.half:.2g} nats."
     )
 
 
@@ -149,7 +149,7 @@ def _on_gain(gain: Band) -> str:
     if gain.seeds < 2:
         return f"changes that by {gain.mean:+.2g}, which one seed cannot tell from chance"
     change = "lowers that" if gain.high < 0 else "raises that" if gain.low > 0 else "makes no difference to that"
-    return f"{change} ({gain.mean:+.2g} ± {gain.half:.1g})"
+    return f"{change} ({gain.mean:+.2g} ± {gain.half:.2g})"
 
 
 def _checks(

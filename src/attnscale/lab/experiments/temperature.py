@@ -21,7 +21,7 @@ from attnscale.watching import watch
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of √d_k
 PATTERN_SEED, SHOWN = 0, 24  # whose weights are kept, and of how many positions
 DIGITS = 4
-FIRST_ORDER = 0.02  # later layers see what earlier ones make of the temperature
+LATER_LAYERS = 0.02  # these layers see what earlier ones make of the temperature
 
 
 def grid(quick: bool) -> Sequence[Settings]:
@@ -117,7 +117,7 @@ def _on_costs(costs: dict[float, Band], best: float) -> str:
     parts = [f"the lowest mean loss is at τ = {_name(best)}"]
     for word, group in (("worse", worse), ("better", better)):
         if group:
-            listed = ", ".join(f"{_name(m)} ({cost.mean:+.2g} ± {cost.half:.1g} nats)" for m, cost in group.items())
+            listed = ", ".join(f"{_name(m)} ({cost.mean:+.2g} ± {cost.half:.2g} nats)" for m, cost in group.items())
             parts.append(f"{word} than √d_k are {listed}")
     if alike:
         parts.append(f"no difference from √d_k at {', '.join(map(_name, alike))}")
@@ -155,9 +155,7 @@ def _checks(task: str, costs: dict[float, Band], slopes: dict[str, Band]) -> lis
     before, after = slopes["before"], slopes["after"]
     better = [f"{_name(m)} ({cost.mean:+.2g})" for m, cost in costs.items() if cost.high < 0]
     return [
-        Check(
-            f"{task}: before training the spread goes as 1/τ", abs(before.mean + 1) < FIRST_ORDER, f"exponent {before}"
-        ),
+        Check(f"{task}: before training the spread goes as 1/τ", abs(before.mean + 1) < LATER_LAYERS, str(before)),
         Check(f"{task}: no temperature is better than √d_k", not better, ", ".join(better) or "none beyond its band"),
         Check(f"{task}: training undoes part of the temperature", after.low > before.high, f"exponent {after}"),
     ]
