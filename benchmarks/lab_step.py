@@ -108,7 +108,8 @@ def main() -> None:
     given = arguments.parse_args()
     torch.set_num_threads(given.threads)
     found = []
-    for given.head_dim in given.head_dims:
+    for head_dim in given.head_dims:
+        given.head_dim = head_dim
         ratios, plain = compare(given)
         low, middle, high = statistics.quantiles(ratios, n=4)
         seconds = statistics.median(plain)

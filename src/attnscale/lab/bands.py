@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 LEVEL = 0.95
+LARGEST_LOG = 700.0  # e to more than that is no float
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,28 @@ class Band:
 
     def __str__(self) -> str:
         return f"{self.mean:.3g} ± {self.half:.2g}"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A geometric mean over independent seeds, with its interval: for numbers that differ by factors."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} ({self.low:.2g}–{self.high:.2g})"
+
+
+def geometric_band(values: Iterable[float]) -> Factors:
+    """The band of the logarithms, as factors.
+
+    >>> print(geometric_band([10.0, 100.0, 1000.0]))
+    100 (0.33–3.1e+04)
+    """
+    found = band(math.log(value) if value > 0 else math.nan for value in values)
+    return Factors(*(math.exp(min(value, LARGEST_LOG)) for value in (found.mean, found.low, found.high)))
 
 
 def band(values: Iterable[float], points: int = 1) -> Band:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnscale.lab.bands import LEVEL, Band, band
+from attnscale.lab.bands import LEVEL, Band, Factors, band
 from attnscale.lab.cell import Outcome, Setting, Settings
 from attnscale.lab.result import Check, Curve, column
 
@@ -110,7 +110,7 @@ class Outcomes:
         return {value: own.band(measure, points=points, **{along: value}) for value in expected}
 
 
-def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
+def banded(name: str, x: Sequence[float], bands: Sequence[Band | Factors]) -> Curve:
     """Means against x, with their bands."""
     mean, low, high = (column([getattr(found, part) for found in bands]) for part in ("mean", "low", "high"))
     return Curve(name, tuple(map(float, x)), mean, low, high)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnscale.acting import clip_qk_
-from attnscale.lab.bands import Band, band
-from attnscale.lab.cell import Outcome, Settings
+from attnscale.lab.bands import Band, Factors, band, geometric_band
+from attnscale.lab.cell import Outcome, Setting, Settings
 from attnscale.lab.experiment import Conclusion, Experiment
-from attnscale.lab.outcomes import Outcomes
+from attnscale.lab.outcomes import Outcomes, banded
 from attnscale.lab.result import Check, Plot, Table, column
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, Step, seeded_model, trained
@@ -72,14 +72,14 @@ def _alignment(record: Record) -> float:
 def conclude(outcomes: Outcomes) -> Conclusion:
     """How far scores grow, where the loss suffers, and whether a fix makes the rate matter less."""
     rates, fixes = sorted(outcomes.values("rate")), [fix for fix in FIXES if fix in outcomes.values("fix")]
-    scores = {fix: [outcomes.band("max_score", fix=fix, rate=rate) for rate in rates] for fix in fixes}
+    scores = {fix: [_factors(outcomes, "max_score", fix=fix, rate=rate) for rate in rates] for fix in fixes}
     sensitivity = {fix: _sensitivities(outcomes.where(fix=fix)) for fix in fixes}
     gains = {fix: _paired(sensitivity[fix], sensitivity[PLAIN], len(fixes) - 1) for fix in fixes if fix != PLAIN}
     past = {limit: _past(outcomes, limit) for limit in (DETERIORATES, DIVERGES)}
     plain = outcomes.where(fix=PLAIN)
     diverged = sum(found["diverged"] for _, found in outcomes)
     highest = rates[-1]
-    norms, alignment = (plain.band(f"{name}_growth", rate=highest) for name in ("norm", "alignment"))
+    norms, alignment = (_factors(plain, f"{name}_growth", rate=highest) for name in ("norm", "alignment"))
     text = (
         f"From a rate of {rates[0]:g} to {highest:g} the largest score of the plain model goes from "
         f"{scores[PLAIN][0].mean:.3g} to {scores[PLAIN][-1].mean:.3g}"
@@ -92,6 +92,10 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     )
     checks = _checks(outcomes, scores, gains, past, norms, alignment)
     return Conclusion(text, checks, _tables(outcomes, rates, fixes, sensitivity, gains), _plots(outcomes, fixes))
+
+
+def _factors(outcomes: Outcomes, measure: str, **settings: Setting) -> Factors:
+    return geometric_band(outcomes.samples(measure, **settings))
 
 
 def _sensitivities(own: Outcomes) -> dict[int, float]:
@@ -118,7 +122,7 @@ def _on_divergence(past: Outcomes) -> str:
     return f"; of the {len(past)} whose scores passed {DIVERGES:g} {sum(found['diverged'] for _, found in past)} did."
 
 
-def _on_growth(norms: Band, alignment: Band, rate: float) -> str:
+def _on_growth(norms: Factors, alignment: Factors, rate: float) -> str:
     leader = "norms" if norms.mean > alignment.mean else "alignment"
     return (
         f"At {rate:g} it grows by {leader}: ‖q‖‖k‖ by a factor of {norms.mean:.3g}, "
@@ -153,8 +157,8 @@ def _on_gain(gain: Band) -> str:
 
 
 def _checks(
-    outcomes: Outcomes, scores: dict[str, list[Band]], gains: dict[str, Band], past: dict[float, Outcomes],
-    norms: Band, alignment: Band,
+    outcomes: Outcomes, scores: dict[str, list[Factors]], gains: dict[str, Band], past: dict[float, Outcomes],
+    norms: Factors, alignment: Factors,
 ) -> tuple[Check, ...]:  # fmt: skip
     plain = scores[PLAIN]
     beyond, worse = past[DIVERGES], past[DETERIORATES]
@@ -189,12 +193,23 @@ def _tables(
     for rate in rates:
         for fix in fixes:
             at = outcomes.where(fix=fix, rate=rate)
-            score, final = at.band("max_score"), at.band("final")
-            growth = (at.band(f"{name}_growth").mean for name in ("norm", "alignment"))
+            score, final = _factors(at, "max_score"), at.band("final")
+            growth = (_factors(at, f"{name}_growth").mean for name in ("norm", "alignment"))
             diverged = sum(found["diverged"] for _, found in at)
-            numbers = column([score.mean, score.half, final.mean, final.half, *growth])
+            numbers = column([score.mean, score.low, score.high, final.mean, final.half, *growth])
             rows.append((rate, fix, *numbers, diverged))
-    columns = ("rate", "fix", "largest score", "±", "final loss", "±", "‖q‖‖k‖ grows by", "alignment by", "diverged")
+    columns = (
+        "rate",
+        "fix",
+        "largest score",
+        "from",
+        "to",
+        "final loss",
+        "±",
+        "‖q‖‖k‖ grows by",
+        "alignment by",
+        "diverged",
+    )
     summary = []
     for fix in fixes:
         own = band(sensitivity[fix].values())
@@ -208,7 +223,10 @@ def _tables(
 
 
 def _plots(outcomes: Outcomes, fixes: Sequence[str]) -> tuple[Plot, ...]:
-    scores = tuple(outcomes.curve(fix, "rate", "max_score", fix=fix) for fix in fixes)
+    rates = outcomes.values("rate")
+    scores = tuple(
+        banded(fix, rates, [_factors(outcomes, "max_score", fix=fix, rate=rate) for rate in rates]) for fix in fixes
+    )
     losses = tuple(outcomes.curve(fix, "rate", "final", fix=fix) for fix in fixes)
     return (
         Plot("Largest score against the rate", "learning rate", "largest score", scores,
