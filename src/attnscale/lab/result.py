@@ -43,7 +43,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """values[row][column], coloured."""
+    """values[row][column], coloured; from `low` to `high` where several are to be compared, else over what there is."""
 
     title: str
     x_label: str
@@ -52,6 +52,8 @@ class Heatmap:
     rows: tuple[Value, ...]
     values: tuple[tuple[float | None, ...], ...]
     notice: str
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)

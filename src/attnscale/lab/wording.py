@@ -38,3 +38,12 @@ def times(ratio: Band) -> str:
     """
     size = f"{ratio.mean:.3g} ± {ratio.half:.2g} times"
     return f"no difference ({size})" if ratio.holds(1.0) else size
+
+
+def percent(share: float) -> str:
+    """A share of a whole, to one decimal or, where that shows none, one digit.
+
+    >>> percent(0.614), percent(0.0002374)
+    ('61.4%', '0.02%')
+    """
+    return f"{share:.1%}" if share == 0 or share >= 0.0005 else f"{100 * share:.1g}%"

@@ -11,7 +11,7 @@ from attnscale.lab.cell import Outcome, Settings
 from attnscale.lab.experiment import Conclusion, Experiment
 from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Curve, Plot, Table, column
-from attnscale.lab.wording import tally, times
+from attnscale.lab.wording import percent, tally, times
 from attnscale.measure import score_stats
 from attnscale.operator import attention
 from attnscale.rules import get_rule
@@ -126,7 +126,7 @@ def _state(outcomes: Outcomes, divisor: str, head_dim: int) -> str:
     entropy, follows = (
         outcomes.band(measure, divisor=divisor, head_dim=head_dim) for measure in ("entropy_ratio", "follows")
     )
-    return f"{_under(divisor)} H/ln n is {entropy.mean:.3f} and {follows.mean:.1%} of the output follows the query"
+    return f"{_under(divisor)} H/ln n is {entropy.mean:.3f} and {percent(follows.mean)} of the output follows the query"
 
 
 def _why_not_dim(outcomes: Outcomes, head_dim: int, gradient: Band) -> str:
@@ -171,15 +171,15 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
 
     return (
         Plot("Variance of the scores", "d_k", "variance", both("variance"),
-             "Only √d_k is level: none grows without end, d_k shrinks without end.", log_x=True, log_y=True),
+             "Where a line is level, d_k does not matter to the softmax.", log_x=True, log_y=True),
         Plot("Entropy", "d_k", "H / ln n", both("entropy_ratio"),
-             "None goes to one key, d_k to all keys alike; √d_k stays between, whatever d_k is.", log_x=True),
+             "At 1 all keys count alike, at 0 one key takes all; attention chooses in between.", log_x=True),
         Plot("How much of the output follows the query", "d_k", "share of the variance", tuple(measured("follows")),
-             "Under d_k the output becomes the same average for every query.", log_x=True, log_y=True),
+             "At 1 another query has another output; near 0 all get the same average.", log_x=True, log_y=True),
         Plot("What the softmax lets through", "d_k", "‖diag(p) − ppᵀ‖²", both("passed"),
-             "The gradient on the scores: it depends on how many keys share the weight.", log_x=True, log_y=True),
+             "The gradient on the scores: it needs keys that compete.", log_x=True, log_y=True),
         Plot("Gradient on the queries", "d_k", "root mean square", tuple(measured("query_gradient")),
-             "The scale multiplies it once more: that is what d_k loses.", log_x=True, log_y=True),
+             "What the softmax lets through, times the scale: a divisor is paid for twice.", log_x=True, log_y=True),
         Plot("Gradient on the queries, median row", "d_k", "median", tuple(measured("median_gradient")),
              _turning(outcomes.where(divisor="none")), log_x=True, log_y=True),
     )  # fmt: skip

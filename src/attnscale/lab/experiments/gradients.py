@@ -240,20 +240,20 @@ def _plots(jacobians: Outcome, drawn: Outcomes, deep: Outcomes) -> tuple[Plot | 
     spreads, head_dims = drawn.values("spread"), deep.values("head_dim")
     largest, depth = head_dims[-1], deep.values("layers")[-1]
 
-    def expected(of: str) -> Curve:
+    def expected(name: str, of: str) -> Curve:
         theory = [getattr(expected_row(spread, KEYS), of) for spread in spreads]
-        return Curve("expected", tuple(spreads), column(theory), is_theory=True)
+        return Curve(f"{name}, expected", tuple(spreads), column(theory), is_theory=True)
 
     maps = [
         Heatmap(f"Jacobian: {name}", "score of key", "weight of key", tuple(range(1, 6)), tuple(range(1, 6)),
                 tuple(column(row) for row in jacobians[name]),
-                f"Trace {np.trace(jacobians[name]):.2g}: how far the weights move when a score does.")
+                f"Trace {np.trace(jacobians[name]):.2g}: how far the weights move when a score does.", -0.25, 0.25)
         for name in ROWS_BY_NAME if len(jacobians[name]) == 5
     ]  # fmt: skip
     through = Plot(
         f"What {KEYS} Gaussian scores let through", "spread σ of the scores", "expectation over rows",
-        (drawn.curve("trace", "spread", "trace"), expected("gradient_gain"),
-         drawn.curve("squared norm", "spread", "norm2"), expected("jacobian_norm2")),
+        (drawn.curve("trace", "spread", "trace"), expected("trace", "gradient_gain"),
+         drawn.curve("squared norm", "spread", "norm2"), expected("squared norm", "jacobian_norm2")),
         f"The squared norm is largest at a spread of {_most(drawn):g}, where a few keys compete.", log_x=True,
     )  # fmt: skip
     by_head_dim = Plot(

@@ -188,10 +188,9 @@ def _table(outcomes: Outcomes) -> Table:
             calibrated = unit_variance_scale(outcomes.band("uncalibrated", scheme=name, d_model=width).mean)
             rows.append(
                 (name, width, math.sqrt(scheme.predicted_variance(width)), math.sqrt(found.mean),
-                 found.half / (2 * math.sqrt(found.mean)), scheme.predicted(width)["calibrated"].scale, calibrated,
-                 outcomes.band("entropy_ratio", scheme=name, d_model=width).mean)
+                 found.half / (2 * math.sqrt(found.mean)), scheme.predicted(width)["calibrated"].scale, calibrated)
             )  # fmt: skip
-    columns = ("scheme", "d_model", "predicted", "measured", "±", "scale for 1", "calibrated", "H / ln n")
+    columns = ("scheme", "d_model", "predicted", "measured", "±", "1/std predicted", "calibrated")
     return Table(f"Spread of the scores at initialisation, d_k = d_model/{HEADS}", columns, tuple(rows))
 
 
@@ -211,7 +210,7 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
         theory = [math.sqrt(SCHEMES[name].predicted_variance(width)) for width in widths]
         curves += [
             root(outcomes.curve(name, "d_model", "variance", scheme=name)),
-            Curve(f"{name}, predicted", along, column(theory), is_theory=True),
+            Curve(f"{name}, expected", along, column(theory), is_theory=True),
         ]
     entropy = tuple(outcomes.curve(name, "d_model", "entropy_ratio", scheme=name) for name in schemes)
     return (

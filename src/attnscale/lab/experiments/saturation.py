@@ -205,13 +205,13 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot | Heatmap, ...]:
         Plot("Its gradient", "x", "p (1 − p)", single("gradient"),
              "Learning happens on the slope: left of it nothing stands out, right of it nothing moves."),
         Plot("Entropy against spread", "spread σ of the scores", "H / ln n", both("entropy_ratio"),
-             "Dashes are the expectation, not a fit. More keys stay spread out for longer.", log_x=True),
+             "Dashes are the expectation, not a fit: 1 is all keys alike, 0 one key alone.", log_x=True),
         Plot("Largest weight against the freezing point", "σ / √(2 ln n)", "top-1", both("top1", frozen=True),
-             "In units of the freezing point all numbers of keys turn at about the same place.", log_x=True),
+             "In units of the freezing point, with many keys or few.", log_x=True),
         Plot("Gradient gain against spread", "spread σ of the scores", "1 − Σp²", both("gradient_gain"),
-             "What is left for learning; it fades, it does not break off.", log_x=True),
+             "What is left for learning: 0 where one key has taken all.", log_x=True),
         Heatmap("Largest weight", "spread σ", "keys", tuple(spreads), tuple(lengths),
-                tuple(column(row) for row in top1), "The edge moves right as √(2 ln n): slowly."),
+                tuple(column(row) for row in top1), "Bright: one key takes most."),
     )  # fmt: skip
 
 

@@ -42,7 +42,13 @@ def _figure(name: str, plot: lab.Plot | lab.Heatmap) -> Figure:
     return Figure(name, {plot.title: _heat(plot) if isinstance(plot, lab.Heatmap) else _chart(plot)})
 
 
+def _measured(curve: lab.Curve) -> str:
+    """The name of what a prediction belongs to."""
+    return curve.name.removesuffix(", expected")
+
+
 def _chart(plot: lab.Plot) -> Chart:
+    tones = list(dict.fromkeys(map(_measured, plot.curves)))
     series = tuple(
         Series(
             curve.name,
@@ -51,10 +57,10 @@ def _chart(plot: lab.Plot) -> Chart:
             curve.low or (),
             curve.high or (),
             mode="lines" if curve.is_theory else "both",
-            tone=tone,
+            tone=tones.index(_measured(curve)),
             dashed=curve.is_theory,
         )
-        for tone, curve in enumerate(plot.curves)
+        for curve in plot.curves
     )
     return Chart(series, Axis(plot.x_label, plot.log_x), Axis(plot.y_label, plot.log_y), plot.notice)
 
@@ -70,8 +76,8 @@ def _heat(plot: lab.Heatmap) -> Heat:
         rows=tuple(f"{plot.y_label} {row}" for row in rows),
         columns=columns,
         column=plot.x_label,
-        low=min(known, default=0.0),
-        high=max(known, default=1.0),
+        low=min(known, default=0.0) if plot.low is None else plot.low,
+        high=max(known, default=1.0) if plot.high is None else plot.high,
         notice=plot.notice,
     )
 
