@@ -39,7 +39,8 @@ class LiveTwins:
     def show(self, pair: dict[str, Step]) -> None:
         """Draw a step that is over, where the scores were looked at; or tell some of them as lines."""
         step = next(iter(pair.values()))
-        if self._live is not None and step.record is not None:
+        is_last = step.number + 1 == self._training.demo.steps
+        if self._live is not None and (step.record is not None or is_last):
             self._live.update(self._table(step.number + 1), refresh=True)
         elif self._live is None and (step.number + 1) % TOLD == 0:
             self._console.print(self._line(step.number + 1), highlight=False, soft_wrap=True)

@@ -9,9 +9,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from attnscale.lab.experiment import Experiment
-from attnscale.lab.result import Result, Table, Value
+from attnscale.lab.result import Check, Result, Table, Value
 
-LARGE, SMALL = 1e5, 1e-3  # beyond these a number is shown with an exponent
+LARGE, SMALL = 1e5, 1e-3  # beyond these a number is shown with fewer digits, since an exponent takes room
+DIGITS, ERROR_DIGITS = 4, 2
 
 
 def show_experiments(experiments: Iterable[Experiment], console: Console | None = None) -> None:
@@ -32,28 +33,41 @@ def show_result(result: Result, console: Console | None = None) -> None:
     for table in result.tables:
         console.print()
         console.print(Text(table.title, style="italic"))
-        console.print(_grid(table))
+        console.print(_grid(table, console.width))
     console.print()
-    checks = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for check in result.checks:
-        mark = Text("holds", style="green") if check.holds else Text("does not hold", style="red")
-        checks.add_row(mark, Text.assemble(check.statement, (f"  {check.evidence}", "dim")))
-    console.print(checks)
+    console.print(_checks(result.checks))
     console.print()
     console.print(Text(result.conclusion))
 
 
-def _grid(table: Table) -> Grid:
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, heading in enumerate(table.columns):
-        is_text = any(isinstance(row[number], str) for row in table.rows)
-        grid.add_column(heading, justify="left" if is_text else "right", overflow="fold")
-    for row in table.rows:
-        grid.add_row(*map(shown, row))
+def _checks(checks: Iterable[Check]) -> Grid:
+    """What was held to what; how, where it failed. The page says both of all."""
+    grid = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for check in checks:
+        if check.holds:
+            grid.add_row(Text("holds", style="green"), Text(check.statement))
+        else:
+            grid.add_row(Text("fails", style="red"), Text(f"{check.statement}: {check.evidence}"))
     return grid
 
 
-def shown(value: Value) -> str:
+def _grid(table: Table, width: int) -> Grid:
+    """Columns as wide as their longest word, so that none breaks inside one; closer together where they must be."""
+    digits = [ERROR_DIGITS if heading == "±" else DIGITS for heading in table.columns]
+    written = [tuple(map(shown, row, digits)) for row in table.rows]
+    columns = list(zip(table.columns, *written, strict=True))
+    needed = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    gap = 2 if sum(needed) + 2 * len(needed) <= width else 1
+    grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for number, (heading, least) in enumerate(zip(table.columns, needed, strict=True)):
+        is_text = any(isinstance(row[number], str) for row in table.rows)
+        grid.add_column(heading, justify="left" if is_text else "right", min_width=min(least, width // 2))
+    for cells in written:
+        grid.add_row(*map(Text, cells))
+    return grid
+
+
+def shown(value: Value, digits: int = DIGITS) -> str:
     """A value as a cell of a table: numbers to four digits.
 
     >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True)
@@ -65,7 +79,7 @@ def shown(value: Value) -> str:
         return "–"
     if isinstance(value, float):
         size = abs(value)
-        return f"{value:.3g}" if size and not SMALL <= size < LARGE else f"{value:.4g}"
+        return f"{value:.{digits}g}" if SMALL <= size < LARGE or not size else f"{value:.{min(digits, 3)}g}"
     return str(value)
 
 

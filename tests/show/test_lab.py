@@ -1,0 +1,52 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.result import Check, Result, Table
+from attnscale.show.lab import show_experiments, show_result, shown
+
+CHECKS = (Check("one is one", True, "measured 1"), Check("two is three", False, "measured 2"))
+TABLE = Table(
+    "Widths",
+    ("a scheme", "d_model", "predicted", "measured", "±", "scale for one", "calibrated", "H / ln n"),
+    (("orthogonal", 64, 1.0, 1.00123456, 0.0123456, 0.25, None, 0.5), ("[red]no[/red]", 8, 1e7, 1e-7, 0.0, True, 2, 3)),
+)
+
+
+def printed(show, *arguments, width=80):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    show(*arguments, console)
+    return console.file.getvalue()
+
+
+def test_a_result_fits_eighty_columns_and_breaks_no_word():
+    text = printed(show_result, Result("name", "Is it?", "It is. " * 40, CHECKS, (TABLE,), ()))
+    assert max(map(len, text.splitlines())) <= 80
+    for word in ("orthogonal", "calibrated", "predicted", "1.001", "0.012", "1e+07", "–", "yes"):
+        assert word in text
+
+
+def test_text_from_a_result_is_not_read_as_markup():
+    assert "[red]no[/red]" in printed(show_result, Result("name", "Is it?", "", CHECKS, (TABLE,), ()))
+
+
+def test_a_check_that_fails_says_how_and_one_that_holds_is_a_line():
+    text = printed(show_result, Result("name", "Is it?", "", CHECKS, (), ()))
+    assert "holds one is one" in text
+    assert "measured 1" not in text
+    assert "fails two is three: measured 2" in text
+
+
+def test_the_list_names_every_experiment_with_its_question():
+    text = " ".join(printed(show_experiments, EXPERIMENTS.values(), width=200).split())
+    for experiment in EXPERIMENTS.values():
+        assert f"{experiment.name} {experiment.question} {len(experiment.cells())}" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (-1234567.0, "-1.23e+06"), (float("nan"), "–"), (-0.5, "-0.5")]
+)
+def test_numbers(value, text):
+    assert shown(value) == text
