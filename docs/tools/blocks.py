@@ -27,6 +27,8 @@ from itertools import zip_longest
 from pathlib import Path
 from unittest import mock
 
+import yaml
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Commands that are shown and not run here, and why. Tests keep this short.
@@ -34,13 +36,11 @@ NOT_RUN = {
     "make demo": "is `attnscale claims`, which tests run",
     "make test": "is what runs this",
     "make docs": "tests build the site",
-    "make pictures": "tests make the pictures",
-    "attnscale bench": "takes minutes; tests time one small case",
     'python -c "from attnscale.claims import ledger, record; '
     "record(ledger(), 'src/attnscale/claims/recorded.json')\"": "changes the repository",
 }
 PLAIN = {"", "text"}  # output, or a drawing
-PARSERS = {"json": json.loads, "toml": tomllib.loads}
+PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}
 ENVIRONMENT = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
 FENCE = re.compile(r"^```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[-−+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")

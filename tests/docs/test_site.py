@@ -131,7 +131,7 @@ def test_formulas_are_mathml(site):
 def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
     opened = open_page(site / "index.html")
     opened.locator(".md-search__input").first.click()
-    opened.keyboard.type("derrida")
+    opened.keyboard.type("gaussian")
     opened.wait_for_selector(".md-search-result__item")
     assert "Theory" in opened.locator(".md-search-result__list").inner_text()
 
