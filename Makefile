@@ -34,6 +34,7 @@ slow: $(INSTALLED)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
+	$(BIN)/python docs/pictures/pages.py
 
 # Into build/docs; a warning or a broken link is an error, which --quiet would hide.
 docs: $(INSTALLED)

@@ -9,18 +9,24 @@ from playwright.sync_api import Browser, sync_playwright
 
 from attnscale.show.explore import explore_page
 
+MARGIN = 12  # pixels
 HERE = Path(__file__).parent
-WINDOW = {"width": 1200, "height": 1130}
+WINDOW = {"width": 1280, "height": 900}
 
 
 def explore(browser: Browser, folder: Path) -> None:
-    """What `attnscale explore` opens, at unscaled scores of 24 dimensions."""
+    """The upper part of what `attnscale explore` opens, for unscaled scores of 24 dimensions."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "explore.html"
         path.write_text(explore_page(), encoding="utf-8")
         page = browser.new_page(viewport=WINDOW)
         page.goto(path.as_uri() + "#rule=unscaled&d=24&n=64")
-        page.screenshot(path=folder / "explore.png")
+        last = page.locator("#along-panel").bounding_box()
+        assert last is not None
+        height = last["y"] + last["height"] + MARGIN
+        page.screenshot(
+            path=folder / "explore.png", full_page=True, clip={"x": 0, "y": 0, "width": 1280, "height": height}
+        )
 
 
 def main(folder: Path = HERE) -> None:

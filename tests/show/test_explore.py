@@ -2,6 +2,9 @@
 
 import math
 import random
+import runpy
+import struct
+from pathlib import Path
 
 import mpmath
 import numpy as np
@@ -14,6 +17,7 @@ from attnscale.show.explore import CONTROLS, PRESETS, explore_page
 from tests.browser import PHONE, sideways
 from tests.show.test_scales import by_length
 
+ROOT = Path(__file__).parents[2]
 EXACT = 1e-6
 EXPECTED = ("expected-entropy", "expected-entropy_ratio", "expected-top1", "expected-gradient_gain")
 ROW = ("row-spread", "row-top1", "row-gradient_gain")
@@ -207,7 +211,7 @@ def test_the_chosen_point_lies_on_the_curves_that_are_drawn(page):
 
 def test_dragging_to_fewer_keys_passes_the_freezing_point(page):
     page.select_option("#rule", "constant")
-    set_number(page, "number", 0.375)  # a spread of 3, which freezes below e^4.5 = 90 keys
+    set_number(page, "number", 0.375)  # a spread of 3, which freezes below e^4.5 = 90.02 keys
     plot = page.locator("#freezing-plot svg")
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
@@ -221,7 +225,7 @@ def test_dragging_to_fewer_keys_passes_the_freezing_point(page):
     (most, first), (some, second), (few, third) = words
     assert most > 90_000 > some > 90 > few
     assert [first, second, third] == ["Healthy", "Saturated", "Frozen"]
-    assert "freezes below 90 keys" in page.inner_text("#freezing-words")
+    assert "freezes below 91 keys" in page.inner_text("#freezing-words")
     assert value(page, "freezing-square") == pytest.approx(9.0)
     assert value(page, "freezing-limit") == pytest.approx(2 * math.log(few))
 
@@ -462,3 +466,11 @@ def test_the_page_is_small_and_runs_by_its_hash_alone(path):
     assert "default-src &#39;none&#39;; script-src &#39;sha256-" in text
     assert "unsafe-eval" not in text
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_picture_in_the_readme_is_of_this_page(browser, tmp_path):
+    runpy.run_path(str(ROOT / "docs/pictures/pages.py"))["explore"](browser, tmp_path)
+    made, shown = (tmp_path / "explore.png").read_bytes(), (ROOT / "docs/pictures/explore.png").read_bytes()
+    assert len(shown) < 300_000
+    width, height = struct.unpack(">II", shown[16:24])
+    assert struct.unpack(">II", made[16:24]) == pytest.approx((width, height), rel=0.1)  # fonts differ

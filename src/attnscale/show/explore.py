@@ -38,7 +38,7 @@ CONTROLS = (
     Control("n", "keys a row sees", 2, 2**20, 1024, integer=True),
     Control("q", "spread of q", 0.1, 10.0, 1.0),
     Control("k", "spread of k", 0.1, 10.0, 1.0),
-    Control("t", "temperature, on top", 0.1, 10.0, 1.0),
+    Control("t", "temperature, on top of the rule", 0.1, 10.0, 1.0),
 )
 
 # The scores that the articles work with, each at the d_k they give.

@@ -5,7 +5,7 @@ const LENGTHS = Array.from({ length: 58 }, (_, i) => 2 ** (1 + i / 3));
 function drawFreezing({ data, settings, spread, spreadAt, freezing, regime: word }) {
   const { n } = settings, { diluted, margin } = data.limits;
   const last = data.controls.find((control) => control.name === "n").high;
-  const tallest = Math.max(6, 2 * Math.ceil(0.6 * spread));
+  const tallest = clamped(2 * Math.ceil(0.6 * spread), 6, 16); // a wider spread sits on the upper edge
   const { svg, px, py, left, right, bottom, top } = plot(byId("freezing-plot"), {
     label: `A spread of ${figure(spread)} over ${whole(n)} keys; the freezing point is ${figure(freezing)}`, height: 260,
     x: { domain: [2, last], log: true, ticks: [2, 16, 128, 1024, 8192, 65536, last], format: lengthName, label: "keys" },
@@ -37,7 +37,7 @@ function freezingWords(spread, keys, freezing, word) {
   const thaws = Math.exp(spread ** 2 / 2); // keys over which this spread freezes
   const where = thaws <= 2 ? "No row of two keys or more would freeze." : thaws > 2 ** 20
     ? `It stays frozen below e^${plain(spread ** 2 / 2)} keys, more than any row has.`
-    : `It freezes below ${whole(thaws)} keys.`;
+    : `It freezes below ${whole(Math.ceil(thaws))} keys.`;
   const now = spread >= freezing ? "Frozen: a handful of keys takes everything."
     : word === "saturated" ? "Saturated: close to freezing, a few keys take most of the weight."
     : word === "diluted" ? "Diluted: the weights hardly differ."
