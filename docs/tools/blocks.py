@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Commands that are shown and not run here, and why. Tests keep this short.
 NOT_RUN = {
-    "make demo": "is `attnscale claims`, which tests run",
+    "make demo": "trains two models for half a minute; tests/lab trains smaller ones",
     "make test": "is what runs this",
     "make docs": "tests build the site",
     'python -c "from attnscale.claims import ledger, record; '

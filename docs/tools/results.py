@@ -27,9 +27,9 @@ def section(result: dict[str, Any]) -> str:
         parts.append(_checks(result["checks"]))
     for plot in result.get("plots", ()):
         parts += [f"### {_text(plot['title'])}", _text(plot["notice"]), chart(plot)]
-    parts += [f"### {_text(each['title'])}\n\n{table(each)}" for each in result.get("tables", ())]
+    parts += [_folded(_text(each["title"]), table(each)) for each in result.get("tables", ())]
     if result.get("settings"):
-        parts.append(_settings(result["settings"]))
+        parts.append(_folded("How it was run", _settings(result["settings"])))
     return "\n\n".join(parts)
 
 
@@ -45,16 +45,21 @@ def cell(value: Value) -> str:
 
 
 def _checks(checks: list[dict[str, Any]]) -> str:
+    """Folded where all hold; what does not hold stands in the open."""
     words = {True: '<span class="holds">holds</span>', False: '<span class="fails">does not hold</span>'}
     rows = [f"| {_text(c['statement'])} | {words[bool(c['holds'])]} | {_text(c['evidence'])} |" for c in checks]
-    return "\n".join(["| said | | measured |", "|---|---|---|", *rows])
+    holding = sum(bool(check["holds"]) for check in checks)
+    told = "\n".join(["| said | | measured |", "|---|---|---|", *rows])
+    return _folded(f"{holding} of {len(checks)} checks hold", told, is_open=holding < len(checks))
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    told = "; ".join(
-        f"{_text(name)}: {_text(json.dumps(value, ensure_ascii=False))}" for name, value in settings.items()
-    )
-    return f"<details markdown><summary>How it was run</summary>\n\n{told}\n\n</details>"
+    plain = ((_text(name), _text(json.dumps(value, ensure_ascii=False))) for name, value in settings.items())
+    return "; ".join(f"{name}: {value}" for name, value in plain)
+
+
+def _folded(summary: str, body: str, is_open: bool = False) -> str:
+    return f"<details markdown{' open' * is_open}><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
 def _text(value: object) -> str:

@@ -46,6 +46,7 @@ def test_a_result_shows_question_conclusion_checks_tables_and_settings(folder):
     for shown in ("## variance", "Does the spread grow as √d\\_k?", "exponent 0.501", "| 16 | 4.001 |", "| 64 | – |"):
         assert shown in page
     assert page.count(">holds<") == page.count(">does not hold<") == 1
+    assert "1 of 2 checks hold" in page
     assert "seconds: 3.2" in page
 
 
