@@ -152,3 +152,12 @@ def test_scores_that_are_no_numbers_are_an_error_and_nothing_else_is_said(value)
 def test_a_softmax_over_another_axis_has_no_saturated_rows():
     layer = random_layer(length=32, query_std=30.0, mixes_along_softmax=False)
     assert "saturated" not in codes(verdict_findings(layer, trained=False))
+
+
+def test_sampled_rows_tell_the_keys_that_all_rows_see():
+    query, key = (torch.randn(1, 3, 257, 11) for _ in range(2))
+    exact, sampled = (score_stats(query, key, is_causal=True, rows=rows) for rows in (None, 31))
+    assert exact.keys.tolist() == pytest.approx([129.0] * 3)
+    assert sampled.keys.tolist() == pytest.approx([129.0] * 3, rel=0.05)  # though the first rows are all looked at
+    layer = replace(layer_of(query, key, causal=True), stats=sampled)
+    assert [head.keys for head in head_verdicts(layer)] == pytest.approx([129.0] * 3, rel=0.05)

@@ -62,9 +62,7 @@ class Verdict:
 def head_verdicts(layer: Layer) -> list[Verdict]:
     """The verdict on every head that saw any keys."""
     stats = layer.stats
-    columns = torch.stack(
-        [stats.count / stats.rows.clamp(min=1), stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain]
-    )
+    columns = torch.stack([stats.keys, stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain])
     seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
     return [_verdict(layer.name, head, *columns[:, head].tolist()) for head in seen]
 

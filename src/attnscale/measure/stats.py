@@ -82,6 +82,12 @@ class ScoreStats:
         return self.pooled.count
 
     @property
+    def keys(self) -> Tensor:
+        """Keys that a row sees on average: of all rows, where only some were looked at."""
+        rows = self._sum("rows")
+        return self._sum("scores") / torch.where(rows > 0, rows, torch.nan)
+
+    @property
     def mean(self) -> Tensor:
         """Mean of the scores."""
         return torch.where(self._sum("scores") > 0, self.pooled.mean, torch.nan)

@@ -77,6 +77,11 @@ class Figure:
     caption: str = ""
     follows: str | None = None
 
+    @property
+    def is_map(self) -> bool:
+        """Whether it can be read field by field."""
+        return any(isinstance(view, Heat) for view in self.views.values())
+
     def to_dict(self) -> dict[str, Any]:
         """What report.js takes."""
         views = [_heat(view) if isinstance(view, Heat) else _chart(view) for view in self.views.values()]

@@ -43,8 +43,9 @@ class Spread:
 
 def spread_of(layer: Layer) -> Spread:
     """The spread of a layer's heads."""
-    rows, count = int(layer.stats.rows.sum()), int(layer.stats.count.sum())
-    return Spread(layer.name, layer.stats.std.double().cpu(), count / max(rows, 1), max(layer.key_len, 1))
+    keys = float(layer.stats.keys.double().nanmean())
+    heads = layer.stats.std.double().cpu()
+    return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0, max(layer.key_len, 1))
 
 
 def freezing(name: str, layers: Mapping[str, Layer]) -> Figure:

@@ -11,6 +11,7 @@ from attnscale.show.page import code, data, pages, policy, source
 from attnscale.show.report.figures import Figure
 
 MATTER = 3  # notes shown before the fold
+LONG = 24  # lines of a table
 FEW = 6  # views that are buttons; more are a list
 
 
@@ -44,6 +45,11 @@ class Table:
     groups: tuple[tuple[str, tuple[Row, ...]], ...]
     text: frozenset[int] = frozenset({0})
     caption: str = ""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it scrolls in a box of its own on a screen."""
+        return sum(len(rows) for _, rows in self.groups) > LONG
 
 
 @dataclass(frozen=True)

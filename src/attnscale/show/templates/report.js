@@ -1,7 +1,8 @@
 "use strict";
 // Draw the figures of a report from the numbers in the page, for the screen's colours or for paper.
 const FIGURES = JSON.parse(document.getElementById("figures").textContent);
-const PAPER = 660; // pixels across a printed page
+const PAPER = 660, HALF = 320; // pixels across a printed page
+const NARROW = 480, NARROW_LABEL = 9; // pixels of a phone, and the characters of a name beside its axes
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const THEMES = {
   // tones after Okabe and Ito, told apart by colour-blind eyes; darker on white, lighter on black
@@ -26,6 +27,12 @@ const told = (value) => (value === null || value === undefined ? "none" : String
 const leader = (name) => FIGURES[name].follows ?? name;
 const viewOf = (name) => FIGURES[name].views[chosen[leader(name)]];
 
+// Names come escaped, since plotly reads tags; as plain text they are for the page's own elements, and to be cut.
+const entities = { "&lt;": "<", "&gt;": ">", "&amp;": "&" };
+const plain = (label) => label.replaceAll("<br>", ": ").replace(/&(lt|gt|amp);/g, (entity) => entities[entity]);
+const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const cut = (label) => (plain(label).length > NARROW_LABEL ? escaped("…" + plain(label).slice(1 - NARROW_LABEL)) : label);
+
 function axis(spec, width, extra) {
   const { ink, soft, line } = theme();
   const made = {
@@ -37,7 +44,7 @@ function axis(spec, width, extra) {
   if (spec.ticks) {
     const each = Math.max(1, Math.ceil(spec.ticks.length / Math.max(4, Math.floor(width / 34))));
     const at = spec.ticks.map((_, index) => index).filter((index) => index % each === 0);
-    Object.assign(made, { type: "linear", tickvals: at, ticktext: at.map((index) => spec.ticks[index]) });
+    Object.assign(made, { type: "linear", tickvals: at, ticktext: at.map((index) => (innerWidth < NARROW ? cut : String)(spec.ticks[index])) });
   }
   return made;
 }
@@ -68,7 +75,7 @@ function tracesOf(series, index) {
 }
 
 function chart(view, width) {
-  const small = width < 480;
+  const small = width < NARROW;
   return {
     traces: view.series.flatMap(tracesOf),
     layout: {
@@ -106,7 +113,9 @@ function heat(view, width) {
   return {
     traces: [{
       type: "heatmap", z: view.log ? view.values.map((row) => row.map(scaled)) : view.values, xgap: gap, ygap: gap,
-      zmin: scaled(view.low), zmax: scaled(view.high), colorscale: "Viridis", hoverinfo: "none",
+      zmin: scaled(view.low), zmax: scaled(view.high), colorscale: "Viridis",
+      customdata: view.values.map((values, row) => values.map((_, column) => view.rows[row] + "<br>" + reading(view, row, column))),
+      hovertemplate: "%{customdata}<extra></extra>",
       colorbar: {
         thickness: 12, outlinewidth: 0, tickfont: { size: 12, color: theme().ink },
         ...(ticks && { tickvals: ticks.map(Math.log10), ticktext: ticks.map(told) }),
@@ -123,7 +132,7 @@ function heat(view, width) {
 
 function draw(name) {
   const place = document.getElementById(name), view = viewOf(name);
-  const width = printing ? Math.min(PAPER, place.clientWidth) : place.clientWidth;
+  const width = printing ? (place.closest(".several") ? HALF : PAPER) : place.clientWidth;
   const { traces, layout } = (view.kind === "heat" ? heat : chart)(view, width);
   const { ink, card, line } = theme();
   const looks = {
@@ -133,8 +142,7 @@ function draw(name) {
   };
   Plotly.react(place, traces, { ...looks, ...layout }, { displayModeBar: false });
   if (!place.dataset.drawn && view.kind === "heat") {
-    place.on("plotly_hover", (event) => read(name, event.points[0].pointIndex ?? event.points[0].pointNumber));
-    place.on("plotly_click", (event) => read(name, event.points[0].pointIndex ?? event.points[0].pointNumber));
+    place.on("plotly_hover", (event) => read(name, event.points[0].pointIndex));
   }
   place.dataset.drawn = chosen[leader(name)];
   document.getElementById(name + "-notice").textContent = view.notice;
@@ -146,8 +154,11 @@ function read(name, [row, column]) {
   cursor[name] = [row, column];
   out.textContent = view.spoken[row] + ", " + plain(reading(view, row, column));
 }
-const entities = { "&lt;": "<", "&gt;": ">", "&amp;": "&" };
-const plain = (label) => label.replaceAll("<br>", ": ").replace(/&(lt|gt|amp);/g, (entity) => entities[entity]);
+
+// A field in a black and white frame, which shows on every colour.
+const framed = (y, x) => [["#000000", 5], ["#ffffff", 2]].map(([color, width]) => (
+  { type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line: { color, width } }
+));
 
 function move(name, event) {
   const view = viewOf(name);
@@ -156,7 +167,9 @@ function move(name, event) {
   event.preventDefault();
   const [row, column] = cursor[name] ?? [-step[0], -step[1]];
   const clamp = (value, size) => Math.min(Math.max(value, 0), size - 1);
-  read(name, [clamp(row + step[0], view.values.length), clamp(column + step[1], view.values[0].length)]);
+  const [y, x] = [clamp(row + step[0], view.values.length), clamp(column + step[1], view.values[0].length)];
+  read(name, [y, x]);
+  Plotly.relayout(document.getElementById(name), { shapes: framed(y, x) });
 }
 
 function choose(event) {

@@ -1,0 +1,87 @@
+"""Reports of every kind, made quickly: a check, a log, an experiment, twin runs."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from attnscale.checking import Checked
+from attnscale.diagnose import Finding, diagnose
+from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
+from attnscale.lab.twins import TwinRun, Twins
+from attnscale.train.record import NUMBERS, LayerRecord, Record
+from tests.diagnose.layers import layer_of
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+def layers_of(names, heads=3, length=23, head_dim=11, scale=None, rows=None):
+    """Random layers, each spreading a little wider than the one before it."""
+    made = {}
+    for index, name in enumerate(names):
+        query, key = (torch.randn(1, heads, length, head_dim) for _ in range(2))
+        made[name] = replace(layer_of((1 + index / 5) * query, key, scale, causal=True), name=name)
+        if rows is not None:
+            from attnscale import score_stats
+
+            stats = score_stats((1 + index / 5) * query, key, is_causal=True, rows=rows)
+            made[name] = replace(made[name], stats=stats)
+    return made
+
+
+def checked(names=("blocks.0.attention", "blocks.1.attention"), title="a model", rows=None, **options):
+    audit = diagnose(layers_of(names, rows=rows, **options), trained=False)
+    return Checked(title, "random tokens", "cpu", rows, (), audit)
+
+
+def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.004, steps=range(0, 1000, 50), alarm=True):
+    """A run whose last layer grows by exp(rate) a step and passes 100 at step 750."""
+    found = []
+    for step in steps:
+        growing = 5.0 * math.exp(rate * step)
+        maxima = [5.0] * (len(names) - 1) + [growing]
+        layers = {
+            name: LayerRecord(
+                64, {key: [0.5, 0.25] for key in NUMBERS} | {"max": [value, 1.0], "max_bound": [2 * value, 2.0]}
+            )
+            for name, value in zip(names, maxima, strict=True)
+        }
+        told = Finding(names[-1], 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it.")
+        found.append(Record(step, float(step), layers, [told] if alarm and step == 750 else []))
+    return found
+
+
+def result(name="d_k"):
+    return Result(
+        experiment="variance",
+        question=f"Does the variance grow with {name}?",
+        conclusion="It grows as d_k, within 0.4%.",
+        checks=(Check("the variance is d_k", True, "slope 1.004"), Check("the kurtosis is 3", False, "6 at d_k = 1")),
+        tables=(Table("By width", (name, "initialisation", "variance"), ((1, "normal", 1.0123456), (64, EVIL, None))),),
+        plots=(
+            Plot(
+                "Variance", name, "variance",
+                (
+                    Curve("measured", (1.0, 4.0, 16.0), (1.0, 4.1, 15.9), (0.9, 3.9, 15.0), (1.1, 4.4, 17.0)),
+                    Curve("theory", (1.0, 16.0), (1.0, 16.0), is_theory=True),
+                ),
+                "They lie on one line.", log_x=True, log_y=True,
+            ),
+            Heatmap("Entropy", "keys", "spread", (16, 64), (0.5, 1.0), ((0.9, None), (0.7, 0.8)), "Less below."),
+        ),
+        settings={"seeds": 3, "torch": "2.13"},
+    )  # fmt: skip
+
+
+def twins(
+    names=("blocks.0.attention", "blocks.1.attention"),
+    audited=True,
+    names_of_runs=("scaled", "unscaled"),
+    title="Two runs",
+):
+    runs = []
+    for index, name in enumerate(names_of_runs):
+        losses = tuple((step, 3.0 * 0.99**step + index) for step in range(200))
+        audit = diagnose(layers_of(names, scale=1.0 if index else None), trained=True) if audited else None
+        runs.append(TwinRun(name, losses, tuple(records(names, rate=0.004 * index)), audit))
+    return Twins(title, "One of them learns.", ("It is so because it is.",), tuple(runs), {"steps": 200})

@@ -1,0 +1,253 @@
+"""What reports say, held to the numbers they are made from."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from attnscale.checking import Checked
+from attnscale.diagnose import diagnose
+from attnscale.diagnose.what_if import COLUMNS
+from attnscale.show.report.check import check_report
+from attnscale.show.report.densities import density_of
+from attnscale.show.report.freezing import spread_of
+from attnscale.show.report.heads import METRICS
+from attnscale.show.report.lab import lab_report
+from attnscale.show.report.parts import Page, Table, Terms, kind_of
+from attnscale.show.report.run import run_report
+from attnscale.show.report.twins import twins_report
+from attnscale.train.run import summarise
+from tests.diagnose.layers import layer_of, random_layer
+
+from .reports import EVIL, checked, layers_of, records, result, twins
+
+
+def figure(page: Page, name):
+    return next(figure for section in page.sections for figure in section.figures if figure.name == name)
+
+
+def text(page: Page):
+    blocks = (block for section in page.sections for block in section.blocks if isinstance(block, str))
+    return " ".join([page.verdict, *(note.message for note in page.notes), *blocks])
+
+
+def test_a_check_has_every_part():
+    page = check_report(checked())
+    assert [section.name for section in page.sections] == [
+        "layers", "heads", "scores", "freezing", "what-if", "method",
+    ]  # fmt: skip
+    assert list(figure(page, "head-map").views) == list(METRICS)
+    what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
+    assert what_if.columns == ("scale by", *COLUMNS)
+    assert what_if.groups[0][1][0].current
+
+
+def test_where_little_is_wrong_three_facts_are_told_from_the_numbers():
+    found = checked()
+    page = check_report(found)
+    assert page.tone == "fine"
+    assert [note.tag for note in page.notes] == ["spread", "gradient", "largest score"]
+    layers = found.audit.layers
+    widest = max(float(layer.stats.std.max()) for layer in layers.values())
+    least = min(float(layer.stats.gradient_gain.min()) for layer in layers.values())
+    largest = max(float(layer.stats.max.max()) for layer in layers.values())
+    assert f"{widest:.3g}; over the 12 keys" in page.notes[0].message
+    assert f"{math.sqrt(2 * math.log(12)):.3g}" in page.notes[0].message
+    assert f"is {least:.2f}" in page.notes[1].message
+    assert f"is {largest:.3g};" in page.notes[2].message
+    head = next(name for name, layer in layers.items() if float(layer.stats.std.max()) == widest)
+    assert page.notes[0].place == f"{head}, head {int(layers[head].stats.std.argmax())}"
+
+
+def test_what_is_wrong_stands_before_the_facts():
+    page = check_report(checked(scale=1.0))
+    assert page.notes[0].code == "unscaled"
+    assert page.tone == "error"
+    assert len(page.notes) >= 3
+    assert "fact" not in [note.tone for note in page.notes[: len(page.notes) - 2]]
+
+
+def test_the_map_has_the_statistics_of_every_head():
+    found = checked(("a", "b"))
+    for title, metric in METRICS.items():
+        view = figure(check_report(found), "head-map").views[title]
+        for row, layer in zip(view.values, found.audit.layers.values(), strict=True):
+            assert row == pytest.approx(getattr(layer.stats, metric.statistic).tolist())
+        assert view.errors is view.bounds is None  # every row was looked at
+
+
+def test_sampled_rows_show_their_errors():
+    found = checked(rows=11)
+    page = check_report(found)
+    stats = found.audit.layers["blocks.1.attention"].stats
+    spread, largest = (figure(page, "head-map").views[name] for name in ("spread", "largest score"))
+    assert spread.errors[1] == pytest.approx(stats.stderr("std").tolist())
+    assert largest.bounds[1] == pytest.approx(stats.max_bound.tolist())
+    table = next(block for block in page.sections[-1].blocks if isinstance(block, Table))
+    errors = torch.cat([layer.stats.stderr("std") for layer in found.audit.layers.values()])
+    assert table.groups[0][1][0].cells == ("spread", f"{errors.median():.3g}", f"{errors.max():.3g}")
+    assert "11 sampled rows" in text(page)
+    assert "all standard errors are zero" in text(check_report(checked()))
+
+
+def test_heads_that_are_far_above_the_others_are_coloured_by_their_logarithm():
+    layers = layers_of(["a", "b", "c"]) | layers_of(["d"], scale=99.0)
+    page = check_report(Checked("t", "f", "cpu", None, (), diagnose(layers, trained=False)))
+    views = figure(page, "head-map").views
+    assert views["spread"].log
+    assert not views["entropy of ln n"].log
+    assert views["spread"].low == min(min(row) for row in views["spread"].values)
+
+
+def test_layers_with_fewer_heads_and_heads_that_are_no_number_are_left_blank():
+    query, key = torch.randn(1, 2, 7, 5), torch.randn(1, 2, 7, 5)
+    key[0, 1, 3] = math.nan
+    layers = {"a": layer_of(query, key), **layers_of(["b"])}
+    from attnscale.show.report.heads import map_of_layers
+
+    view = map_of_layers("map", layers).views["spread"]
+    assert view.values[0][1:] == [None, None]
+    assert None not in view.values[1]
+
+
+def test_a_histogram_is_a_density_beside_the_ones_expected():
+    layer = random_layer(heads=2, head_dim=64, length=307, scale=3 / 8)
+    found = density_of(layer)
+    width = np.diff(found.edges)
+    assert (found.measured * width).sum() == pytest.approx(0.998, abs=0.002)  # the tails are left out
+    assert (found.normal * width).sum() == pytest.approx(1, abs=0.01)
+    assert found.spread == pytest.approx(3.0, rel=0.05)
+    assert found.expected_spread == pytest.approx(1.0, rel=0.02)  # 1/√d_k of unit-variance components
+    assert found.beyond == pytest.approx(0.0027, abs=0.002)
+    # normal scores: the histogram is the density, within the noise of its bins
+    assert np.abs(found.measured - found.normal).max() < 0.15 * found.normal.max()
+    assert found.expected.max() == pytest.approx(1 / math.sqrt(2 * math.pi), rel=0.05)
+
+
+def test_a_histogram_sees_the_soft_cap_the_causal_keys_and_grouped_heads():
+    capped = density_of(random_layer(scale=9.0, softcap=2.0))
+    assert -2.0 * 1.3 < capped.edges[0] < capped.edges[-1] < 2.0 * 1.3
+    query, key = torch.randn(1, 6, 13, 5), torch.randn(1, 2, 13, 5)
+    key[:, :, -1] = 1e4  # seen by the last row alone
+    grouped = density_of(layer_of(query, key, causal=True))
+    assert grouped.scores == 6 * 13 * 14 // 2
+
+
+def test_a_histogram_that_is_not_of_all_that_was_measured_says_so():
+    from dataclasses import replace
+
+    from attnscale.show.report.densities import densities
+
+    layer = random_layer(scale=1.0)
+    other = random_layer(scale=5.0)
+    fitting = densities("d", {"a": layer}).views["a"].notice
+    assert "first sequence" not in fitting
+    mismatched = densities("d", {"a": replace(layer, stats=other.stats)}).views["a"].notice
+    assert f"measured spread by {float(other.stats.std.mean()):.3g}" in mismatched
+    assert densities("d", {"a": replace(layer, query=None)}) is None
+
+
+def test_many_scores_are_sampled():
+    layer = random_layer(heads=2, length=3001, head_dim=4, batch=1)
+    found = density_of(layer)
+    assert found.scores <= 2**18
+    assert found.spread == pytest.approx(float(layer.stats.std.mean()), rel=0.03)
+
+
+def test_the_freezing_point_is_that_of_the_keys_seen():
+    layers = layers_of(["a", "b"], scale=3.0)
+    page = check_report(checked(("a", "b"), scale=3.0))
+    spread = spread_of(layers["a"])
+    assert spread.keys == 12  # of 23 causal rows, on average
+    by_layer = figure(page, "freezing-points").views["by layer"]
+    freezes = math.sqrt(2 * math.log(12)), math.sqrt(2 * math.log(23))
+    assert [one.y[0] for one in by_layer.series[1:]] == pytest.approx(freezes)
+    by_keys = figure(page, "freezing-points").views["by keys"]
+    curve = by_keys.series[0]
+    assert curve.y == pytest.approx([math.sqrt(2 * math.log(n)) for n in curve.x])
+    assert "6 of 6 heads spread beyond" in by_keys.notice
+    assert "furthest past it" in by_keys.notice
+
+
+def test_a_log_shows_growth_with_a_forecast_and_its_interval():
+    seen = records()
+    page = run_report("scores.jsonl", seen, damaged=2)
+    crossing = summarise(seen).layers[1].crossing
+    chart = figure(page, "run-curves").views["largest score"]
+    assert next(iter(figure(page, "run-curves").views)) == "largest score"
+    forecast = next(series for series in chart.series if "forecast" in series.name)
+    assert forecast.x[-1] == pytest.approx(crossing.step, abs=1)
+    assert forecast.y[-1] == pytest.approx(1000, rel=0.01)
+    assert forecast.low[-1] <= forecast.y[-1] <= forecast.high[-1]
+    assert "1 of 2 layers grow for certain; fastest blocks.1.attention" in chart.notice
+    assert "blocks.1.attention will be the first to pass 1,000" in page.verdict
+    assert page.notes[0].code == "exploding"
+    assert "step 750" in page.notes[0].place
+    assert len(page.notes) == 3
+    assert "2 damaged lines" in text(page)
+
+
+def test_a_run_past_every_threshold_is_not_said_to_stand_still():
+    page = run_report("log", records(rate=0.01, alarm=False))
+    assert page.verdict == "0 alarms; the largest score of 1 of 2 layers is past 10,000 and growing."
+
+
+def test_a_run_of_many_layers_and_records_shows_some_and_the_range_of_all():
+    names = tuple(f"blocks.{index}.attention" for index in range(31))
+    page = run_report("log", records(names, steps=range(3000), rate=0.001, alarm=False))
+    chart = figure(page, "run-curves").views["largest score"]
+    assert chart.series[0].name == "all 31 layers, lowest to highest"
+    assert "layer 30" in [series.name for series in chart.series]  # the one that grows
+    assert all(len(series.x) <= 301 for series in chart.series)
+    grown = next(series for series in chart.series if series.name == "layer 30")
+    assert max(grown.y) == pytest.approx(5 * math.exp(0.001 * 2999))  # thinning keeps the highest
+
+
+def test_a_single_record_is_a_report_too():
+    page = run_report("log", records(steps=range(1)))
+    assert page.verdict == "0 alarms; no layer's largest score is certain to grow."
+
+
+def test_an_experiment_shows_what_failed_first_and_all_it_has():
+    page = lab_report(result())
+    assert page.verdict == "It grows as d_k, within 0.4%."
+    assert page.tone == "warning"
+    assert [note.tag for note in page.notes] == ["does not hold", "holds"]
+    assert [section.title for section in page.sections] == ["Variance", "Entropy", "By width", "How it was measured"]
+    assert figure(page, "plot-0").views["Variance"].x.log
+    table = page.sections[2].blocks[0]
+    assert [row.cells for row in table.groups[0][1]] == [("1", "normal", "1.012"), ("64", EVIL, "–")]
+    assert kind_of(page.sections[-1].blocks[0]) == "terms"
+
+
+@pytest.mark.parametrize("audited", [True, False])
+def test_twins_stand_side_by_side_on_one_scale(audited):
+    given = twins(audited=audited)
+    page = twins_report(given)
+    assert page.lead == given.explanation
+    assert [series.name for series in figure(page, "losses").views["loss"].series] == ["scaled", "unscaled"]
+    one, other = (figure(page, f"heads-{index}") for index in range(2))
+    assert other.follows == one.name
+    for title in METRICS:
+        ranges = [(view.low, view.high, view.log) for view in (one.views[title], other.views[title])]
+        assert ranges[0] == ranges[1]
+    assert "scaled: from 3.000 to" in page.notes[0].message
+    assert [isinstance(block, Terms) for block in page.sections[-1].blocks] == [True, True]
+    names = [section.name for section in page.sections]
+    assert ("scores" in names) == ("freezing" in names) == audited
+
+
+def test_a_loss_that_becomes_no_number_is_told():
+    given = twins()
+    broken = type(given.runs[0])("broken", ((0, 3.0), (1, math.nan), (2, math.nan)))
+    page = twins_report(type(given)("t", "v", (), (broken,)))
+    assert "broken: not a number at step 1" in figure(page, "losses").views["loss"].notice
+
+
+def test_the_median_in_a_notice_is_that_of_the_heads():
+    found = checked()
+    notice = figure(check_report(found), "head-map").views["spread"].notice
+    values = [value for layer in found.audit.layers.values() for value in layer.stats.std.tolist()]
+    assert f"above {statistics.median(values):.3g}." in notice
