@@ -22,9 +22,12 @@ def explore(
     scores; step through the proof. Its address holds the view, so that a view can be sent.
     """
     require_writable(out)
-    from attnscale.show.explore import explore_page
+    from rich.console import Console
 
-    write_whole(out, explore_page())
+    with Console(stderr=True).status("writing the page"):  # torch takes a moment to import; no sign in a pipe
+        from attnscale.show.explore import explore_page
+
+        write_whole(out, explore_page())
     address = out.resolve().as_uri()
     opened = not no_open and _open(address)
     if json:

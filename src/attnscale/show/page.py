@@ -36,4 +36,5 @@ def policy(*scripts: str) -> str:
     """Nothing is fetched; only these scripts run. Plotly writes styles and paints its map into an image."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
+    own = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {allowed}; {own}"
