@@ -4,6 +4,9 @@ A small transformer is trained on Python's help texts with Adam, at a learning r
 scores grow: plain and with each fix, over a few seeds. The loss of a run departs at the first step from which, smoothed
 over 20 steps, it stays 0.1 nats above that of the same seed and rate with a QK-norm, or is not finite. Alarms are those
 of attnscale.Monitor, QK-Clip acts on what it sees. Results go to benchmarks/results/divergence.json.
+
+With `--scores float16` products of queries and keys are rounded as half precision rounds them, whose largest number is
+65,504: the run in which they pass it is over. QK-Clip then acts at every step.
 """
 
 import argparse
@@ -21,7 +24,9 @@ import torch.nn.functional as F
 from attnscale import Monitor
 from attnscale.acting import clip_qk_
 from attnscale.models import CausalTransformer, default_text, encode
+from attnscale.models.transformer import CausalSelfAttention, rotate
 
+CLIPPED = 100.0
 VOCABULARY, LAYERS, HEADS, D_MODEL, LENGTH, BATCH = 256, 2, 2, 48, 32, 16
 EVERY, SMOOTH, DEPARTURE = 5, 20, 0.1
 REFERENCE = "QK-norm"
@@ -29,14 +34,33 @@ FIXES = {REFERENCE: {"qk_norm": True}, "none": {}, "soft-cap 50": {"softcap": 50
 RESULTS = Path(__file__).parent / "results" / "divergence.json"
 
 
-def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor) -> dict:
+class HalfScores(CausalSelfAttention):
+    """Attention written out, with scores in half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project, rotate, attend, project back."""
+        query = rotate(self.query_norm(self._split(self.query(x)))).half()
+        key = rotate(self.key_norm(self._split(self.key(x)))).half()
+        scores = query @ key.mT * self.head_dim**-0.5
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(x.dtype)
+        return self.output((weights @ self._split(self.value(x))).transpose(1, 2).flatten(2))
+
+
+def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scores: str) -> dict:
     """One run: losses, largest scores, alarms."""
     torch.manual_seed(seed)
     model = CausalTransformer(VOCABULARY, D_MODEL, LAYERS, HEADS, **FIXES[fix])
+    if scores == "float16":
+        for block in model.blocks:
+            block.attention.__class__ = HalfScores
+    every = 1 if scores == "float16" and fix.startswith("QK-Clip") else EVERY
     optimizer = torch.optim.Adam(model.parameters(), rate, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
     losses, largest, alarms = [], [], []
-    monitor = Monitor(model, every=EVERY)
+    monitor = Monitor(model, every=every)
     monitor.sinks = [
         lambda record: largest.append((record.step, max(layer.whole("max") for layer in record.layers.values()))),
         lambda record: alarms.extend((record.step, alarm) for alarm in record.alarms),
@@ -51,8 +75,8 @@ def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor) -> d
         optimizer.step()
         optimizer.zero_grad()
         monitor.step()
-        if fix == "QK-Clip 100" and step % EVERY == 0:
-            clip_qk_(model, monitor, threshold=100.0)
+        if fix.startswith("QK-Clip") and step % every == 0:
+            clip_qk_(model, monitor, threshold=CLIPPED)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
@@ -62,8 +86,10 @@ def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor) -> d
         first.setdefault(alarm.code, step)
     crossed = {limit: next((step for step, value in largest if value >= limit), None) for limit in (100, 1000, 10_000)}
     return {
-        "fix": fix, "rate": rate, "seed": seed, "last_loss": curve[-1], "finite": math.isfinite(losses[-1]),
-        "largest_score": max(value for _, value in largest), "alarms": first, "crossed": crossed, "curve": curve,
+        "fix": fix, "rate": rate, "seed": seed, "last_loss": curve[-1], "finite": math.isfinite(losses[-1]), "steps": len(losses),
+        "largest_score": max((value for _, value in largest if not math.isnan(value)), default=math.nan),
+        "largest": [[step, float(f"{value:.4g}")] for step, value in largest], "alarms": first, "crossed": crossed,
+        "curve": curve,
     }  # fmt: skip
 
 
@@ -81,31 +107,43 @@ def departure(curve: list[float], reference: list[float]) -> int | None:
     return last_well + 1 if last_well + 1 < len(behind) else None
 
 
+def finite(plain: object) -> object:
+    """The same with None for a number that JSON has no word for."""
+    if isinstance(plain, dict):
+        return {key: finite(value) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [finite(value) for value in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
 def main() -> None:
     """Train, print a line a run, and record them."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.1, 0.3])
-    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--scores", choices=("float32", "float16"), default="float32")
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--out", type=Path, default=RESULTS)
     given = arguments.parse_args()
     torch.set_num_threads(1)  # matrices this small gain nothing from a second
     logging.getLogger("attnscale").setLevel(logging.ERROR)
     text, runs, reference, start = encode(default_text()), [], [], time.perf_counter()
-    for rate, seed in itertools.product(given.rates, range(given.seeds)):
+    for rate, seed in itertools.product(given.rates, given.seeds):
         for fix in FIXES:
-            run = train(fix, rate, seed, given.steps, text)
+            run = train(fix, rate, seed, given.steps, text, given.scores)
             curve = run.pop("curve")
             reference = curve if fix == REFERENCE else reference
             run["departs"] = departure(curve, reference)
             runs.append(run)
             print(
-                f"rate {rate:g}, seed {seed}, {fix}: loss {run['last_loss']:.2f} at last, departs at {run['departs']}; "
+                f"rate {rate:g}, seed {seed}, {fix}: loss {run['last_loss']:.2f} at step {run['steps'] - 1}, departs at {run['departs']}; "
                 f"largest score {run['largest_score']:.3g}, first alarms {run['alarms']}, passed {run['crossed']}",
                 flush=True,
             )
     shape = {"layers": LAYERS, "heads": HEADS, "d_model": D_MODEL, "length": LENGTH, "batch": BATCH}
-    given.out.write_text(json.dumps({**shape, "steps": given.steps, "runs": runs}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps(finite({**shape, "scores": given.scores, "steps": given.steps, "runs": runs})) + "\n"
+    )
     print(f"{time.perf_counter() - start:.0f} s")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attnscale.diagnose import growth
+from attnscale.diagnose.forecast import Ceiling
 
 
 def test_exponential_growth_is_found_exactly():
@@ -70,3 +71,21 @@ def test_growth_that_levels_off_is_no_longer_called_growing_once_it_has():
     values = 30.0 - 25.0 * np.exp(-steps / 300.0)
     late = growth(steps[-32:], values[-32:])
     assert late.factor(1000) == pytest.approx(1.0, abs=0.01)
+
+
+STEPS = np.arange(0, 1000, 50)
+GROWING = growth(STEPS, 5.0 * np.exp(0.004 * STEPS))
+
+
+def test_a_soft_cap_is_never_passed():
+    crossing = GROWING.passes(1e3)
+    assert not Ceiling(softcap=50.0).allows(crossing)
+    assert Ceiling(softcap=5000.0).allows(crossing)
+
+
+def test_scores_that_grow_towards_a_bound_that_does_not_will_not_pass_it():
+    crossing = GROWING.passes(1e3)
+    flat = growth(STEPS, np.full(len(STEPS), 300.0))  # as of normalised queries and keys, whose gains hardly move
+    assert not Ceiling(bound=flat).allows(crossing)
+    along = growth(STEPS, 10.0 * np.exp(0.004 * STEPS))  # as of norms that grow with the scores
+    assert Ceiling(bound=along).allows(crossing)

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
 
 from attnscale.errors import SettingError
-from attnscale.train import JsonLines, LayerRecord, Record, read_log
+from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
 from attnscale.train import jsonlines as module
+from attnscale.train.log import beside
+from attnscale.train.room import thin_files
 from attnscale.train.thinning import thin
 
 
@@ -170,9 +173,71 @@ def test_a_log_stays_under_its_limit_and_keeps_its_largest_score(tmp_path):
     sink = JsonLines(path, limit=5_000)
     for step in range(400):
         sink(record(step, largest=1e3 if step == 37 else 1.0))
-        assert path.stat().st_size <= 5_000
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 5_000
     records = read_log(path).records
     assert max(found.layers["layer"].whole("max") for found in records) == 1e3
     assert records[0].step == 0
     assert records[-1].step == 399
-    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["scores.jsonl", "scores.older.jsonl"]
+    assert all(json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines())
+
+
+def log_of(folder, count, wide=1):
+    """A log set aside for thinning, with an older part and newer records."""
+    path = folder / "scores.jsonl"
+    for name, steps in (("older", range(20)), ("aside", range(20, count)), (None, range(count, count + 3))):
+        sink = JsonLines(path if name is None else beside(path, name))
+        for step in steps:
+            sink(record(step, largest=1e3 if step == 37 else step % 5))
+    return path
+
+
+@pytest.mark.parametrize("moment", ["open", "write", "fsync", "replace", "unlink", None])
+def test_a_thinning_that_is_killed_at_any_moment_loses_nothing_and_counts_nothing_twice(tmp_path, monkeypatch, moment):
+    path = log_of(tmp_path, 60)
+    before = read_log(path).records
+    killed = """
+import os, pathlib, sys
+from attnscale.train import room
+moment, calls = sys.argv[2], []
+def kill(*args, **kwargs):
+    os.kill(os.getpid(), 9)
+if moment == "open": room._thinned = kill
+if moment == "write": room.json.dumps = lambda *a, **k: kill() if len(calls) > 5 else calls.append(1) or "{}"
+if moment == "fsync": os.fsync = kill
+if moment == "replace": pathlib.Path.replace = kill
+if moment == "unlink": pathlib.Path.unlink = kill
+room.thin_files(pathlib.Path(sys.argv[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", killed, str(path), str(moment)], check=False)
+    assert done.returncode == (0 if moment is None else -signal.SIGKILL)
+    for _ in range(2):
+        after = read_log(path).records
+        assert max(found.layers["layer"].whole("max") for found in after) == 1e3
+        steps = [step for found in after for step in range(found.step, (found.until or found.step) + 1)]
+        assert sorted(set(steps)) == list(range(63))
+        assert [found.step for found in after][-3:] == [60, 61, 62]
+        if moment not in (None, "unlink"):
+            assert after == before
+        thin_files(path)  # and the next try succeeds
+        before = read_log(path).records
+
+
+def test_a_large_log_is_set_aside_at_once_and_thinned_by_another_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "AT_ONCE", 0)
+    path, slowest = tmp_path / "scores.jsonl", 0.0
+    sink = JsonLines(path, limit=20_000)
+    for step in range(80):
+        start = time.perf_counter()
+        sink(record(step, largest=1e3 if step == 37 else 1.0))
+        slowest = max(slowest, time.perf_counter() - start)
+    assert beside(path, "aside").exists()  # under way, and meanwhile
+    assert [found.step for found in read_log(path).records] == list(range(80))
+    deadline = time.monotonic() + 60
+    while beside(path, "aside").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    records = read_log(path).records
+    assert len(records) < 80
+    assert max(found.layers["layer"].whole("max") for found in records) == 1e3
+    sink(record(80))  # the process is waited for
+    assert slowest < 0.5

@@ -285,3 +285,19 @@ def test_bad_settings_are_one_sentence(settings, sentence):
 def test_only_a_module_can_be_monitored():
     with pytest.raises(InputError, match=r"Expected a torch\.nn\.Module"):
         Monitor("model")
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), ({"softcap": 50.0}, False), ({"qk_norm": True}, False)])
+def test_growth_that_a_soft_cap_or_a_qk_norm_stops_is_not_warned_of(options, warned):
+    """Queries that grow by half a step: without either the scores follow, and will pass 1,000."""
+    model, raised = small_model(**options), []
+    monitor = Monitor(model, every=1, rows=8, on_alarm=raised.append)
+    for _ in range(14):
+        loss_of(model, batch()).backward()
+        monitor.step()
+        with torch.no_grad():
+            model.blocks[0].attention.query.weight.mul_(1.4)
+    monitor.close()
+    forecasts = [alarm for alarm in raised if "will pass" in alarm.message and alarm.layer == LAYERS[0]]
+    assert bool(forecasts) == warned
+    assert monitor.last.layers[LAYERS[0]].softcap == options.get("softcap")

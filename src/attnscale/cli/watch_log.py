@@ -25,9 +25,9 @@ def watch_log(
     and 10,000 that it will pass and the step. Ends with status 1 if an alarm is an error.
     """
     from attnscale.errors import SettingError
-    from attnscale.train.jsonlines import read_log, rewrite
+    from attnscale.train.log import read_log
+    from attnscale.train.room import rewrite_thinned
     from attnscale.train.run import summarise
-    from attnscale.train.thinning import thin as thinned
 
     if html is not None:
         require_writable(html)
@@ -35,7 +35,7 @@ def watch_log(
     if not log.records:
         raise SettingError(f"Expected records of attnscale.Monitor in {file}, and found none in it.")
     if thin:
-        rewrite(file, thinned(log.records))
+        rewrite_thinned(file)
         log = read_log(file)
     run = summarise(log.records, log.damaged)
     if html is not None:

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Crossing, Growth
+from attnscale.diagnose.forecast import Ceiling, Crossing, Growth
 from attnscale.diagnose.verdict import DEAD_GAIN, EXPLODING
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
@@ -34,6 +34,7 @@ class Vital:
     gradient_gain: float
     broken_heads: int  # with scores that are NaN or infinite
     cause: str = ""  # a sentence: which factor moved
+    ceiling: Ceiling = field(default_factory=Ceiling)
 
 
 def alarms(vital: Vital, growth: Growth | None, limits: Thresholds) -> Iterator[Finding]:
@@ -78,7 +79,7 @@ def _forecast(vital: Vital, growth: Growth) -> Iterator[Finding]:
     """Growth that is certain, and harmful within as many steps as it was watched for."""
     limit = next_threshold(max(vital.max, HARMFUL / 2))
     crossing = None if limit is None or not growth.is_growing else growth.passes(limit)
-    if crossing is None or crossing.step - growth.step > growth.span:
+    if crossing is None or crossing.step - growth.step > growth.span or not vital.ceiling.allows(crossing):
         return
     known = next(known for threshold, _, known in EXPLODING if threshold == limit)
     yield _finding(

@@ -9,6 +9,7 @@ A forecast says where the present growth leads, not that it will go on.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,10 @@ class Growth:
         """By how much the value is multiplied in so many steps."""
         return math.exp(min(self.rate * steps, 700.0))
 
+    def highest_at(self, step: float) -> float:
+        """The most the value can be at a later step, by the upper end of its growth."""
+        return math.exp(min(self.level + self.noise + max(self.high, 0.0) * (step - self.step), 700.0))
+
     def passes(self, threshold: float) -> Crossing | None:
         """When the value will pass a threshold above it; None where it does not grow, or has passed it."""
         distance = math.log(threshold) - self.level
@@ -62,6 +67,24 @@ class Growth:
             self.step + max(distance - self.noise, 0.0) / self.high,
             self.step + (distance + self.noise) / self.low if self.low > 0 else math.inf,
         )
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What keeps a score down whatever its growth: a soft-cap, and how fast its upper bound grows.
+
+    A soft-cap is never passed. The bound |a| · max‖q‖ · max‖k‖ is above every score: under a QK-norm it follows the
+    gains alone, and scores that grow towards it stop there.
+    """
+
+    softcap: float | None = None
+    bound: Growth | None = None
+
+    def allows(self, crossing: Crossing) -> bool:
+        """Whether a score can pass this threshold, and at that time."""
+        if self.softcap is not None and crossing.threshold >= self.softcap:
+            return False
+        return self.bound is None or self.bound.highest_at(crossing.step) >= crossing.threshold
 
 
 def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
@@ -78,21 +101,35 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
     if len(np.unique(x)) < LEAST_SAMPLES:
         return None
     slopes = _slopes(x, y)
-    rate = float(np.median(slopes))
+    rate = _middle(slopes)
     last = float(x[-1])
     offsets = y - rate * (x - last)
-    level = float(np.median(offsets))
+    level = _middle(np.sort(offsets))
     residuals = offsets - level
     low, high = _interval(slopes, len(x), _inflation(residuals))
-    noise = MAD_TO_STD * float(np.median(np.abs(residuals)))
+    noise = MAD_TO_STD * _middle(np.sort(np.abs(residuals)))
     return Growth(last, level, noise, rate, low, high, len(x), last - float(x[0]))
 
 
 def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    first, second = np.triu_indices(len(x), 1)
-    run = x[second] - x[first]
-    slopes: NDArray[np.float64] = np.sort((y[second] - y[first])[run != 0] / run[run != 0])
+    first, second = _pairs(len(x))
+    run, rise = x[second] - x[first], y[second] - y[first]
+    if not run.all():
+        run, rise = run[run != 0], rise[run != 0]
+    slopes: NDArray[np.float64] = np.sort(rise / run)
     return slopes
+
+
+@lru_cache(maxsize=64)
+def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    first, second = np.triu_indices(count, 1)
+    return first, second
+
+
+def _middle(ordered: NDArray[np.float64]) -> float:
+    """The median of what is in order; np.median takes longer than all else here."""
+    half = len(ordered) // 2
+    return float(ordered[half]) if len(ordered) % 2 else float(ordered[half - 1] + ordered[half]) / 2
 
 
 def _interval(slopes: NDArray[np.float64], samples: int, inflation: float) -> tuple[float, float]:

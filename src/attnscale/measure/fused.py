@@ -113,12 +113,12 @@ class Sampled(NamedTuple):
     def stats(self, lse: Tensor | None = None) -> ScoreStats:
         """The statistics; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
         bound = self._bound if lse is None else partial(_bound_by_lse, lse)
-        return ScoreStats(self.sums.shape[3], exact=False, pool=Unpooled(self._rows, bound, self.sample))
+        return ScoreStats(self.sums.shape[3], exact=False, pool=Unpooled(self._rows, bound, self.sample, True))
 
     def _rows(self) -> RowSums:
         begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
         shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
-        return RowSums(shown.expand_as(self.sums[0]), *self.sums.double()).over_shards()
+        return RowSums(shown.expand_as(self.sums[0]), *self.sums.double())
 
     def _visible(self) -> Tensor:
         if self.is_causal:

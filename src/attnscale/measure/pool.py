@@ -23,9 +23,14 @@ POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name != "u
 class Unpooled:
     """The rows of one call, each by itself: how they are pooled when a statistic is first read."""
 
-    rows: Callable[[], RowSums]
+    found: Callable[[], RowSums]
     bound: Callable[[], Tensor | None] = lambda: None
     sample: Sample | None = None
+    in_shards: bool = False  # what was found is over shards of the keys
+
+    def rows(self) -> RowSums:
+        """(batch, heads, rows), over all keys of the call."""
+        return self.found().over_shards() if self.in_shards else self.found()
 
     def __call__(self) -> Pooled:
         """Pool them, with the uncertainty of what was not looked at."""
@@ -50,17 +55,18 @@ def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
         if not isinstance(stats.pool, Unpooled):
             found[index] = stats.pooled
             continue
-        rows, sample = stats.pool.rows(), stats.pool.sample
+        rows, sample = stats.pool.found(), stats.pool.sample
         design = None if sample is None else (id(sample.stratum), id(sample.sizes))  # which a design makes once
-        kind = (rows.max.device, rows.max.dtype, rows.max.shape[0], rows.max.shape[2], design)
+        kind = (rows.max.device, rows.max.dtype, rows.max.shape[:-2], rows.max.shape[-1], design)
         alike.setdefault(kind, []).append((index, stats.pool, rows))
     for group in alike.values():
-        joined = RowSums(**{name: torch.cat([getattr(rows, name) for *_, rows in group], 1) for name in ROW_FIELDS})
+        joined = RowSums(**{name: torch.cat([getattr(rows, name) for *_, rows in group], -2) for name in ROW_FIELDS})
         bounds = [unpooled.bound() for _, unpooled, _ in group]
         known = [each for each in bounds if each is not None]
         bound = torch.cat(known) if len(known) == len(group) else None
-        pooled = pool_rows(joined, bound, group[0][1].sample, errors=False)
-        heads = [rows.max.shape[1] for *_, rows in group]
+        first = group[0][1]
+        pooled = pool_rows(joined.over_shards() if first.in_shards else joined, bound, first.sample, errors=False)
+        heads = [rows.max.shape[-2] for *_, rows in group]
         parts = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
         for at, (index, *_) in enumerate(group):
             found[index] = Pooled(**{name: each[at] for name, each in parts.items()}, uncertainty=None)

@@ -6,7 +6,7 @@ from typing import Any
 from attnscale.diagnose.alarm import Thresholds, Vital, alarms
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Growth, growth
+from attnscale.diagnose.forecast import Ceiling, Growth, growth
 from attnscale.train.record import LayerRecord
 
 WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
@@ -18,7 +18,7 @@ class History:
 
     def __init__(self, limits: Thresholds) -> None:
         self.limits = limits
-        self._series: dict[str, list[tuple[int, float]]] = {}
+        self._series: dict[str, list[tuple[int, float, float]]] = {}  # step, largest score, its bound
         self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
         self._standing: set[tuple[str, str, str]] = set()
 
@@ -28,7 +28,7 @@ class History:
         for name, layer in layers.items():
             series = self._series.setdefault(name, [])
             series[:] = [entry for entry in series if entry[0] < step][1 - WINDOW :]  # a resumed run repeats steps
-            series.append((step, layer.whole("max")))
+            series.append((step, layer.whole("max"), layer.whole("max_bound")))
             self._began.setdefault(name, _factors(layer))
             for alarm in alarms(self._vital(name, layer), self.growth(name), self.limits):
                 key = (name, alarm.code, f"{alarm.severity} {alarm.expected}")
@@ -41,7 +41,12 @@ class History:
     def growth(self, layer: str) -> Growth | None:
         """The growth of a layer's largest score over the latest samples."""
         series = self._series.get(layer, [])
-        return growth([step for step, _ in series], [value for _, value in series])
+        return growth([step for step, *_ in series], [value for _, value, _ in series])
+
+    def ceiling(self, name: str, layer: LayerRecord) -> Ceiling:
+        """What keeps the scores of a layer down."""
+        series = self._series.get(name, [])
+        return Ceiling(layer.softcap, growth([step for step, *_ in series], [bound for *_, bound in series]))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for a checkpoint."""
@@ -54,7 +59,8 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() gave, also by way of JSON."""
         self._series = {
-            name: [(int(step), float(value)) for step, value in entries] for name, entries in state["series"].items()
+            name: [(int(step), float(value), float(bound)) for step, value, bound in entries]
+            for name, entries in state["series"].items()
         }
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
         self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
@@ -71,6 +77,7 @@ class History:
             layer.whole("gradient_gain"),
             layer.broken,
             "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
+            self.ceiling(name, layer),
         )
 
 

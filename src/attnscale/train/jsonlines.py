@@ -1,31 +1,30 @@
-"""A log of records as JSON lines: appended a whole line at a time, and read back whatever befell it."""
+"""Writing a log of records as JSON lines, a whole line at a time."""
 
 import errno
 import json
 import os
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from attnscale.errors import SettingError
+from attnscale.train.log import files_of
 from attnscale.train.record import Record
-from attnscale.train.thinning import thin
+from attnscale.train.room import Thinner
 
-DEFAULT_LIMIT = 10**9  # bytes; a log that reaches it is thinned
+DEFAULT_LIMIT = 10**9  # bytes of a log with all that belongs to it, while it is thinned too
 TORN = ".torn"  # what is set aside, beside the log
 
 
 class JsonLines:
     """Append records to a file, one a rank; a full disk is told once and never stops training.
 
-    A last line that a killed process left half-written goes to FILE.torn. A log that reaches `limit` bytes is thinned:
-    its older records become fewer, each keeping the extremes of those it stands for.
+    A last line that a killed process left half-written goes to FILE.torn. A log that reaches half of `limit` bytes is
+    thinned: its older records become fewer, each keeping the extremes of those it stands for. They go to
+    FILE.older.jsonl, by another process where that takes more than a moment.
     """
 
     def __init__(self, path: str | Path, limit: int = DEFAULT_LIMIT) -> None:
         self.path, self.limit = Path(path), limit
-        self._ready: set[Path] = set()
+        self._ready: dict[Path, Thinner] = {}
         self._warned = False
 
     def __call__(self, record: Record) -> None:
@@ -40,9 +39,9 @@ class JsonLines:
         if path not in self._ready:
             path.parent.mkdir(parents=True, exist_ok=True)
             set_aside_torn(path)
-            self._ready.add(path)
-        if path.exists() and path.stat().st_size + len(line) > self.limit:
-            rewrite(path, thin(read_log(path).records))  # three quarters of the records, so that it is seldom done
+            self._ready[path] = Thinner(path)
+        if sum(file.stat().st_size for file in files_of(path)) + len(line) > self.limit // 2:
+            self._ready[path].make_room()
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             before = os.fstat(handle).st_size
@@ -97,49 +96,3 @@ def set_aside_torn(path: Path) -> None:
         with path.with_name(path.name + TORN).open("ab") as aside:
             aside.write(torn + b"\n")
         file.truncate(start)
-
-
-def rewrite(path: Path, records: Iterable[Record]) -> None:
-    """Replace a log at once: whoever looks sees the old one or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8", newline="\n") as file:
-            for record in records:
-                file.write(json.dumps(record.to_dict(), separators=(",", ":"), ensure_ascii=False) + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Log:
-    """A log that was read: its records in order of steps, and the lines that were none."""
-
-    records: list[Record]
-    damaged: int
-
-
-def read_log(path: str | Path) -> Log:
-    """Read a log; lines that are no records are counted, and steps that a resumed run repeated are taken from it."""
-    records: list[Record] = []
-    damaged = 0
-    try:
-        with Path(path).open("rb") as file:
-            for line in file:
-                record = _parsed(line)
-                if record is None:
-                    damaged += bool(line.strip())
-                    continue
-                while records and records[-1].step >= record.step:
-                    records.pop()
-                records.append(record)
-    except OSError as error:
-        raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
-    return Log(records, damaged)
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        return Record.from_dict(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None

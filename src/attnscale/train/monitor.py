@@ -25,7 +25,11 @@ from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.watching import Layer, Seen, watch
+from attnscale.watching.recognised import Recognised
 
+# Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
+# costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then.
+FOLLOWED = 10
 LOGGER = logging.getLogger("attnscale")
 
 
@@ -90,6 +94,8 @@ class Monitor:
         self._key_ranks: Ranks | None = None
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
+        self._known: Recognised | None = None
+        self._sampled = 0  # steps
         self._told: set[str] = set()
         self.begin()
 
@@ -106,7 +112,7 @@ class Monitor:
     def begin(self) -> None:
         """A training step begins."""
         if self.is_due and self._watch is None:
-            self._watch = watch(self.model, self.rows, training=True, seed=self._seed)
+            self._watch = watch(self.model, self.rows, training=True, seed=self._seed, known=self._known)
             self._seen = self._watch.__enter__()
 
     @property
@@ -167,13 +173,15 @@ class Monitor:
         self.begin()
 
     def _leave(self) -> dict[str, Layer]:
-        leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
+        leaving, seen, self._watch, self._seen, self._known = self._watch, self._seen, None, None, None
         assert leaving is not None and seen is not None  # noqa: PT018 (begin() set both)
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
             self._tell(f"Nothing was recorded of a sampled step. {error}")
             return {}
+        self._sampled += 1
+        self._known = seen.recognised if self._sampled % FOLLOWED else None
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:
@@ -189,7 +197,10 @@ class Monitor:
         self.layers = layers
         if not tallies:
             return
-        found = records(whole_layers(tallies))
+        found = {
+            name: replace(record, softcap=layers[name].softcap if name in layers else None)
+            for name, record in records(whole_layers(tallies)).items()
+        }
         alarms = self.history.add(self.steps, found)
         is_shared = combined is None or combined.agreed
         rank = None if is_shared else dist.get_rank()

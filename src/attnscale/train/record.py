@@ -33,6 +33,7 @@ class LayerRecord:
     rows: int  # looked at, over all heads
     numbers: Mapping[str, list[float]]
     broken: int = 0  # heads whose scores are NaN or infinite
+    softcap: float | None = None  # which no score passes
 
     def whole(self, name: str) -> float:
         """The number of the layer: the largest of its heads, or their mean."""
@@ -63,6 +64,7 @@ class Record:
             name: {
                 "rows": layer.rows,
                 **({"broken": layer.broken} if layer.broken else {}),
+                **({"softcap": layer.softcap} if layer.softcap is not None else {}),
                 **{key: list(map(_short, values)) for key, values in layer.numbers.items()},
             }
             for name, layer in self.layers.items()
@@ -83,7 +85,10 @@ def _layer(plain: Mapping[str, Any]) -> LayerRecord:
     numbers = {
         key: [math.nan if value is None else float(value) for value in plain[key]] for key in NUMBERS if key in plain
     }
-    return LayerRecord(int(plain["rows"]), numbers, int(plain.get("broken", 0)))
+    softcap = plain.get("softcap")
+    return LayerRecord(
+        int(plain["rows"]), numbers, int(plain.get("broken", 0)), None if softcap is None else float(softcap)
+    )
 
 
 def _short(value: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, worst
-from attnscale.diagnose.forecast import Crossing, Growth, growth
+from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, growth
 from attnscale.train.history import WINDOW
 from attnscale.train.record import NUMBERS, Record
 
@@ -68,6 +68,9 @@ def _layer_run(name: str, records: Sequence[Record]) -> LayerRun:
     threshold = next_threshold(maxima[-1])
     crossing = found.passes(threshold) if found is not None and found.is_growing and threshold is not None else None
     last = records[-1].layers[name]
+    bounds = [record.layers[name].whole("max_bound") for record in records[-WINDOW:]]
+    ceiling = Ceiling(last.softcap, growth([record.step for record in records[-WINDOW:]], bounds))
+    crossing = crossing if crossing is not None and ceiling.allows(crossing) else None
     numbers = {number: last.whole(number) for number in NUMBERS if number in last.numbers}
     known = [value for value in maxima if not math.isnan(value)]
     return LayerRun(name, maxima[0], maxima[-1], max(known, default=math.nan), numbers, found, crossing)

@@ -28,13 +28,13 @@ def _fold_narrow(records: list[Record]) -> list[Record]:
     """Neighbours folded that together stand for at most twice the steps of the narrowest such pair."""
     limit = 2 * min(_width(first, second) for first, second in pairwise(records))
     found = records[:1]
-    folded = False  # whether the last of them is new, and is not to be folded again
+    is_new = False  # the last of them was folded, and is not to be folded again
     for record in records[1:]:
-        if not folded and _width(found[-1], record) <= limit:
-            found[-1], folded = _folded(found[-1], record), True
+        if not is_new and _width(found[-1], record) <= limit:
+            found[-1], is_new = folded(found[-1], record), True
         else:
             found.append(record)
-            folded = False
+            is_new = False
     return found
 
 
@@ -42,7 +42,8 @@ def _width(first: Record, second: Record) -> int:
     return (second.step if second.until is None else second.until) - first.step + 1
 
 
-def _folded(first: Record, second: Record) -> Record:
+def folded(first: Record, second: Record) -> Record:
+    """Two neighbours as one that keeps the extremes of both."""
     names = dict.fromkeys([*first.layers, *second.layers])
     return Record(
         first.step,
@@ -62,7 +63,7 @@ def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord
         return found
     names = dict.fromkeys([*first.numbers, *second.numbers])
     numbers = {name: _extremes(name, first.numbers.get(name), second.numbers.get(name)) for name in names}
-    return LayerRecord(first.rows + second.rows, numbers, max(first.broken, second.broken))
+    return LayerRecord(first.rows + second.rows, numbers, max(first.broken, second.broken), second.softcap)
 
 
 def _extremes(name: str, first: list[float] | None, second: list[float] | None) -> list[float]:

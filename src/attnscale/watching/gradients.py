@@ -27,8 +27,7 @@ class GradientSquares:
 
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
-                wide = gradient.detach().to(wide_dtype(gradient))
-                found, before = by_head(wide), getattr(self, name)
+                found, before = by_head(gradient.detach()), getattr(self, name)
                 setattr(self, name, found if before is None else before + found)
 
         tensor.register_hook(add)
@@ -50,7 +49,8 @@ def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
     at = torch.from_numpy(entries)
 
     def by_entry(gradient: Tensor) -> Tensor:
-        return gradient.square().sum((1, 2), dtype=torch.float64)[at.to(gradient.device)].sum(0)
+        wide = gradient.to(wide_dtype(gradient))
+        return wide.square().sum((1, 2), dtype=torch.float64)[at.to(gradient.device)].sum(0)
 
     squares.follow("query", query, by_entry)
     squares.follow("key", key, by_entry)
@@ -58,7 +58,7 @@ def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
 
 
 def _by_head(gradient: Tensor) -> Tensor:
-    lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1))
+    lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=wide_dtype(gradient))
     return lengths.double().square().sum(0)
 
 

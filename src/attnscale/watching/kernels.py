@@ -17,7 +17,7 @@ from attnscale.watching.lineage import Node, follow
 from attnscale.watching.origin import Origin, Origins, sampled_origin
 from attnscale.watching.products import channels
 from attnscale.watching.shards import TAIL
-from attnscale.watching.sighting import Rows, Sighting, looks_causal, rms_norm
+from attnscale.watching.sighting import Factors, Rows, Sighting, looks_causal, rms_norm
 from attnscale.watching.visibility import infinite
 
 PROBED_ROWS = 64  # for norms and masks
@@ -64,17 +64,22 @@ class Kernel:
             key_len=self.key.shape[-2],
             causal=causal,
             softcap=softcap,
-            stats=self._stats(rows) if stats is None else stats,
+            stats=self.stats(rows) if stats is None else stats,
             scales=torch.from_numpy(multiplier * factor),
-            query_norm=_projected_norm(self.query, query_way),
-            key_norm=_projected_norm(self.key, key_way).repeat_interleave(group),
+            query_norm=projected_norm(self.query, query_way.factor),
+            key_norm=projected_norm(self.key, key_way.factor).repeat_interleave(group),
             normalised=query_way.normalised and key_way.normalised,
             biased=bias is not None,
             query=self.query[:1].detach() / query_way.as_tensor(self.query) if keep else None,
             key=self.key[:1].detach() / key_way.as_tensor(self.key) if keep else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, bias or 0.0),
+            factors=(query_way.factor, key_way.factor) if query_way.constant and key_way.constant else None,
         )
+
+    def highest_bias(self) -> float:
+        """The most that its mask adds to a score; never below 0."""
+        return max(0.0, _highest_bias(self.mask) or 0.0)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries."""
@@ -92,7 +97,8 @@ class Kernel:
             yield Origin(node, points, heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
 
-    def _stats(self, rows: int | None) -> ScoreStats:
+    def stats(self, rows: int | None) -> ScoreStats:
+        """Of the scores that the kernel's arguments say."""
         return score_stats(
             self.query, self.key, scale=self.scale, attn_mask=None if self.mask is None else infinite(self.mask),
             is_causal=self.is_causal, enable_gqa=True, softcap=self.softcap, rows=rows,
@@ -137,6 +143,7 @@ class _Way:
     normalised: bool
     width: int | None
     channels: int  # heads that are not copies of each other
+    constant: bool = False  # the factors are the same at every step
 
     def as_tensor(self, like: Tensor) -> Tensor:
         return torch.from_numpy(self.factor).to(like)[:, None, None]
@@ -161,6 +168,7 @@ def _way(node: Node | None, tensor: Tensor, count_heads: bool = False) -> _Way:
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
         distinct if distinct and heads % distinct == 0 else heads,
+        all(trail.constant for trail in trails),
     )
 
 
@@ -177,10 +185,10 @@ def _unpadded(query: Tensor, node: Node | None) -> int:
     return query.shape[-1]
 
 
-def _projected_norm(tensor: Tensor, way: _Way) -> Tensor:
+def projected_norm(tensor: Tensor, factor: Factors) -> Tensor:
     """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU."""
-    norm, factor = rms_norm(_some(tensor)), torch.from_numpy(np.abs(way.factor))
-    return norm if bool((factor == 1).all()) else norm / factor.to(norm.device, non_blocking=True)
+    norm = rms_norm(_some(tensor))
+    return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 
 def _some(tensor: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 
 from attnscale.watching.fused import recognised
 
+SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -20,21 +22,26 @@ class Kind:
     is_mutable: bool = False
     is_kernel: bool = False
     is_flex: bool = False
+    may_attend: bool = False  # is a kernel or made of one perhaps, or the softmax of an attention written out
 
 
 @cache
 def kind_of(func: Any) -> Kind:
     """The kind of an operation."""
     if not isinstance(func, torch._ops.OpOverload):
-        return Kind(is_flex=str(func) == "flex_attention")
+        is_flex = str(func) == "flex_attention"
+        return Kind(is_flex=is_flex, may_attend=is_flex)
     schema = func._schema
     space, _, name = schema.name.partition("::")
     name = name if name.startswith("__") else name.removesuffix("_")
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    is_kernel = recognised(f"{space}::{name}")
     return Kind(
         f"{space}::{name}",
         name,
         tuple(argument.name for argument in schema.arguments),
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        is_composite,
         schema.is_mutable,
-        recognised(f"{space}::{name}"),
+        is_kernel,
+        may_attend=is_composite or is_kernel or name in SOFTMAXES,
     )

@@ -98,6 +98,7 @@ class Trail:
     factor: NDArray[np.float64]
     shift: NDArray[np.float64]  # what the row's own statistics subtracted, undone
     counting: bool = True  # no normalisation passed yet: factors count
+    constant: bool = True  # the factors are numbers that the code gives, not tensors
     caps: list[float] = field(default_factory=list)  # what each tanh on the way is multiplied by afterwards
     biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
     fills: list[float] = field(default_factory=list)  # what replaces hidden elements
@@ -202,6 +203,7 @@ def _split(trail: Trail) -> Iterable[Trail]:
 def _walk(trail: Trail, step: Step, product: "Product | None") -> None:
     if step.effect in ("times", "over") and trail.counting:
         factor = values_at(step.operand, trail.points)
+        trail.constant = trail.constant and not isinstance(step.operand, Tensor)
         trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
     elif step.effect == "plus":
         trail.added = True

@@ -41,7 +41,7 @@ class ParameterNames:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._known = self._now()
+        self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
 
     def _now(self) -> dict[int, tuple[Tensor, str]]:
         named = list(self._model.named_parameters(remove_duplicate=False))
@@ -65,11 +65,13 @@ class Running:
         ran: Callable[[str, Any], None],
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
+        begins: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """`meanwhile` is entered when a module begins while none runs, and left with it: lexically, like any mode."""
+        """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode."""
         self._root = type(model).__name__
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): uncompiled(name) for name, module in reversed(list(model.named_modules()))}
+        self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.called: set[str] = set()
         self._handles: list[RemovableHandle] = []
@@ -94,9 +96,8 @@ class Running:
 
     def detach(self) -> None:
         """Stop following, also where an interrupt left modules behind."""
-        if self.stack:
-            self.stack.clear()
-            self._meanwhile.__exit__(None, None, None)
+        self.stack.clear()
+        self._exit()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -107,15 +108,21 @@ class Running:
             return
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
-            if not self.stack:
-                self._meanwhile.__enter__()
             self.stack.append(name)
             self.called.add(name)
+            if not self._entered and self._begins(name):
+                self._entered = len(self.stack)
+                self._meanwhile.__enter__()
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if name is not None and self.stack:
             self._ran(name, output)
             self.stack.pop()
-            if not self.stack:
-                self._meanwhile.__exit__(None, None, None)
+            if len(self.stack) < self._entered:
+                self._exit()
+
+    def _exit(self) -> None:
+        if self._entered:
+            self._entered = 0
+            self._meanwhile.__exit__(None, None, None)

@@ -9,6 +9,7 @@ from attnscale.measure.stats import merged_when_read
 from attnscale.watching.declared import Declared
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.recognised import Recognised
 from attnscale.watching.sighting import Sighting
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
@@ -36,7 +37,8 @@ class Seen:
     ) -> None:
         self._shown = shown
         self._declare = declare
-        self._unused_norms = unused_norms
+        self.unused_norms = unused_norms
+        self.recognised: Recognised | None = None  # what a later watch() may know the model by
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[Sighting]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
@@ -89,7 +91,7 @@ class Seen:
                 softcap_discarded=any(call.softcap_discarded for call in calls),
                 factor_after_softmax=last.factor_after_softmax,
                 mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
-                unused_norms=self._unused_norms(path),
+                unused_norms=self.unused_norms(path),
             ),
             calls=len(calls),
             query=longest.query,

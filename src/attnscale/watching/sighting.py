@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.dense import rows_of
@@ -17,6 +19,7 @@ from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.origin import Origins
 from attnscale.watching.shards import Shard
 
+Factors = NDArray[np.float64]  # a value a head
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
 
@@ -50,6 +53,7 @@ class Sighting:
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
     shard: Shard | None = field(default=None, repr=False)
+    factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
 
 
 @dataclass(frozen=True)

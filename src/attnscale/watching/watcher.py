@@ -21,12 +21,13 @@ from attnscale.watching.eager import Written, see_softmax
 from attnscale.watching.fused import flex_call, kernel_calls
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import Kernel
-from attnscale.watching.kinds import kind_of
+from attnscale.watching.kinds import SOFTMAXES, kind_of
 from attnscale.watching.lineage import Ledger, Node, shape_of
-from attnscale.watching.names import ParameterNames, Running, within
+from attnscale.watching.names import ParameterNames, Place, Running, within
 from attnscale.watching.norms import QueryKeyNorms
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
+from attnscale.watching.recognised import Recognised, Signature, remembered, signature
 from attnscale.watching.seen import Seen
 from attnscale.watching.shards import Shard
 from attnscale.watching.shared import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
@@ -35,7 +36,6 @@ from attnscale.watching.softmaxes import Softmax
 
 DEFAULT_ROWS = 64
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand
-SOFTMAXES = ("_softmax", "_safe_softmax", "softmax")
 SPECIAL = {*PRODUCTS, *SOFTMAXES, "convolution", "_log_softmax", "exp", "div", "mul", "sum"}
 
 
@@ -47,14 +47,16 @@ def watch(
     keep: bool = False,
     training: bool = False,
     seed: int | None = None,
+    known: Recognised | None = None,
 ) -> Iterator[Seen]:
     """See every attention that runs inside the model, whatever computes it.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the last
     call. With `training`, calls in evaluation mode without gradients are left out, and backward passes leave the
     gradients that reached queries and keys. With a `seed` the rows sampled depend on it and on the length of the
-    queries alone, and each call is kept by itself: for ranks that share out keys. Compiled parts of the model run
-    uncompiled meanwhile. Where nothing was seen, leaving raises.
+    queries alone, and each call is kept by itself: for ranks that share out keys. With `known`, the
+    `recognised` of an earlier watch of this model, only kernels that it tells of are looked at, and what is new is
+    followed. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
 
     >>> from torch import nn
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
@@ -68,7 +70,7 @@ def watch(
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
-    watcher = Watcher(model, rows, keep, training, seed)
+    watcher = Watcher(model, rows, keep, training, seed, known)
     with ExitStack() as stack:
         for held in (UNCOMPILED, QUIET_ABOUT_HOOKS, BIAS_CLASS_UNDER_MODES):
             stack.enter_context(held)
@@ -88,19 +90,40 @@ class Watcher(TorchDispatchMode):
         return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
 
     def __init__(
-        self, model: nn.Module, rows: int | None, keep: bool, training: bool = False, seed: int | None = None
+        self,
+        model: nn.Module,
+        rows: int | None,
+        keep: bool,
+        training: bool = False,
+        seed: int | None = None,
+        known: Recognised | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger(ParameterNames(model))
         self.norms = QueryKeyNorms(model, self.ledger)
-        self.running = Running(model, self.norms.ran, self, only_training=training)
-        self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), self.norms.unused)
+        self.known = known
+        self.only_known = False  # nothing but known kernels is looked at in the module that is running
+        self.attending = frozenset() if known is None else known.attending
+        begins = (lambda name: True) if known is None else self._begins
+        self.running = Running(model, self.norms.ran, self, training, begins)
+        unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
+        self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
+        self.calls: dict[Signature, Sighting] = {}  # kernels that were followed
+        self.can_be_recognised = True  # so far: all attention was kernels
         self.rows, self.keep, self.training, self.seed = rows, keep, training, seed
         self.softmaxes = 0  # of anything
         self.failures: list[str] = []
 
+    def _begins(self, name: str) -> bool:
+        """Whether to look at what runs in a module: a kernel that is known, or all of a module that is not."""
+        assert self.known is not None
+        self.only_known = name in self.attending
+        return self.only_known or name not in self.known.called
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.only_known and not kind_of(func).may_attend:
+            return func(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1 or not self.running.stack:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
         if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
@@ -124,6 +147,7 @@ class Watcher(TorchDispatchMode):
     def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         kind = kind_of(func)
         if kind.is_flex:
+            self.can_be_recognised = False
             self._see_kernel(flex_call(self.ledger, args), result)
         if not kind.name:
             return
@@ -134,6 +158,9 @@ class Watcher(TorchDispatchMode):
                 self.ledger, kind.full_name, dict(zip(kind.arguments, args, strict=False)) | kwargs
             ):
                 self._see_kernel(kernel, result)
+            return
+        if self.only_known:  # a softmax where there was none
+            self.can_be_recognised = False
             return
         operation = Operation(kind.name, args, kwargs, result, self.ledger)
         node = (self._special(operation) if kind.name in SPECIAL else None) or read(operation)
@@ -187,11 +214,14 @@ class Watcher(TorchDispatchMode):
     def _see_softmax(self, scores: Tensor, node: Node, axis: int) -> Softmax | None:
         self.softmaxes += 1
         axis %= max(scores.dim(), 1)
+        self.can_be_recognised = False
         written = None if node.scores is None else see_softmax(node.scores, scores, node, axis)
         if written is None or node.scores is None:
             return None
         path, line = within(node.scores.place, self.running.place()), self.running.place().line
-        softmax = Softmax(self._measured(written), axis)
+        sighting = self._measured(written, self.running.place())
+        assert sighting is not None
+        softmax = Softmax(sighting, axis)
         if self.training:
             softmax.sighting.gradients = written.gradients()
         softmax.report = lambda sighting: self.seen.note(path, line, sighting)
@@ -250,7 +280,12 @@ class Watcher(TorchDispatchMode):
 
     def _see_kernel(self, kernel: Kernel, result: Any) -> None:
         place = self.running.place()
-        sighting = self._measured(kernel)
+        sighting = self._measured(kernel, place)
+        if sighting is None:  # not known, and nothing that made its operands was followed
+            self.can_be_recognised = False
+            return
+        if not self.only_known:
+            self.calls[signature(kernel, place)] = sighting
         if self.training:
             sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
@@ -258,10 +293,13 @@ class Watcher(TorchDispatchMode):
         if isinstance(output, Tensor):
             self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
 
-    def _measured(self, call: Kernel | Written) -> Sighting:
+    def _measured(self, call: Kernel | Written, place: Place) -> Sighting | None:
         with nullcontext() if self.seed is None else same_rows(self.seed):
-            sighting = call.sighting(self.rows, self.keep)
-        if self.seed is not None:
+            if self.only_known and self.known is not None and isinstance(call, Kernel):
+                sighting = self.known.sighting(call, place, self.rows)
+            else:
+                sighting = call.sighting(self.rows, self.keep)
+        if self.seed is not None and sighting is not None:
             sighting.shard = Shard.of(sighting, *call.some())
         return sighting
 
@@ -281,6 +319,11 @@ class Watcher(TorchDispatchMode):
 
     def conclude(self) -> None:
         """Say what could not be followed; where nothing was seen at all, refuse."""
+        if self.can_be_recognised and not self.failures and not self.seen.unfollowed:
+            if self.known is None:
+                self.seen.recognised = remembered(self.running.called, self.calls, self.seen.unused_norms)
+            elif not self.calls:  # something new is followed with all the rest, the next time
+                self.seen.recognised = self.known
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}", stacklevel=4
