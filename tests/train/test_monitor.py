@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -126,9 +127,13 @@ def test_checkpointed_rows_are_counted_once(reentrant):
             return self.model.head(self.model.norm(x))
 
     model = Checkpointed()
-    monitor = Monitor(model, rows=None)
-    train(model, monitor, 1)
+    monitor = Monitor(model, every=1, rows=None)
+    with pytest.warns(UserWarning, match="use_reentrant=False") if reentrant else nullcontext() as told:
+        train(model, monitor, 2)
+    assert len(told or ()) == int(reentrant)
     assert [layer.rows for layer in monitor.last.layers.values()] == [4 * 3 * 13] * 2
+    assert ("query_gradient" in monitor.last.layers["model.blocks.0.attention"].numbers) is not reentrant
+    monitor.close()
 
 
 def test_a_compiled_model_is_watched_uncompiled_and_compiled_again():

@@ -180,6 +180,11 @@ class Monitor:
         except InputError as error:  # raised where nothing was seen
             self._tell(f"Nothing was recorded of a sampled step. {error}")
             return {}
+        if seen.without_gradients:
+            self._tell(
+                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
+                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+            )
         self._sampled += 1
         self._known = seen.recognised if self._sampled % FOLLOWED else None
         return dict(seen.layers)

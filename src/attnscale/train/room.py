@@ -39,10 +39,10 @@ class Thinner:
         aside = beside(self.path, "aside")
         if self.path.exists() and not aside.exists():  # else a thinning was killed, and is done again
             self.path.replace(aside)
-        if size <= AT_ONCE:
+        if size <= AT_ONCE or not hasattr(os, "posix_spawn"):
             thin_files(self.path)
             return
-        command = [sys.executable, "-m", "attnscale.train.room", str(self.path)]
+        command = [sys.executable, "-c", f"from {__name__} import thin_kindly; thin_kindly()", str(self.path)]
         self._process = os.posix_spawn(sys.executable, command, os.environ)
         self._next_try = PATIENCE * size
 
@@ -117,7 +117,7 @@ def rewrite_thinned(path: Path) -> None:
         beside(path, "older").replace(path)
 
 
-if __name__ == "__main__":
-    if hasattr(os, "nice"):
-        os.nice(10)  # training comes first
+def thin_kindly() -> None:
+    """What the other process runs: training comes first."""
+    os.nice(10)
     thin_files(Path(sys.argv[1]))

@@ -38,6 +38,7 @@ class Seen:
         self._shown = shown
         self._declare = declare
         self.unused_norms = unused_norms
+        self.without_gradients = False  # in training some calls ran with gradients off
         self.recognised: Recognised | None = None  # what a later watch() may know the model by
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[Sighting]] = {}

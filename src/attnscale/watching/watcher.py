@@ -294,6 +294,8 @@ class Watcher(TorchDispatchMode):
             self.ledger.write(output, Node(shape_of(output), learned=True, mixed=Softmax(sighting, -1)))
 
     def _measured(self, call: Kernel | Written, place: Place) -> Sighting | None:
+        if self.training and not torch.is_grad_enabled():
+            self.seen.without_gradients = True
         with nullcontext() if self.seed is None else same_rows(self.seed):
             if self.only_known and self.known is not None and isinstance(call, Kernel):
                 sighting = self.known.sighting(call, place, self.rows)
