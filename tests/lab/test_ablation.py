@@ -11,8 +11,8 @@ from tests.lab.concluding import concluded, failing, made_up, quick
 def test_without_scaling_training_is_worse_where_d_k_is_large_and_only_there():
     conclusion = concluded("ablation")
     assert not failing(conclusion)
-    assert "unscaled no difference at d_k = 8" in conclusion.text
-    assert "worse at d_k = 256" in conclusion.text
+    assert "unscaled no difference at 8 (" in conclusion.text
+    assert "worse at 256 (+0." in conclusion.text
     lost = quick("ablation").difference("final", {"variant": WITHOUT}, {"variant": REFERENCE}, head_dim=256)
     assert lost.low > 0.2
 
@@ -27,7 +27,7 @@ def test_the_start_explains_it():
 def test_where_all_are_alike_nothing_is_said_to_be_worse():
     conclusion = concluded("ablation", made_up("ablation", lambda own, found: {"final": 1.0 + 0.1 * own["seed"]}))
     assert "worse" not in conclusion.text
-    assert conclusion.text.count("no difference at d_k = 8, 256") == len(VARIANTS) - 1
+    assert conclusion.text.count("no difference at 8, 256 (") == len(VARIANTS) - 1
     assert any("worse at d_k = 256" in statement for statement in failing(conclusion))
 
 
@@ -36,12 +36,12 @@ def test_what_is_better_is_said_to_be_better():
         gain = 0.5 if own["variant"] == "QK-norm" and own["head_dim"] == 8 else 0.0
         return {"final": 2.0 - gain + 0.01 * own["seed"]}
 
-    assert "QK-norm better at d_k = 8 (-0.5" in concluded("ablation", made_up("ablation", better)).text
+    assert "QK-norm better at 8 (-0.5" in concluded("ablation", made_up("ablation", better)).text
 
 
 def test_one_seed_tells_nothing():
     text = concluded("ablation", Outcomes(quick("ablation").where(seed=0).cells)).text
-    assert "not to be told from one seed" in text
+    assert "unscaled undecided at 8 (" in text
     assert "worse" not in text
 
 

@@ -51,8 +51,8 @@ def test_the_published_limit_is_held_against_the_runs_that_passed_it(diverged, h
         return {"max_score": 2e4 if own["fix"] == PLAIN and own["rate"] == 0.3 else 10.0, "diverged": diverged}
 
     conclusion = concluded("growth", made_up("growth", past))
-    assert f"of the 3 whose scores passed 10000 {3 * diverged} did" in conclusion.text
-    assert ("every run whose scores pass 10000 diverges" not in failing(conclusion)) is holds
+    assert f"of the 3 whose scores passed 10,000, {'3' if diverged else 'none'} did" in conclusion.text
+    assert ("every run whose scores pass 10,000 diverges" not in failing(conclusion)) is holds
 
 
 def test_growth_by_alignment_is_said_to_be_so():

@@ -18,7 +18,7 @@ def test_before_training_the_spread_is_the_inverse_of_the_temperature():
 def test_a_quarter_of_the_temperature_is_too_cold():
     cost = quick("temperature").difference("final", {"multiple": 0.25}, {"multiple": 1.0})
     assert cost.low > 0
-    assert "worse than √d_k are ¼√d_k" in concluded("temperature").text
+    assert "worse at ¼√d_k (+0." in concluded("temperature").text
 
 
 def test_patterns_are_of_trained_heads():
@@ -50,7 +50,8 @@ def test_a_better_temperature_is_said_to_be_better():
         return {"final": 1.0 - 0.3 * (own["multiple"] == 2.0) + 0.01 * own["seed"]}
 
     conclusion = concluded("temperature", made_up("temperature", better))
-    assert "the lowest mean loss is at τ = 2√d_k, better than √d_k are 2√d_k (-0.3" in conclusion.text
+    assert "the lowest mean loss is at τ = 2√d_k; against √d_k" in conclusion.text
+    assert "better at 2√d_k (-0.3" in conclusion.text
     assert any("no temperature is better" in statement for statement in failing(conclusion))
 
 

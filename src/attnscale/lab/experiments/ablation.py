@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from attnscale.lab.bands import Band
 from attnscale.lab.cell import Outcome, Settings
+from attnscale.lab.comparing import ALIKE, WORSE, effect, verdict, verdicts
 from attnscale.lab.experiment import Conclusion, Experiment
 from attnscale.lab.outcomes import Outcomes, banded
 from attnscale.lab.result import Check, Plot, Table, column
@@ -23,6 +24,7 @@ VARIANTS: dict[str, Scale] = {
     "learned τ": "LearnedTemperature",
     "τ of the query": "QueryTemperature",
 }
+HEAD_DIMS = (8, 32, 128, 256)
 
 
 def grid(quick: bool) -> Sequence[Settings]:
@@ -31,10 +33,9 @@ def grid(quick: bool) -> Sequence[Settings]:
         small = {"d_model": 32, "heads": 1, "steps": 40}
         return _product(["easy recall"], [8, 256], [0.005], small)
     full = {"d_model": 64, "heads": 2}
-    rates = [0.001, 0.003, 0.01]
     return [
-        *_product(["characters"], [8, 32, 128, 256], rates, full | {"steps": 200}),
-        *_product(["recall"], [8, 32, 128, 256], rates, full | {"steps": 300}),
+        *_product(["characters"], HEAD_DIMS, [0.001, 0.003, 0.01, 0.03], full | {"steps": 200}),
+        *_product(["recall"], HEAD_DIMS, [0.0003, 0.001, 0.003, 0.01], full | {"steps": 300}),
     ]
 
 
@@ -79,18 +80,17 @@ class Entry:
     final: Band
     difference: Band  # to the reference, seed by seed
     runs: Outcomes  # at that rate
+    is_edge: bool  # the best rate is the lowest or highest tried
 
     @property
     def verdict(self) -> str:
-        """Worse, better, or neither by more than the band."""
-        if self.difference.seeds < 2:
-            return "not to be told from one seed"
-        return "worse" if self.difference.low > 0 else "better" if self.difference.high < 0 else "no difference"
+        """Worse, better, no difference or undecided."""
+        return verdict(self.difference)
 
     @property
     def effect(self) -> str:
         """How much more it loses, in nats."""
-        return f"{self.difference.mean:+.2g} ± {self.difference.half:.2g}"
+        return effect(self.difference)
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -98,14 +98,12 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     tasks = outcomes.values("task")
     entries = {task: _entries(outcomes, task) for task in tasks}
     diverged = sum(found["diverged"] for _, found in outcomes)
-    text = " ".join(
-        f"{task.capitalize()}, loss against {REFERENCE} in nats, each at its best rate: {_sentence(entries[task])}."
-        for task in tasks
+    text = f"Loss against {REFERENCE} in nats, each at its best rate, by d_k. " + " ".join(
+        f"{task.capitalize()}: {_sentence(entries[task])}." for task in tasks
     )
-    text += " " + (
-        f"{diverged} of {len(outcomes)} runs diverged: they count as having learned nothing."
-        if diverged
-        else f"None of {len(outcomes)} runs diverged."
+    text += _on_edges([entry for task in tasks for entry in entries[task]])
+    text += f" {diverged or 'None'} of {len(outcomes)} runs diverged" + (
+        "; one without a finite loss counts at the loss it began with." if diverged else "."
     )
     checks = [check for task in tasks for check in _checks(entries[task])]
     tables = tuple(_table(entries[task]) for task in tasks)
@@ -116,17 +114,16 @@ def conclude(outcomes: Outcomes) -> Conclusion:
 def _entries(outcomes: Outcomes, task: str) -> list[Entry]:
     own = outcomes.where(task=task)
     head_dims, variants = sorted(own.values("head_dim")), own.values("variant")
-    entries = []
+    rates, entries = sorted(own.values("rate")), []
     for head_dim in head_dims:
         at = own.where(head_dim=head_dim)
         best = {variant: _best_rate(at.where(variant=variant)) for variant in variants}
         reference: Settings = {"variant": REFERENCE, "rate": best[REFERENCE]}
-        for variant in variants:
-            runs = at.where(variant=variant, rate=best[variant])
-            difference = at.difference(
-                "final", {"variant": variant, "rate": best[variant]}, reference, points=len(head_dims)
-            )
-            entries.append(Entry(task, variant, head_dim, best[variant], runs.band("final"), difference, runs))
+        for variant, rate in best.items():
+            runs = at.where(variant=variant, rate=rate)
+            difference = at.difference("final", {"variant": variant, "rate": rate}, reference, points=len(head_dims))
+            is_edge = len(rates) > 1 and rate in (rates[0], rates[-1])
+            entries.append(Entry(task, variant, head_dim, rate, runs.band("final"), difference, runs, is_edge))
     return entries
 
 
@@ -135,23 +132,15 @@ def _best_rate(runs: Outcomes) -> float:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """Variant by variant: where it is worse, where better, and where there is no difference."""
-    parts = []
-    for variant in dict.fromkeys(entry.variant for entry in entries if entry.variant != REFERENCE):
-        own = [entry for entry in entries if entry.variant == variant]
-        verdicts = dict.fromkeys(entry.verdict for entry in own)
-        groups = ([entry for entry in own if entry.verdict == verdict] for verdict in verdicts)
-        parts.append(f"{variant} " + ", ".join(map(_group, groups)))
-    return "; ".join(parts)
+    """Variant by variant: at which d_k it is worse, better or no different."""
+    variants = dict.fromkeys(entry.variant for entry in entries if entry.variant != REFERENCE)
+    own = {name: {f"{e.head_dim}": e.difference for e in entries if e.variant == name} for name in variants}
+    return "; ".join(f"{name} {verdicts(differences)}" for name, differences in own.items())
 
 
-def _group(entries: Sequence[Entry]) -> str:
-    """Entries of one verdict: "worse at d_k = 128 (+0.1 ± 0.02), 256 (+0.2 ± 0.03)"."""
-    verdict = entries[0].verdict
-    if verdict == "no difference":
-        most = max(max(abs(entry.difference.low), abs(entry.difference.high)) for entry in entries)
-        return f"no difference at d_k = {', '.join(str(entry.head_dim) for entry in entries)} (beyond {most:.2g})"
-    return f"{verdict} at d_k = " + ", ".join(f"{entry.head_dim} ({entry.effect})" for entry in entries)
+def _on_edges(entries: Sequence[Entry]) -> str:
+    edges = sum(entry.is_edge for entry in entries)
+    return f" In {edges} of {len(entries)} cases the best rate is the lowest or highest tried." if edges else ""
 
 
 def _checks(entries: Sequence[Entry]) -> list[Check]:
@@ -161,12 +150,12 @@ def _checks(entries: Sequence[Entry]) -> list[Check]:
     return [
         Check(
             f"{task}: without scaling, training is worse at d_k = {largest.head_dim}",
-            largest.verdict == "worse",
+            largest.verdict == WORSE,
             f"{largest.effect} nats",
         ),
         Check(
             f"{task}: scaling makes no difference at d_k = {smallest.head_dim}",
-            smallest.verdict == "no difference",
+            smallest.verdict == ALIKE,
             f"{smallest.effect} nats",
         ),
         Check(

@@ -21,6 +21,7 @@ PLAIN, NORM, CLIP = "plain", "QK-norm", "QK-Clip"
 FIXES: dict[str, dict[str, Any]] = {PLAIN: {}, NORM: {"qk_norm": True}, CLIP: {}}
 THRESHOLD = 100.0  # Kimi K2's
 DETERIORATES, DIVERGES = 1e3, 1e4  # the largest scores from which Wortsman et al. saw runs do so
+LEAST = 3  # steps between two looks
 LOOKS = 20  # at the scores in a run; QK-Clip looks at every step
 
 
@@ -39,7 +40,7 @@ def run(
     device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Final loss, the largest score on the way, and whether norms or alignment grew."""
-    of, every = TASKS[task], max(1, steps // LOOKS)
+    of, every = TASKS[task], max(LEAST, steps // LOOKS)
     model = seeded_model(of.vocabulary, seed, d_model=d_model, heads=heads, head_dim=head_dim, **FIXES[fix]).to(device)
     monitor = Monitor(model, every=1 if fix == CLIP else every, rows=None)
 
@@ -118,8 +119,9 @@ def _past(outcomes: Outcomes, limit: float) -> Outcomes:
 
 def _on_divergence(past: Outcomes) -> str:
     if not len(past):
-        return f"; no run's scores passed {DIVERGES:g}."
-    return f"; of the {len(past)} whose scores passed {DIVERGES:g} {sum(found['diverged'] for _, found in past)} did."
+        return f"; no run's scores passed {DIVERGES:,.0f}."
+    count = sum(found["diverged"] for _, found in past)
+    return f"; of the {len(past)} whose scores passed {DIVERGES:,.0f}, {count or 'none'} did."
 
 
 def _on_growth(norms: Factors, alignment: Factors, rate: float) -> str:
@@ -140,11 +142,11 @@ def _behind(outcomes: Outcomes, past: Outcomes) -> Band:
 
 def _on_deterioration(outcomes: Outcomes, past: Outcomes) -> str:
     if not len(past):
-        return f"No run's scores passed {DETERIORATES:g}."
+        return f"No run's scores passed {DETERIORATES:,.0f}."
     behind = _behind(outcomes, past)
     verdict = "worse" if behind.low > 0 else "better" if behind.high < 0 else "no different"
     return (
-        f"Past {DETERIORATES:g} ({len(past)} runs) the loss is {verdict} than with QK-norm at the same rate and seed: "
+        f"Past {DETERIORATES:,.0f} ({len(past)} runs) the loss is {verdict} than with QK-norm at the same rate and seed: "
         f"{behind.mean:+.2g} ± {behind.half:.2g} nats."
     )
 
@@ -173,13 +175,13 @@ def _checks(
     if len(worse):
         behind = _behind(outcomes, worse)
         checks.append(
-            Check(f"the loss deteriorates where scores pass {DETERIORATES:g}", behind.low > 0,
+            Check(f"the loss deteriorates where scores pass {DETERIORATES:,.0f}", behind.low > 0,
                   f"{behind} nats against QK-norm, {len(worse)} runs")
         )  # fmt: skip
     if len(beyond):
         count = sum(found["diverged"] for _, found in beyond)
         checks.append(
-            Check(f"every run whose scores pass {DIVERGES:g} diverges", count == len(beyond),
+            Check(f"every run whose scores pass {DIVERGES:,.0f} diverges", count == len(beyond),
                   f"{count} of {len(beyond)}: its loss is not finite or no lower than at the start")
         )  # fmt: skip
     return tuple(checks)
@@ -230,7 +232,7 @@ def _plots(outcomes: Outcomes, fixes: Sequence[str]) -> tuple[Plot, ...]:
     losses = tuple(outcomes.curve(fix, "rate", "final", fix=fix) for fix in fixes)
     return (
         Plot("Largest score against the rate", "learning rate", "largest score", scores,
-             f"Wortsman et al. saw runs diverge past {DIVERGES:g}.", log_x=True, log_y=True),
+             f"Wortsman et al. saw runs diverge past {DIVERGES:,.0f}.", log_x=True, log_y=True),
         Plot("Final loss against the rate", "learning rate", "held-out loss, nats", losses,
              "The wider the valley, the less the rate matters.", log_x=True),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import nn
 
 from attnscale.lab.bands import Band, band
 from attnscale.lab.cell import Outcome, Settings
+from attnscale.lab.comparing import verdicts
 from attnscale.lab.experiment import Conclusion, Experiment
 from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Check, Heatmap, Plot, Table, column
@@ -111,17 +112,8 @@ def _slope(own: Outcomes, spread: str) -> Band:
 
 
 def _on_costs(costs: dict[float, Band], best: float) -> str:
-    worse = {multiple: cost for multiple, cost in costs.items() if cost.low > 0}
-    better = {multiple: cost for multiple, cost in costs.items() if cost.high < 0}
-    alike = [multiple for multiple in costs if multiple not in worse and multiple not in better]
-    parts = [f"the lowest mean loss is at τ = {_name(best)}"]
-    for word, group in (("worse", worse), ("better", better)):
-        if group:
-            listed = ", ".join(f"{_name(m)} ({cost.mean:+.2g} ± {cost.half:.2g} nats)" for m, cost in group.items())
-            parts.append(f"{word} than √d_k are {listed}")
-    if alike:
-        parts.append(f"no difference from √d_k at {', '.join(map(_name, alike))}")
-    return ", ".join(parts)
+    against = verdicts({_name(multiple): cost for multiple, cost in costs.items()})
+    return f"the lowest mean loss is at τ = {_name(best)}; against √d_k, in nats, {against}"
 
 
 def _on_undoing(own: Outcomes, slopes: dict[str, Band]) -> str:
