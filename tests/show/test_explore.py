@@ -230,6 +230,16 @@ def test_dragging_to_fewer_keys_passes_the_freezing_point(page):
     assert value(page, "freezing-limit") == pytest.approx(2 * math.log(few))
 
 
+def test_under_a_rule_that_looks_at_the_keys_it_says_where_the_lines_cross(open_page, path):
+    page = open_page(path, "#rule=log_length&number=0.6&n=1000")
+    words = page.inner_text("#freezing-words")
+    crossing = math.exp(2 / 0.6**2)  # 0.6 ln n = √(2 ln n)
+    assert words.endswith("freezes over more than 259 keys.")
+    assert crossing == pytest.approx(259, abs=1)
+    set_number(page, "number", 0.05)
+    assert page.inner_text("#freezing-words").endswith("never freezes.")
+
+
 def test_own_scores_and_presets_pass_through_softmax_both_ways(page):
     set_number(page, "d", 9)
     for index, (_, scores, d) in enumerate(PRESETS):
