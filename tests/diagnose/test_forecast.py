@@ -1,6 +1,8 @@
 """Growth and forecast: exact on exact growth, robust to wild samples, honest on runs that do not diverge."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,3 +91,45 @@ def test_scores_that_grow_towards_a_bound_that_does_not_will_not_pass_it():
     assert not Ceiling(bound=flat).allows(crossing)
     along = growth(STEPS, 10.0 * np.exp(0.004 * STEPS))  # as of norms that grow with the scores
     assert Ceiling(bound=along).allows(crossing)
+
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "divergence-float16.json"
+
+
+def forecasts(run, threshold=1e3):
+    """Of a recorded training run, at every sample before it passes a threshold: those an alarm would be raised by."""
+    series = [(step, value) for step, value in run["largest"] if value is not None]
+    passed = next((step for step, value in series if value >= threshold), math.inf)
+    found = []
+    for count in range(6, len(series) + 1):
+        known = series[max(0, count - 32) : count]
+        if known[-1][0] < passed:
+            fitted = growth(*zip(*known, strict=True))
+            crossing = fitted.passes(threshold) if fitted.is_growing else None
+            if crossing is not None and crossing.step - fitted.step <= fitted.span:
+                found.append((known[-1][0], crossing))
+    return passed, found
+
+
+def runs(rate, fixes):
+    plain = json.loads(RECORDED.read_text())["runs"]
+    return [run for run in plain if run["rate"] == rate and run["fix"] in fixes]
+
+
+def test_recorded_runs_that_diverged_were_forecast_before_they_passed_the_threshold():
+    leads = []
+    for run in runs(0.3, ["none"]):
+        assert not run["finite"]
+        passed, found = forecasts(run)
+        assert found, run["seed"]
+        leads.append(passed - found[0][0])
+    assert len(leads) == 3
+    assert min(leads) >= 5
+
+
+def test_recorded_runs_that_did_well_were_never_forecast_to_diverge():
+    healthy = runs(0.003, ["none", "QK-norm", "soft-cap 50", "QK-Clip 100"])
+    assert len(healthy) == 12
+    for run in healthy:
+        assert run["finite"]
+        assert forecasts(run) == (math.inf, [])
