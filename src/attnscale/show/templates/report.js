@@ -27,13 +27,17 @@ const told = (value) => (value === null || value === undefined ? "none" : String
 const leader = (name) => FIGURES[name].follows ?? name;
 const viewOf = (name) => FIGURES[name].views[chosen[leader(name)]];
 
+// Pixels that a label takes along its axis.
+const across = (labels) => 14 + 7 * Math.max(...labels.map((label) => plain(label).length));
+const down = () => 16;
+
 // Names come escaped, since plotly reads tags; as plain text they are for the page's own elements, and to be cut.
 const entities = { "&lt;": "<", "&gt;": ">", "&amp;": "&" };
 const plain = (label) => label.replaceAll("<br>", ": ").replace(/&(lt|gt|amp);/g, (entity) => entities[entity]);
 const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const cut = (label) => (plain(label).length > NARROW_LABEL ? escaped("…" + plain(label).slice(1 - NARROW_LABEL)) : label);
 
-function axis(spec, width, extra) {
+function axis(spec, length, room, extra) {
   const { ink, soft, line } = theme();
   const made = {
     title: { text: spec.title, font: { size: 13, color: soft }, standoff: 10 }, tickfont: { size: 12, color: ink },
@@ -42,9 +46,11 @@ function axis(spec, width, extra) {
   if (spec.log) Object.assign(made, { type: "log", dtick: undefined, exponentformat: "none", minorloglabels: "none" });
   if (spec.range) made.range = spec.log ? spec.range.map(Math.log10) : spec.range;
   if (spec.ticks) {
-    const each = Math.max(1, Math.ceil(spec.ticks.length / Math.max(4, Math.floor(width / 34))));
-    const at = spec.ticks.map((_, index) => index).filter((index) => index % each === 0);
-    Object.assign(made, { type: "linear", tickvals: at, ticktext: at.map((index) => (innerWidth < NARROW ? cut : String)(spec.ticks[index])) });
+    const labels = innerWidth < NARROW ? spec.ticks.map(cut) : spec.ticks;
+    const each = Math.max(1, Math.ceil((labels.length * room(labels)) / length));
+    const at = labels.map((_, index) => index).filter((index) => index % each === 0);
+    const shown = room === across ? { range: [-0.5, labels.length - 0.5], ticklabeloverflow: "allow" } : {};
+    Object.assign(made, { type: "linear", tickangle: 0, ...shown, tickvals: at, ticktext: at.map((index) => labels[index]) });
   }
   return made;
 }
@@ -81,7 +87,7 @@ function chart(view, width) {
     layout: {
       height: (small ? 300 : 340) + 20 * Math.max(0, view.series.length - (small ? 1 : 3)),
       margin: { l: 8, r: 12, t: 8, b: 8 }, bargap: 0,
-      xaxis: axis(view.x, width), yaxis: axis(view.y, width, { rangemode: view.y.log ? "normal" : "tozero" }),
+      xaxis: axis(view.x, width, across), yaxis: axis(view.y, width, down, { rangemode: view.y.log ? "normal" : "tozero" }),
       legend: { orientation: "h", traceorder: "normal", x: 0, y: -0.22, yanchor: "top", font: { size: 12, color: theme().ink } },
       showlegend: view.series.length > 1, hovermode: "closest",
     },
@@ -124,8 +130,8 @@ function heat(view, width) {
     layout: {
       height: Math.max(190, 84 + each * rows), margin: { l: 8, r: 8, t: 8, b: 8 }, hovermode: "closest",
       plot_bgcolor: theme().card,
-      xaxis: axis(view.x, width, { showgrid: false, ...(columns <= 16 && !view.x.ticks && { dtick: 1 }) }),
-      yaxis: axis(view.y, each * rows * 2, { showgrid: false, autorange: "reversed" }),
+      xaxis: axis(view.x, width, across, { showgrid: false, ...(columns <= 16 && !view.x.ticks && { dtick: 1 }) }),
+      yaxis: axis(view.y, each * rows, down, { showgrid: false, autorange: "reversed" }),
     },
   };
 }
