@@ -86,7 +86,8 @@ def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scor
         first.setdefault(alarm.code, step)
     crossed = {limit: next((step for step, value in largest if value >= limit), None) for limit in (100, 1000, 10_000)}
     return {
-        "fix": fix, "rate": rate, "seed": seed, "last_loss": curve[-1], "finite": math.isfinite(losses[-1]), "steps": len(losses),
+        "fix": fix, "rate": rate, "seed": seed, "last_loss": curve[-1],
+        "finite": math.isfinite(losses[-1]), "steps": len(losses),
         "largest_score": max((value for _, value in largest if not math.isnan(value)), default=math.nan),
         "largest": [[step, float(f"{value:.4g}")] for step, value in largest], "alarms": first, "crossed": crossed,
         "curve": curve,
@@ -136,7 +137,8 @@ def main() -> None:
             run["departs"] = departure(curve, reference)
             runs.append(run)
             print(
-                f"rate {rate:g}, seed {seed}, {fix}: loss {run['last_loss']:.2f} at step {run['steps'] - 1}, departs at {run['departs']}; "
+                f"rate {rate:g}, seed {seed}, {fix}: loss {run['last_loss']:.2f} at step {run['steps'] - 1}, "
+                f"departs at {run['departs']}; "
                 f"largest score {run['largest_score']:.3g}, first alarms {run['alarms']}, passed {run['crossed']}",
                 flush=True,
             )

@@ -5,9 +5,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnscale
+from attnscale.models import CausalTransformer
 
 from .models import Untied, sharpened, watched
 
@@ -46,3 +49,34 @@ def clip(rank, folder, kind):
     told = [(head.layer.removeprefix("module."), head.head, head.maximum, head.gamma) for head in report.heads]
     torch.save((whole, told, highest), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def tensor_parallel(rank, folder):
+    """Heads shared out over the ranks: queries, keys and values by rows, the output by columns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    model, x = exploding_transformer()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        plan = {name: ColwiseParallel() for name in ("query", "key", "value")} | {"output": RowwiseParallel()}
+        parallelize_module(block.attention, mesh, plan)
+        block.attention.heads //= WORLD
+    report = attnscale.clip_qk_(model, watched(model, (x,)), THRESHOLD)
+    highest = max(float(layer.stats.max.max()) for layer in watched(model, (x,)).layers.values())
+    whole = {
+        name: getattr(parameter, "full_tensor", lambda value=parameter: value)().detach()
+        for name, parameter in model.named_parameters()
+    }
+    told = [(head.layer, head.head, head.gamma) for head in report.heads]
+    torch.save((whole, told, [str(left) for left in report.left], highest), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def exploding_transformer():
+    """Two layers of four heads, of which head 1 of the first and head 2 of the second explode."""
+    torch.manual_seed(3)
+    model = CausalTransformer(17, 32, 2, 4)
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight[8:16] *= 200
+        model.blocks[1].attention.query.weight[16:24] *= 300
+    return model, torch.randint(0, 17, (2, 11))

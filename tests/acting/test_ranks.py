@@ -25,3 +25,20 @@ def test_ranks_clip_as_one_process_on_all_data(tmp_path, kind):
         assert [head[:2] for head in told] == [(head.layer, head.head) for head in expected.heads]
         assert [head[3] for head in told] == pytest.approx([head.gamma for head in expected.heads], rel=1e-5)
         assert highest <= rank_runs.THRESHOLD
+
+
+def test_tensor_parallel_ranks_clip_their_own_heads_as_one_process_would(tmp_path):
+    model, x = rank_runs.exploding_transformer()
+    expected = attnscale.clip_qk_(model, watched(model, (x,)), rank_runs.THRESHOLD)
+    assert [(head.layer, head.head) for head in expected.heads] == [
+        ("blocks.0.attention", 1),
+        ("blocks.1.attention", 2),
+    ]
+    mp.spawn(rank_runs.tensor_parallel, (str(tmp_path),), nprocs=rank_runs.WORLD)
+    for rank in range(rank_runs.WORLD):
+        parameters, told, left, highest = torch.load(tmp_path / f"{rank}.pt")
+        assert left == []
+        assert [head[:2] for head in told] == [(f"blocks.{rank}.attention", 1 - rank)]
+        assert highest <= rank_runs.THRESHOLD
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched, is_sharded
 from attnscale.errors import SettingError
 from attnscale.watching.layer import Layer
+from attnscale.watching.origin import UntraceableError
 
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
@@ -110,7 +111,8 @@ def clip_qk_(
     if not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
         raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
     layers = seen.layers
-    largest = _agreed(model, {name: _maxima(layer) for name, layer in layers.items()}, group)
+    groups = _groups(model, layers) if group is None else [group]
+    largest = _agreed(model, {name: _maxima(layer) for name, layer in layers.items()}, groups)
     asked = {
         (name, head): (float(largest[name][1 if by_bound else 0, head]), layer)
         for name, layer in layers.items()
@@ -172,10 +174,9 @@ def _maxima(layer: Layer) -> torch.Tensor:
 
 
 def _agreed(
-    model: nn.Module, maxima: Mapping[str, torch.Tensor], group: "dist.ProcessGroup | None"
+    model: nn.Module, maxima: Mapping[str, torch.Tensor], groups: "Sequence[dist.ProcessGroup]"
 ) -> dict[str, torch.Tensor]:
     """The largest over all ranks that hold the same parameters; they ran the same layers."""
-    groups = _groups(model) if group is None else [group]
     if not groups or not maxima:
         return dict(maxima)
     device = next(model.parameters()).device
@@ -187,13 +188,33 @@ def _agreed(
     return {name: part.view_as(values) for part, (name, values) in zip(parts, maxima.items(), strict=True)}
 
 
-def _groups(model: nn.Module) -> "list[dist.ProcessGroup]":
-    """The ranks over which a model's parameters are sharded or copied."""
+def _groups(model: nn.Module, layers: Mapping[str, Layer]) -> "list[dist.ProcessGroup]":
+    """The ranks over which a model's parameters are sharded or copied, but not those with heads of their own.
+
+    Where heads are shared out (tensor parallel), that is the last axis of the mesh, as torch lays them out.
+    """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return [model.process_group]
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     mesh = None if sharded is None else sharded.device_mesh
-    return [] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if mesh is None:
+        return []
+    return [mesh.get_group(axis) for axis in range(mesh.ndim - _shares_out_heads(model, layers))]
+
+
+def _shares_out_heads(model: nn.Module, layers: Mapping[str, Layer]) -> bool:
+    """Whether this rank made its queries by its own part of a parameter."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for origin in (call.query for layer in layers.values() for call in layer.origins):
+        try:
+            sources = () if origin is None else origin.sources()
+        except UntraceableError:
+            continue
+        for source in sources:
+            parameter = parameters.get(source.parameter)
+            if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) != source.shape:
+                return True
+    return False
 
 
 def _log(report: ClipReport) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from attnscale.acting.writing import Touched, multiply_rows_
+from attnscale.acting.writing import Touched, held_as, multiply_rows_
 from attnscale.watching.layer import Layer
 from attnscale.watching.origin import Origin, Source, UntraceableError
 
@@ -49,7 +49,7 @@ class _Block:
     """A parameter whose rows are known by numbers from `first` on."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     across: tuple[int, ...]
     offset: float
     first: int
@@ -136,8 +136,8 @@ class Folding:
         if not sources:
             raise UntraceableError("no parameter makes its queries or keys")
         for source in sources:
-            parameter = self._parameters.get(source.parameter)
-            if parameter is None or tuple(parameter.shape) != source.shape:
+            parameter = held_as(self._parameters.get(source.parameter), source.shape)
+            if parameter is None:
                 raise UntraceableError(f"{source.parameter} is not the parameter that was watched: sharded by tensor?")
             if not parameter.is_floating_point():
                 raise UntraceableError(f"{source.parameter} is quantised, {parameter.dtype}")
@@ -159,7 +159,8 @@ class Folding:
         return _Uses.joined(found)
 
     def _block(self, source: Source) -> _Block:
-        parameter = self._parameters[source.parameter]
+        parameter = held_as(self._parameters[source.parameter], source.shape)
+        assert parameter is not None
         key = (id(parameter), source.across)
         if key not in self._blocks:
             self._blocks[key] = _Block(source.parameter, parameter, source.across, source.offset, self._rows)

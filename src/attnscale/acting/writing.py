@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnscale.rules.rule import wide_dtype
 
@@ -41,7 +41,7 @@ def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def multiply_rows_(
-    parameter: nn.Parameter, across: tuple[int, ...], rows: Indices, factors: NDArray[np.float64], offset: float = 0.0
+    parameter: Tensor, across: tuple[int, ...], rows: Indices, factors: NDArray[np.float64], offset: float = 0.0
 ) -> None:
     """Multiply rows, which run along the axes `across`, in place and rounded once; `offset` counts with the values.
 
@@ -71,7 +71,7 @@ def multiply_rows_(
             by_row.copy_(changed[0])
 
 
-def _held(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
+def _held(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The part of a parameter that this rank holds, and where in the whole it begins."""
     if not is_sharded(parameter):
         return parameter.detach(), (0,) * parameter.dim()
@@ -79,6 +79,14 @@ def _held(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
 
     _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     return parameter.to_local().detach(), tuple(start)  # type: ignore[attr-defined]
+
+
+def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """The parameter, or the part of it that this rank computes with, whichever was watched with this shape."""
+    if parameter is None or tuple(parameter.shape) == shape:
+        return parameter
+    local: Tensor | None = getattr(parameter, "_local_tensor", None)
+    return local if local is not None and tuple(local.shape) == shape else None
 
 
 def is_sharded(parameter: Tensor) -> bool:

@@ -59,7 +59,7 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() gave, also by way of JSON."""
         self._series = {
-            name: [(int(step), float(value), float(bound)) for step, value, bound in entries]
+            name: [(int(step), float(value), float(bound[0]) if bound else math.nan) for step, value, *bound in entries]
             for name, entries in state["series"].items()
         }
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}

@@ -119,7 +119,9 @@ class Ledger:
         """The node of a tensor; one never seen begins a lineage."""
         node = self.known(tensor)
         if node is None:
-            node = Node(shape_of(tensor), parameter=isinstance(tensor, nn.Parameter), name=self._name_of(tensor))
+            name = self._name_of(tensor)
+            is_parameter = name is not None or isinstance(tensor, nn.Parameter)
+            node = Node(shape_of(tensor), parameter=is_parameter, name=name)
             self.write(tensor, node)
         return node
 

@@ -44,14 +44,14 @@ class ParameterNames:
         self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
 
     def _now(self) -> dict[int, tuple[Tensor, str]]:
-        named = list(self._model.named_parameters(remove_duplicate=False))
-        return {id(parameter): (parameter, name) for name, parameter in reversed(named)}
+        named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
+        # a rank that holds some heads of a layer multiplies by its own part of the parameter
+        local = [(name, parameter._local_tensor) for name, parameter in named if hasattr(parameter, "_local_tensor")]
+        return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
 
     def __call__(self, tensor: Tensor) -> str | None:
         """The name, the first of several; None for what is no parameter of the model."""
-        if not isinstance(tensor, nn.Parameter):
-            return None
-        if id(tensor) not in self._known:
+        if not self._known or (isinstance(tensor, nn.Parameter) and id(tensor) not in self._known):
             self._known = self._now() | self._known
         return self._known.get(id(tensor), (tensor, None))[1]
 
