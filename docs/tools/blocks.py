@@ -210,7 +210,7 @@ def run_command(command: str, folder: Path) -> tuple[int, str]:
     finished = subprocess.run(
         [sys.executable if program == "python" else str(Path(sys.executable).with_name(program)), *arguments],
         cwd=ROOT if is_example else folder,
-        env=os.environ | ENVIRONMENT | {"PATH": path, "PYTHONWARNINGS": "default"},
+        env=os.environ | ENVIRONMENT | {"PATH": path, "OMP_NUM_THREADS": "1"},  # threads that wait on a busy machine
         capture_output=True,
         text=True,
         encoding="utf-8",
