@@ -75,3 +75,16 @@ def test_a_file_that_is_no_log_ends_with_status_two_and_one_sentence(tmp_path, c
     assert result.returncode == 2
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_it_writes_a_report_that_says_what_the_terminal_says(log, tmp_path):
+    path = tmp_path / "new" / "report.html"
+    result = run("watch-log", str(log), "--html", str(path))
+    assert result.returncode == 0, result.stderr
+    page = path.read_text(encoding="utf-8")
+    conclusion = " ".join(result.stdout.split())
+    conclusion = conclusion[conclusion.index("1 alarm;") :]
+    assert conclusion in page
+    assert "<title>scores.jsonl · attnscale watch-log</title>" in page
+    refused = run("watch-log", str(log), "--html", str(tmp_path))
+    assert (refused.returncode, refused.stdout) == (2, "")
