@@ -152,16 +152,27 @@ def trained(
     return Trained(tuple(losses), start, held_out_loss(model, task), tuple(records))
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, which a monitor leaves out."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def held_out_loss(model: nn.Module, task: Task, size: int = HELD_OUT) -> float:
     """The loss on examples that no run trains on."""
-    return float(task.held_out(size).to(next(model.parameters()).device).loss(model))
+    with evaluating(model):
+        return float(task.held_out(size).to(next(model.parameters()).device).loss(model))
 
 
-@torch.no_grad()
 def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[str, float]:
     """Spread, entropy ratio and gradient gain of the scores on examples held out, means over heads; the largest."""
-    with watch(model, rows=None) as seen:
+    with evaluating(model), watch(model, rows=None) as seen:
         task.held_out(size).to(next(model.parameters()).device).loss(model)
     stats = [layer.stats for layer in seen.layers.values()]
     means = {name: torch.cat([getattr(each, name) for each in stats]).mean().item() for name in SUMMARISED}

@@ -121,8 +121,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project, rotate, attend, project back."""
-        query = rotate(self.query_norm(self._split(self.query(x))))  # (batch, heads, length, head_dim)
-        key = rotate(self.key_norm(self._split(self.key(x))))
+        turns = rotary_turns(x.shape[1], self.head_dim, x)
+        query = rotate(self.query_norm(self._split(self.query(x))), turns)  # (batch, heads, length, head_dim)
+        key = rotate(self.key_norm(self._split(self.key(x))), turns)
         value = self._split(self.value(x))
         heads = attention(query, key, value, is_causal=True, scale=self.scale, softcap=self.softcap)
         out: Tensor = self.output(heads.transpose(1, 2).flatten(2))
@@ -147,12 +148,17 @@ class FeedForward(nn.Module):
         return out
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Rotary positions: turn the pairs (x_i, x_{i + d/2}) of the vector at position p by p · base^(−2i/d)."""
-    length, head_dim = x.shape[-2:]
-    half = head_dim // 2
-    frequency = ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(length, device=x.device, dtype=torch.float32)[:, None] * frequency  # (length, head_dim / 2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = rotary_turns(x.shape[-2], x.shape[-1], x) if turns is None else turns
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def rotary_turns(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of every position and pair, (length, head_dim / 2) each."""
+    half = head_dim // 2
+    frequency = ROTARY_BASE ** -(torch.arange(half, device=like.device, dtype=torch.float32) / half)
+    angle = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] * frequency
+    return angle.cos(), angle.sin()

@@ -146,7 +146,7 @@ def _on_deterioration(outcomes: Outcomes, past: Outcomes) -> str:
     behind = _behind(outcomes, past)
     verdict = "worse" if behind.low > 0 else "better" if behind.high < 0 else "no different"
     return (
-        f"Past {DETERIORATES:,.0f} ({len(past)} runs) the loss is {verdict} than with QK-norm at the same rate and seed: "
+        f"Past {DETERIORATES:,.0f} ({len(past)} runs) the loss is {verdict} than with QK-norm at that rate and seed: "
         f"{behind.mean:+.2g} ± {behind.half:.2g} nats."
     )
 
