@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from attnscale.checking import Checked
 from attnscale.diagnose import diagnose
 from attnscale.diagnose.what_if import COLUMNS
+from attnscale.lab.result import Curve
 from attnscale.show.report.check import check_report
 from attnscale.show.report.densities import density_of
 from attnscale.show.report.freezing import spread_of
@@ -136,8 +138,6 @@ def test_a_histogram_sees_the_soft_cap_the_causal_keys_and_grouped_heads():
 
 
 def test_a_histogram_that_is_not_of_all_that_was_measured_says_so():
-    from dataclasses import replace
-
     from attnscale.show.report.densities import densities
 
     layer = random_layer(scale=1.0)
@@ -220,6 +220,16 @@ def test_an_experiment_shows_what_failed_first_and_all_it_has():
     table = page.sections[2].blocks[0]
     assert [row.cells for row in table.groups[0][1]] == [("1", "normal", "1.012"), ("64", EVIL, "–")]
     assert kind_of(page.sections[-1].blocks[0]) == "terms"
+
+
+def test_the_first_sentence_of_a_conclusion_is_the_verdict_and_predictions_wear_the_colour_of_their_curve():
+    given = result()
+    names = ("4 keys", "16 keys", "4 keys, expected", "16 keys, expected", "1/n")
+    curves = tuple(Curve(name, (1.0,), (1.0,), is_theory=index > 1) for index, name in enumerate(names))
+    plots = (replace(given.plots[0], curves=curves),)
+    page = lab_report(replace(given, conclusion="It is 0.99 at d_k. All 2 checks hold.", plots=plots))
+    assert (page.verdict, page.lead) == ("It is 0.99 at d_k.", ("All 2 checks hold.",))
+    assert [series.tone for series in figure(page, "plot-0").views["Variance"].series] == [0, 1, 0, 1, "ink"]
 
 
 @pytest.mark.parametrize("audited", [True, False])

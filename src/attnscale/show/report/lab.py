@@ -1,5 +1,6 @@
 """The report of an experiment of the lab."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,8 @@ from attnscale.lab import result as lab
 from attnscale.show.check import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Heat, Series
 from attnscale.show.report.parts import Block, Note, Page, Row, Section, Table, Terms, render
+
+SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def lab_page(result: lab.Result) -> str:
@@ -23,10 +26,12 @@ def lab_report(result: lab.Result) -> Page:
     ]
     sections += [Section(f"table-{index}", table.title, (_table(table),)) for index, table in enumerate(result.tables)]
     sections += [_settings(result.settings)] if result.settings else []
+    verdict, *more = SENTENCE_ENDS.split(result.conclusion, maxsplit=1)
     return Page(
         kind=f"attnscale lab {result.experiment}",
         title=result.question,
-        verdict=result.conclusion,
+        verdict=verdict,
+        lead=tuple(more),
         tone="fine" if all(check.holds for check in checks) else "warning",
         notes=tuple(map(_note, checks)),
         sections=tuple(sections),
@@ -48,7 +53,7 @@ def _measured(curve: lab.Curve) -> str:
 
 
 def _chart(plot: lab.Plot) -> Chart:
-    tones = list(dict.fromkeys(map(_measured, plot.curves)))
+    measured = [curve.name for curve in plot.curves if not curve.is_theory]
     series = tuple(
         Series(
             curve.name,
@@ -57,7 +62,7 @@ def _chart(plot: lab.Plot) -> Chart:
             curve.low or (),
             curve.high or (),
             mode="lines" if curve.is_theory else "both",
-            tone=tones.index(_measured(curve)),
+            tone=measured.index(name) if (name := _measured(curve)) in measured else "ink",
             dashed=curve.is_theory,
         )
         for curve in plot.curves
