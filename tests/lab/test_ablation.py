@@ -27,16 +27,16 @@ def test_the_start_explains_it():
 def test_where_all_are_alike_nothing_is_said_to_be_worse():
     conclusion = concluded("ablation", made_up("ablation", lambda own, found: {"final": 1.0 + 0.1 * own["seed"]}))
     assert "worse" not in conclusion.text
-    assert conclusion.text.count("no difference at 8, 256 (") == len(VARIANTS) - 1
+    assert conclusion.text.count("no difference at") == len(VARIANTS) - 1
     assert any("worse at d_k = 256" in statement for statement in failing(conclusion))
 
 
 def test_what_is_better_is_said_to_be_better():
     def better(own, found):
-        gain = 0.5 if own["variant"] == "QK-norm" and own["head_dim"] == 8 else 0.0
+        gain = 0.5 if own["variant"] == "QK-norm" else 0.0
         return {"final": 2.0 - gain + 0.01 * own["seed"]}
 
-    assert "QK-norm better at 8 (-0.5" in concluded("ablation", made_up("ablation", better)).text
+    assert "QK-norm better at 256 (-0.5" in concluded("ablation", made_up("ablation", better)).text
 
 
 def test_one_seed_tells_nothing():
@@ -50,7 +50,7 @@ def test_runs_that_diverged_are_counted():
         return {"diverged": own["variant"] == WITHOUT and own["seed"] == 1}
 
     conclusion = concluded("ablation", made_up("ablation", diverge))
-    assert "2 of 36 runs diverged" in conclusion.text
+    assert "2 of 24 runs diverged" in conclusion.text
     assert sum(row[conclusion.tables[0].columns.index("diverged")] for row in conclusion.tables[0].rows) == 2
 
 
