@@ -99,7 +99,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     tasks = outcomes.values("task")
     entries = {task: _entries(outcomes, task) for task in tasks}
     diverged = sum(found["diverged"] for _, found in outcomes)
-    text = f"Loss against {REFERENCE} in nats, each at its best rate, by d_k. " + " ".join(
+    text = f"{_headline(entries)} All against {REFERENCE} in nats, each at its best rate, by d_k: " + " ".join(
         f"{task.capitalize()}: {_sentence(entries[task])}." for task in tasks
     )
     text += _on_edges([entry for task in tasks for entry in entries[task]])
@@ -130,6 +130,16 @@ def _entries(outcomes: Outcomes, task: str) -> list[Entry]:
 
 def _best_rate(runs: Outcomes) -> float:
     return float(min(runs.values("rate"), key=lambda rate: runs.band("final", rate=rate).mean))
+
+
+def _headline(entries: Mapping[str, Sequence[Entry]]) -> str:
+    """What is lost without scaling at the largest d_k and at the smallest."""
+    told = []
+    for task, own in entries.items():
+        without = [entry for entry in own if entry.variant == WITHOUT]
+        ends = (f"{end.verdict} at d_k = {end.head_dim} ({end.effect} nats)" for end in (without[-1], without[0]))
+        told.append(f"{task} {', '.join(ends)}")
+    return f"Training without scaling, against {REFERENCE}: {'; '.join(told)}."
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
