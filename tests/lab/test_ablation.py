@@ -28,9 +28,7 @@ def test_the_start_explains_it():
 def test_where_all_are_alike_nothing_is_said_to_be_worse():
     conclusion = concluded("ablation", made_up("ablation", lambda own, found: {"final": 1.0 + 0.1 * own["seed"]}))
     assert "worse" not in conclusion.text
-    assert (
-        conclusion.text.count("no difference at") == len(VARIANTS) - 1 + 2
-    )  # each variant, and d_k = 8 and 256 at the head
+    assert conclusion.text.count("no difference at") == len(VARIANTS) - 1 + 2  # and both ends
     assert any("worse at d_k = 256" in statement for statement in failing(conclusion))
 
 
