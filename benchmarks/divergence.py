@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from attnscale import Monitor
 from attnscale.acting import clip_qk_
 from attnscale.models import CausalTransformer, default_text, encode
-from attnscale.models.transformer import CausalSelfAttention, rotate
+from attnscale.models.transformer import CausalSelfAttention, Turns, rotate
 
 CLIPPED = 100.0
 VOCABULARY, LAYERS, HEADS, D_MODEL, LENGTH, BATCH = 256, 2, 2, 48, 32, 16
@@ -37,10 +37,10 @@ RESULTS = Path(__file__).parent / "results" / "divergence.json"
 class HalfScores(CausalSelfAttention):
     """Attention written out, with scores in half precision."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turns: Turns | None = None) -> torch.Tensor:
         """Project, rotate, attend, project back."""
-        query = rotate(self.query_norm(self._split(self.query(x)))).half()
-        key = rotate(self.key_norm(self._split(self.key(x)))).half()
+        query = rotate(self.query_norm(self._split(self.query(x))), turns).half()
+        key = rotate(self.key_norm(self._split(self.key(x))), turns).half()
         scores = query @ key.mT * self.head_dim**-0.5
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

@@ -36,8 +36,8 @@ class PlainAttention(nn.Module):
         self.register_buffer("cos", angle.cos().to(device), persistent=False)
         self.register_buffer("sin", angle.sin().to(device), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Project, rotate, attend, project back."""
+    def forward(self, x: Tensor, _: object = None) -> Tensor:
+        """Project, rotate, attend, project back; its tables are its own."""
         batch, length, _ = x.shape
         query, key, value = (
             project(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)

@@ -12,6 +12,7 @@ from attnscale.rules import get_rule
 from attnscale.rules.apply import Scale
 
 ROTARY_BASE = 10_000.0  # RoFormer's wavelengths, arXiv:2104.09864
+Turns = tuple[Tensor, Tensor]  # cosine and sine by position
 HIDDEN = 4  # width of the feed-forward layer over d_model, as in every transformer since the first
 
 
@@ -40,6 +41,7 @@ class CausalTransformer(nn.Module):
         context: int = 256,
     ) -> None:
         super().__init__()
+        self.head_dim = head_dim or d_model // heads
         self.context = context  # the length it is made for; rotary positions allow any
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.blocks = nn.ModuleList(
@@ -64,8 +66,9 @@ class CausalTransformer(nn.Module):
         if tokens.dim() != 2 or not tokens.shape[1] > 0:
             raise ShapeError(f"Expected tokens of shape (batch, length), got {tuple(tokens.shape)}.")
         x = self.embedding(tokens)  # (batch, length, d_model)
+        turns = rotary_turns(x.shape[1], self.head_dim, x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, turns)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -82,9 +85,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(d_model)
         self.feed_forward = FeedForward(d_model, HIDDEN * d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both branches to the residual stream."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
+        """Add both branches to the residual stream; `turns` are the rotary positions, made here if not given."""
+        x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
@@ -119,9 +122,9 @@ class CausalSelfAttention(nn.Module):
             scale = get_rule(scale, head_dim=self.head_dim, heads=heads)
         self.scale, self.softcap = scale, softcap  # a rule that learns is a module, and so a submodule here
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns | None = None) -> Tensor:
         """Project, rotate, attend, project back."""
-        turns = rotary_turns(x.shape[1], self.head_dim, x)
+        turns = rotary_turns(x.shape[1], self.head_dim, x) if turns is None else turns
         query = rotate(self.query_norm(self._split(self.query(x))), turns)  # (batch, heads, length, head_dim)
         key = rotate(self.key_norm(self._split(self.key(x))), turns)
         value = self._split(self.value(x))
@@ -148,7 +151,7 @@ class FeedForward(nn.Module):
         return out
 
 
-def rotate(x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def rotate(x: Tensor, turns: Turns | None = None) -> Tensor:
     """Rotary positions: turn the pairs (x_i, x_{i + d/2}) of the vector at position p by p · base^(−2i/d)."""
     cos, sin = rotary_turns(x.shape[-2], x.shape[-1], x) if turns is None else turns
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -156,7 +159,7 @@ def rotate(x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def rotary_turns(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_turns(length: int, head_dim: int, like: Tensor) -> Turns:
     """Cosine and sine of the angle of every position and pair, (length, head_dim / 2) each."""
     half = head_dim // 2
     frequency = ROTARY_BASE ** -(torch.arange(half, device=like.device, dtype=torch.float32) / half)
