@@ -18,7 +18,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 tests: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -9,7 +9,7 @@ import pytest
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 OWN = ("file:", "data:", "blob:")  # all that a self-contained page may load
-PATIENCE = 10_000  # milliseconds for anything to appear
+PATIENCE = 30_000  # milliseconds for anything to appear
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 from hypothesis import settings
@@ -12,3 +14,7 @@ settings.load_profile("attnscale")
 def _seeded():
     torch.manual_seed(0)
     torch._dynamo.reset()  # or compiled tests share one recompile limit
+    logger = logging.getLogger("attnscale")
+    level = logger.level
+    yield
+    logger.setLevel(level)  # a page of the documentation silences it

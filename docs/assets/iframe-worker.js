@@ -16,8 +16,9 @@ if (location.protocol === "file:") {
           inside.document.head.append(script);
         }, { once: true });
       });
-      document.addEventListener("DOMContentLoaded", () => document.body.append(frame), { once: true });
+      // once: a frame that is moved starts afresh, and the worker in it with it
       if (document.body) document.body.append(frame);
+      else document.addEventListener("DOMContentLoaded", () => document.body.append(frame), { once: true });
     }
 
     postMessage(data) {

@@ -5,8 +5,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
-from docs.tools.results import NONE_YET, with_results
+from docs.tools.record import draw
+from docs.tools.results import FOLDER, NONE_YET, with_results
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -64,3 +66,19 @@ def test_charts_are_drawn_with_bands_gaps_theory_and_cells(folder):
     assert {"measured", "√d_k (theory)", "d_k", "spread"} <= set(labels)
     assert len(heatmap.findall("rect")) == 4
     assert "dark is frozen" in heatmap.get("aria-label")
+
+
+def test_every_experiment_is_recorded_with_its_command_and_seconds():
+    recorded = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.json")}
+    assert set(recorded) == set(EXPERIMENTS)
+    for name, result in recorded.items():
+        assert not result["settings"]["quick"]
+        assert result["settings"]["command"].startswith(f"attnscale lab {name}")
+        assert result["settings"]["seconds"] > 0
+
+
+def test_the_plots_are_those_of_the_records():
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in (FOLDER / "plots").glob("*.svg")}
+    assert drawn == draw()
+    for svg in drawn.values():
+        assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"

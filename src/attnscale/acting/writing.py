@@ -45,7 +45,7 @@ def multiply_rows_(
 ) -> None:
     """Multiply rows, which run along the axes `across`, in place and rounded once; `offset` counts with the values.
 
-    >>> weight = nn.Parameter(torch.ones(2, 3))
+    >>> weight = torch.nn.Parameter(torch.ones(2, 3))
     >>> multiply_rows_(weight, (0,), np.array([1]), np.array([0.5]))
     >>> weight.tolist()
     [[1.0, 0.5, 1.0], [1.0, 0.5, 1.0]]

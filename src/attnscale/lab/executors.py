@@ -174,8 +174,14 @@ def _dask(detail: str, jobs: int, folder: Path) -> Iterator[Executor]:
         client = Client(detail, timeout=CONNECT)
     except (OSError, ValueError) as error:
         raise SettingError(f"No Dask scheduler answered at {detail}: {error}") from None
-    with client, client.get_executor(pure=False) as executor:
-        yield executor
+    with client:
+        executor = client.get_executor(pure=False)
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(wait=False)  # which cancels
+            raise
+        executor.shutdown()
 
 
 def tasks_for(name: str, jobs: int | None) -> int | None:

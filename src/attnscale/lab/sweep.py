@@ -82,12 +82,8 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
     futures: dict[Future[list[Stored]], list[Cell]] = {
         executor.submit(run_stored, folder, share): share for share in shares
     }
-    try:
-        for future in as_completed(futures):
-            yield from zip(futures[future], _outcomes(future), strict=True)
-    finally:
-        for future in futures:
-            future.cancel()
+    for future in as_completed(futures):
+        yield from zip(futures[future], _outcomes(future), strict=True)
 
 
 def _outcomes(future: "Future[list[Stored]]") -> list[Stored]:
