@@ -2,10 +2,13 @@
 
 On a CPU with fewer layers. On a GPU: `--device cuda --layers 12 --length 1024 --batch 16 --vocabulary 50257`, and
 `--dtype bfloat16` for autocast.
-A step that a Monitor watches is timed beside a plain one, in turns, and the ratios of neighbours are reported. Between
-watched steps nothing is left in place (a test holds that), so a step there costs the call of monitor.step() itself,
-which is timed alone. Of the steps it watches, the first and every tenth are followed through every operation; the
-others, where attention is fused kernels, are known by those. Monitoring every 50th step costs
+Three steps, of which a Monitor watches the second, are timed beside three plain ones, in turns; what they take longer,
+over a third of the plain ones, is the cost of a watched step. So nothing is left out: the monitor begins to watch at
+the end of the first, and writes the record at the end of the third, since it does not wait for a GPU. Nor does the
+loop, until the three are over; with `--waits` it does after every step, as one that reads its loss each time.
+Between watched steps nothing is left in place (a test holds that), so a step there costs the call of monitor.step()
+itself, which is timed alone. Of the steps it watches, the first and every tenth are followed through every operation;
+the others, where attention is fused kernels, are known by those. Monitoring every 50th step costs
 (49 · between + (9 · watched + followed) / 10) / 50 of a plain step. Fails where a median is above its limit.
 """
 
@@ -25,7 +28,7 @@ from attnscale.train.monitor import FOLLOWED
 
 D_MODEL, HEADS = 768, 12
 LIMITS = {"cpu": {"watched": 1.15, "every 50th": 1.01}, "cuda": {"watched": 1.03, "every 50th": 1.01}}
-EVERY, CALLS = 50, 100_000
+EVERY, CALLS, STEPS = 50, 100_000, 3
 KINDS = ("plain", "watched")
 
 
@@ -34,7 +37,7 @@ class Run:
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.device, self.dtype = given.device, getattr(torch, given.dtype)
+        self.device, self.dtype, self.waits = given.device, getattr(torch, given.dtype), given.waits
         self.model = CausalTransformer(given.vocabulary, D_MODEL, given.layers, HEADS).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
         self.tokens = torch.randint(0, given.vocabulary, (given.batch, given.length + 1), device=self.device)
@@ -50,15 +53,16 @@ class Run:
         self.optimizer.zero_grad()
 
     def seconds(self, kind: str) -> float:
-        """The time of a step that is plain or watched."""
-        self.monitor.steps = -(-self.monitor.steps // EVERY) * EVERY  # as if it were always the next that is due
+        """The time of STEPS steps, all of them plain, or the second watched."""
+        self.monitor.steps += EVERY - 1 - self.monitor.steps % EVERY  # the next is due
         self._wait()
         start = time.perf_counter()
-        if kind == "watched":
-            self.monitor.begin()
-        self.step()
-        if kind == "watched":
-            self.monitor.end()
+        for _ in range(STEPS):
+            self.step()
+            if kind == "watched":
+                self.monitor.step()
+            if self.waits:
+                self._wait()
         self._wait()
         return time.perf_counter() - start
 
@@ -82,7 +86,7 @@ def ratios(run: Run, rounds: int) -> dict[str, list[float]]:
         kind = "watched" if turn % FOLLOWED else "followed"
         times = {name: run.seconds(name) for name in (KINDS if turn % 2 else reversed(KINDS))}
         if turn >= FOLLOWED:
-            found[kind].append(times["watched"] / times["plain"])
+            found[kind].append(1 + STEPS * (times["watched"] - times["plain"]) / times["plain"])
     return found
 
 
@@ -98,6 +102,7 @@ def main() -> None:
     arguments.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="other than float32: by autocast"
     )
+    arguments.add_argument("--waits", action="store_true", help="for the GPU after every step")
     arguments.add_argument("--threads", type=int, default=None, help="of torch; one is steadier on a busy machine")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()
@@ -105,10 +110,10 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     run = Run(given)
     found = ratios(run, given.rounds)
-    quartiles = {kind: statistics.quantiles(each, n=4) for kind, each in found.items()}
+    quartiles = {kind: statistics.quantiles(each if len(each) > 1 else 2 * each, n=4) for kind, each in found.items()}
     for kind, (low, middle, high) in quartiles.items():
         print(f"{kind}: {middle:.3f}× ({low:.3f}–{high:.3f})", flush=True)
-    plain, call = statistics.median(run.seconds("plain") for _ in range(3)), run.call_seconds()
+    plain, call = statistics.median(run.seconds("plain") for _ in range(3)) / STEPS, run.call_seconds()
     costs = {kind: middle for kind, (_, middle, _) in quartiles.items()} | {"between": 1 + call / plain}
     print(f"between: monitor.step() takes {1e6 * call:.2f} µs")
     sampled = ((FOLLOWED - 1) * costs["watched"] + costs["followed"]) / FOLLOWED

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import attnscale
 from attnscale.models import CausalTransformer
 from attnscale.watching import watcher
+from attnscale.watching.kernels import Kernel
 from tests.zoo.entry import SelfAttention
 
 MODELS = {
@@ -47,14 +49,16 @@ def assert_same(found, followed):
             assert getattr(other, field) == getattr(layer, field), field
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_known_model_gives_the_numbers_of_following_it(kind):
-    torch.manual_seed(0)
-    model = MODELS[kind]().train()
-    model.requires_grad_(True)
-    for part in model.modules():
+def without_dropout(model):
+    for part in model.train().modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_known_model_gives_the_numbers_of_following_it(kind):
+    model = without_dropout(MODELS[kind]())
     known = run(model).recognised
     assert known is not None
     again = run(model, 11, known)
@@ -154,3 +158,134 @@ def test_masks_may_come_and_go():
     assert seen.recognised is known
     (layer,) = seen.layers.values()
     assert layer.stats.count.tolist() == [2 * 28] * 3
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    """What the mode was shown."""
+    seen, kind_of = [], watcher.kind_of
+    monkeypatch.setattr(watcher, "kind_of", lambda func: seen.append(func) or kind_of(func))
+    return seen
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_training_a_known_kernel_is_read_from_the_graph_and_measured_as_its_gradient_passes(
+    kind, operations, monkeypatch
+):
+    model = without_dropout(MODELS[kind]())
+    known = run(model).recognised
+    operations.clear()
+    measured, stats = [], Kernel.stats
+    monkeypatch.setattr(
+        Kernel, "stats", lambda *given: measured.append(torch._C._current_graph_task_id() != -1) or stats(*given)
+    )
+    run(model, known=known)
+    assert not operations
+    assert measured == [True, True]
+
+
+def test_what_no_gradient_passes_is_measured_in_the_end():
+    model = MODELS["plain"]()
+    known = run(model).recognised
+    tokens = torch.zeros(2, 13, dtype=torch.int64)
+    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+        model(tokens)
+    with attnscale.watch(model, rows=None, training=True) as followed:
+        model(tokens)
+    for name, layer in followed.layers.items():
+        torch.testing.assert_close(seen.layers[name].stats.std, layer.stats.std)
+        assert seen.layers[name].query_gradient is None
+
+
+def test_no_more_waits_to_be_measured_than_may(monkeypatch):
+    model = MODELS["plain"]()
+    known = run(model).recognised
+    tokens = torch.zeros(2, 13, dtype=torch.int64)
+    call = 2 * 2 * 13 * 24 * 4  # bytes of a query and its key
+    monkeypatch.setattr("attnscale.watching.seen.HELD", 3 * call)
+    measured, stats = [], Kernel.stats
+    monkeypatch.setattr(Kernel, "stats", lambda *given: measured.append(1) or stats(*given))
+    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+        for _ in range(5):  # of two layers each, and no backward pass
+            model(tokens)
+        assert len(measured) == 7
+    assert [(layer.calls, layer.stats.rows.tolist()) for layer in seen.layers.values()] == [(5, [5 * 26] * 3)] * 2
+
+
+def test_a_query_written_to_after_its_attention_is_left_out():
+    class Overwrites(SelfAttention):
+        def forward(self, x):
+            query, key, value = self.project(x)
+            self.query = query
+            return self.merge(F.scaled_dot_product_attention(query, key, value))
+
+    model = nn.ModuleList([Overwrites(33, 3), Overwrites(33, 3)])
+    model.forward = lambda x: model[1](model[0](x))
+    x = torch.randn(2, 7, 33)
+
+    def watched(known=None, overwrite=False):
+        with attnscale.watch(model, training=True, known=known) as seen:
+            model(x)
+            if overwrite:
+                model[0].query.detach().zero_()
+        return seen
+
+    known = watched().recognised
+    with pytest.warns(UserWarning, match="0: a query or key was written to after its attention"):
+        seen = watched(known, overwrite=True)
+    assert list(seen.layers) == ["1"]
+    assert seen.recognised is None
+
+
+class Twice(SelfAttention):
+    """Attends once or twice, the second time to what the first gave, or as if there had been no first."""
+
+    chained = discarded = False
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        out = F.scaled_dot_product_attention(query, key, value)
+        if self.chained:
+            out = F.scaled_dot_product_attention(out, key, value)
+        if self.discarded:
+            out = F.scaled_dot_product_attention(2 * query, key, value)
+        return self.merge(out)
+
+
+def trained(model, known=None):
+    x = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0))
+    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+        model(x).square().sum().backward()
+    return seen
+
+
+def test_a_module_with_two_kernels_is_seen_by_the_mode(operations):
+    model = Twice(33, 3)
+    model.chained = True
+    known = trained(model).recognised
+    operations.clear()
+    seen = trained(model, known)
+    assert operations
+    assert_same(seen, trained(model))
+    assert len(seen.layers) == 2
+
+
+@pytest.mark.parametrize("change", ["chained", "discarded"])
+def test_in_training_a_module_that_runs_otherwise_makes_the_next_watch_follow(change):
+    model = Twice(33, 3)
+    known = trained(model).recognised
+    assert trained(model, known).recognised is known
+    setattr(model, change, True)
+    assert trained(model, known).recognised is None
+
+
+def test_a_known_module_that_is_checkpointed_all_at_once_is_counted_once(operations):
+    model = Twice(33, 3)
+    known = trained(model).recognised
+    x = torch.randn(2, 7, 33, requires_grad=True)
+    operations.clear()
+    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert operations
+    (layer,) = seen.layers.values()
+    assert (layer.calls, layer.stats.rows.tolist()) == (1, [14] * 3)

@@ -1,6 +1,7 @@
 """Measuring on a CUDA device: the output and exact statistics from one kernel, or a few rows by another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -112,10 +113,30 @@ class Sampled(NamedTuple):
 
     def stats(self, lse: Tensor | None = None) -> ScoreStats:
         """The statistics; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
-        bound = self._bound if lse is None else partial(_bound_by_lse, lse)
-        return ScoreStats(self.sums.shape[3], exact=False, pool=Unpooled(self._rows, bound, self.sample, True))
+        if lse is None:
+            pool = Unpooled(self.rows, self.bound, self.sample, in_shards=True, source=self)
+        else:
+            pool = Unpooled(self.rows, partial(_bound_by_lse, lse), self.sample, in_shards=True)
+        return ScoreStats(self.sums.shape[3], exact=False, pool=pool)
 
-    def _rows(self) -> RowSums:
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What passes that can be read at once have in common."""
+        design = id(self.sample.stratum), id(self.sample.sizes)  # which a design makes once
+        return self.sums.device, self.sums.shape, design, self.span, self.kv_len, self.scale, self.is_causal
+
+    def together(self, others: Sequence["Sampled"]) -> "Sampled":
+        """This pass and others of its kind, the heads of all side by side, each with positions of its own."""
+        every = [self, *others]
+        positions = torch.stack([each.sample.positions for each in every]).repeat_interleave(self.sums.shape[3], 0)
+        return self._replace(
+            sample=replace(self.sample, positions=positions),
+            sums=torch.cat([each.sums for each in every], 3),
+            norms=torch.cat([each.norms for each in every], 3),
+        )
+
+    def rows(self) -> RowSums:
+        """What was found, over each span of keys."""
         begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
         shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
         return RowSums(shown.expand_as(self.sums[0]), *self.sums.double())
@@ -125,7 +146,7 @@ class Sampled(NamedTuple):
             return (self.sample.positions.long() + 1).clamp(max=self.kv_len)
         return torch.full_like(self.sample.positions, self.kv_len, dtype=torch.int64)
 
-    def _bound(self) -> Tensor:
+    def bound(self) -> Tensor:
         """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖."""
         queries, keys = self.norms.amax(1).sqrt()
         bound: Tensor = abs(self.scale) * (1 + BOUND_SLACK) * queries * keys

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,23 @@ ROW_FIELDS = tuple(RowSums.__dataclass_fields__)
 POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name != "uncertainty")
 
 
+class Source(Protocol):
+    """Where the rows of a call come from, and those of calls alike: read at once, in as many operations as one."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What calls that can be read at once have in common."""
+
+    def together(self, others: Sequence[Any]) -> "Source":
+        """This call and others of its kind, as if their heads were those of one."""
+
+    def rows(self) -> RowSums:
+        """What was found."""
+
+    def bound(self) -> Tensor:
+        """An upper bound of the largest score of each head."""
+
+
 @dataclass(frozen=True, eq=False)
 class Unpooled:
     """The rows of one call, each by itself: how they are pooled when a statistic is first read."""
@@ -27,6 +45,7 @@ class Unpooled:
     bound: Callable[[], Tensor | None] = lambda: None
     sample: Sample | None = None
     in_shards: bool = False  # what was found is over shards of the keys
+    source: Source | None = None  # of both, where alike ones can be read at once
 
     def rows(self) -> RowSums:
         """(batch, heads, rows), over all keys of the call."""
@@ -50,27 +69,41 @@ def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
 
 def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
     found: dict[int, Pooled] = {}
-    alike: dict[tuple[object, ...], list[tuple[int, Unpooled, RowSums]]] = {}
+    alike: dict[tuple[object, ...], list[tuple[int, Unpooled]]] = {}
     for index, stats in enumerate(many):
-        if not isinstance(stats.pool, Unpooled):
+        if isinstance(stats.pool, Unpooled):
+            alike.setdefault(_kind(stats.pool), []).append((index, stats.pool))
+        else:
             found[index] = stats.pooled
-            continue
-        rows, sample = stats.pool.found(), stats.pool.sample
-        design = None if sample is None else (id(sample.stratum), id(sample.sizes))  # which a design makes once
-        kind = (rows.max.device, rows.max.dtype, rows.max.shape[:-2], rows.max.shape[-1], design)
-        alike.setdefault(kind, []).append((index, stats.pool, rows))
     for group in alike.values():
-        joined = RowSums(**{name: torch.cat([getattr(rows, name) for *_, rows in group], -2) for name in ROW_FIELDS})
-        bounds = [unpooled.bound() for _, unpooled, _ in group]
-        known = [each for each in bounds if each is not None]
-        bound = torch.cat(known) if len(known) == len(group) else None
-        first = group[0][1]
-        pooled = pool_rows(joined.over_shards() if first.in_shards else joined, bound, first.sample, errors=False)
-        heads = [rows.max.shape[-2] for *_, rows in group]
+        rows, bound = _joined([unpooled for _, unpooled in group])
+        first, heads = group[0][1], [many[index].heads for index, _ in group]
+        pooled = pool_rows(rows.over_shards() if first.in_shards else rows, bound, first.sample, errors=False)
         parts = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
-        for at, (index, *_) in enumerate(group):
+        for at, (index, _) in enumerate(group):
             found[index] = Pooled(**{name: each[at] for name, each in parts.items()}, uncertainty=None)
     return [found[index] for index in range(len(many))]
+
+
+def _kind(unpooled: Unpooled) -> tuple[object, ...]:
+    if unpooled.source is not None:
+        return unpooled.source.kind
+    rows, sample = unpooled.found(), unpooled.sample
+    design = None if sample is None else (id(sample.stratum), id(sample.sizes))  # which a design makes once
+    return rows.max.device, rows.max.dtype, rows.max.shape[:-2], rows.max.shape[-1], design
+
+
+def _joined(many: Sequence[Unpooled]) -> tuple[RowSums, Tensor | None]:
+    """The rows and bounds of calls of one kind, the heads of all side by side."""
+    source, *others = [unpooled.source for unpooled in many]
+    if source is not None:
+        whole = source.together(others)
+        return whole.rows(), whole.bound()
+    found = [unpooled.found() for unpooled in many]
+    bounds = [unpooled.bound() for unpooled in many]
+    known = [bound for bound in bounds if bound is not None]
+    rows = RowSums(**{name: torch.cat([getattr(each, name) for each in found], -2) for name in ROW_FIELDS})
+    return rows, torch.cat(known) if len(known) == len(bounds) else None
 
 
 def pool_rows(

@@ -1,5 +1,6 @@
 """Monitor: the scores of a model while it trains, every so many steps."""
 
+import atexit
 import logging
 import time
 import warnings
@@ -23,7 +24,7 @@ from attnscale.train.numbers import records
 from attnscale.train.ranks import Combined, Ranks
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
+from attnscale.train.tally import Arriving, Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.watching import Layer, Seen, watch
 from attnscale.watching.recognised import Recognised
 
@@ -40,6 +41,9 @@ class Monitor:
     the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
     forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again; compiled
     parts run uncompiled. Nothing that goes wrong here stops training: it is warned of.
+
+    What was seen on a GPU is not waited for, so its record is written, and its alarms raised, when the next step is
+    over; by `last`, `growth()`, `state_dict()` and `close()`, or as the process ends, at once.
 
     Where torch.distributed runs, make one on every rank: rows of all ranks are merged, and rank 0 writes. Ranks that
     share out the heads of a layer (tensor parallel) are told by their `head_group`. Ranks that share out the *keys* of
@@ -83,9 +87,10 @@ class Monitor:
             raise SettingError(f"Expected a list of sinks, got {sinks!r} alone; write sinks=[{str(sinks)!r}].")
         self.model, self.every, self.rows = model, every, rows
         self.sinks = [sink_from(sink) for sink in sinks]
-        self.history = History(limits or Thresholds())
+        self._history = History(limits or Thresholds())
         self.steps = 0  # training steps that are over
-        self.last: Record | None = None
+        self._last: Record | None = None
+        self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
         self._on_alarm = on_alarm
         self._group, self._head_group, self._timeout = group, head_group, timeout
@@ -103,6 +108,18 @@ class Monitor:
     def is_due(self) -> bool:
         """Whether the present step is sampled."""
         return self.steps % self.every == 0
+
+    @property
+    def last(self) -> Record | None:
+        """The record of the last sampled step."""
+        self.flush()
+        return self._last
+
+    @property
+    def history(self) -> History:
+        """What is remembered of all sampled steps."""
+        self.flush()
+        return self._history
 
     def step(self) -> None:
         """A training step is over: record it if it was sampled, and watch the next if that is."""
@@ -122,12 +139,23 @@ class Monitor:
 
     def end(self) -> None:
         """A training step is over."""
+        self.flush()
         if self._watch is not None:
-            try:
-                self._record(self._leave())
-            except Exception as error:  # the run is worth more than its log
-                self._tell(f"A sampled step could not be recorded: {type(error).__name__}: {error}")
+            self._try(lambda: self._record(self._leave()))
         self.steps += 1
+
+    def flush(self) -> None:
+        """Write the record of the last sampled step, if that was put off."""
+        writing, self._unwritten = self._unwritten, None
+        if writing is not None:
+            atexit.unregister(self.flush)
+            self._try(writing)
+
+    def _try(self, recording: Callable[[], None]) -> None:
+        try:
+            recording()
+        except Exception as error:  # the run is worth more than its log
+            self._tell(f"A sampled step could not be recorded: {type(error).__name__}: {error}")
 
     def __enter__(self) -> "Monitor":
         self.begin()
@@ -143,6 +171,7 @@ class Monitor:
 
     def cancel(self) -> None:
         """Stop watching the present step, and record nothing of it."""
+        self.flush()
         leaving, self._watch, self._seen = self._watch, None, None
         if leaving is not None:
             with warnings.catch_warnings(), suppress(AttnscaleError):  # nothing was seen, and nothing was asked
@@ -191,29 +220,43 @@ class Monitor:
 
     def _record(self, layers: dict[str, Layer]) -> None:
         part = 0 if self._head_group is None else dist.get_rank(self._head_group)
+        at = self.steps, time.time()
+        if self._key_group is None and not self._merges_now:
+            self.layers, arriving = layers, Arriving(layers, part)
+            self._unwritten = lambda: self._conclude(at, layers, arriving.tallies(), None)
+            if arriving.is_here:
+                self.flush()
+            else:
+                atexit.register(self.flush)
+            return
         own = seen_tallies(layers, part) if self._key_group is None else self._over_keys(layers, part)
-        combined = self._combined(own)
+        combined = self._combined(own)  # at once: ranks wait for each other
         tallies = own if combined is None else from_bytes(combined.payload)
-        if combined is not None or self._key_group is not None:
-            mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
-            layers = {
-                name: replace(layers[name], stats=tallies[key].stats) for name, key in mine.items() if key in tallies
-            }
-        self.layers = layers
+        mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
+        self.layers = {
+            name: replace(layers[name], stats=tallies[key].stats) for name, key in mine.items() if key in tallies
+        }
+        self._conclude(at, self.layers, tallies, combined)
+
+    def _conclude(
+        self, at: tuple[int, float], layers: dict[str, Layer], tallies: Tallies, combined: Combined | None
+    ) -> None:
+        """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
         if not tallies:
             return
         found = {
             name: replace(record, softcap=layers[name].softcap if name in layers else None)
             for name, record in records(whole_layers(tallies)).items()
         }
-        alarms = self.history.add(self.steps, found)
+        step, seconds = at
+        alarms = self._history.add(step, found)
         is_shared = combined is None or combined.agreed
         rank = None if is_shared else dist.get_rank()
         ranks = 1 if combined is None else combined.ranks
-        self.last = Record(self.steps, time.time(), found, alarms, ranks, rank)
-        self._raise(alarms)
+        self._last = record = Record(step, seconds, found, alarms, ranks, rank)
+        self._raise(step, alarms)
         if combined is None or not combined.agreed or self._ranks is None or self._ranks.rank == 0:
-            self._write(self.last)
+            self._write(record)
 
     def _over_keys(self, layers: dict[str, Layer], part: int) -> Tallies:
         """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
@@ -244,9 +287,13 @@ class Monitor:
             )
         return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})
 
+    @property
+    def _merges_now(self) -> bool:
+        return self._merges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
     def _combined(self, own: Tallies) -> Combined | None:
         """The tallies of all ranks; None where this process is alone, or keeps to itself."""
-        if not (self._merges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not self._merges_now:
             return None
         if self._ranks is None:
             self._ranks = Ranks(self._group, self._timeout)
@@ -254,10 +301,10 @@ class Monitor:
             to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
         )
 
-    def _raise(self, alarms: list[Finding]) -> None:
+    def _raise(self, step: int, alarms: list[Finding]) -> None:
         for alarm in alarms:
             if self._ranks is None or self._ranks.rank == 0:
-                LOGGER.warning("step %d: %s", self.steps, alarm)
+                LOGGER.warning("step %d: %s", step, alarm)
             if self._on_alarm is not None:
                 self._on_alarm(alarm)
 

@@ -77,34 +77,66 @@ Tallies = dict[Key, Tally]
 
 
 def seen_tallies(layers: Mapping[str, Layer], part: int) -> Tallies:
-    """What one rank saw. What lies on a GPU is fetched at once: each transfer would wait for all that is queued."""
-    if not layers:
-        return {}
-    seen = list(layers.values())
-    heads, pooled = [layer.heads for layer in seen], pooled_together([layer.stats for layer in seen])
-    columns = [_columns(layer, each) for layer, each in zip(seen, pooled, strict=True)]
-    fetched: dict[int, Tensor] = {}
-    for device in {column.device for column in columns}:
-        here = [index for index, column in enumerate(columns) if column.device == device]
-        parts = torch.cat([columns[index] for index in here]).cpu().split([heads[index] for index in here])
-        fetched |= dict(zip(here, parts, strict=True))
-    packed = torch.cat([fetched[index] for index in range(len(heads))])
-    numbers, sums, norms, gradients = packed.split([len(POOLED_NUMBERS), len(SUMS), 2, 2], dim=-1)
-    scales = torch.cat([layer.scales.double().cpu() for layer in seen]).abs()
-    together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
-    tallies = map(unpack, together.pack().split(heads))
-    return {(name, part, layer.heads): tally for (name, layer), tally in zip(layers.items(), tallies, strict=True)}
+    """What one rank saw."""
+    return Arriving(layers, part).tallies()
 
 
-def _columns(layer: Layer, pooled: Pooled) -> Tensor:
-    """Everything of a layer that may lie on a GPU, (heads, …)."""
-    numbers = [getattr(pooled, name).double() for name in POOLED_NUMBERS]
-    nothing = torch.full_like(pooled.mean, math.nan)
-    norms = [norm.to(pooled.mean).square() for norm in (layer.query_norm, layer.key_norm)]
-    gradients = [
-        nothing if norm is None else norm.to(nothing).square() for norm in (layer.query_gradient, layer.key_gradient)
-    ]
-    return torch.cat([torch.stack(numbers, dim=-1), pooled.sums, torch.stack([*norms, *gradients], dim=-1)], dim=-1)
+class Arriving:
+    """What one rank saw, on its way to the host: what lies on a GPU is fetched in one copy, behind all it has to do."""
+
+    def __init__(self, layers: Mapping[str, Layer], part: int) -> None:
+        self._keys = [(name, part, layer.heads) for name, layer in layers.items()]
+        seen = list(layers.values())
+        self._scales = [layer.scales for layer in seen]
+        pooled = pooled_together([layer.stats for layer in seen])
+        self._copies: list[tuple[list[int], Tensor]] = []
+        self._events: list[torch.cuda.Event] = []
+        for device in {each.mean.device for each in pooled}:
+            here = [index for index, each in enumerate(pooled) if each.mean.device == device]
+            packed = _columns([seen[index] for index in here], [pooled[index] for index in here])
+            self._copies.append((here, packed.to("cpu", non_blocking=packed.is_cuda)))
+            if packed.is_cuda:
+                self._events.append(torch.cuda.current_stream(device).record_event())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether tallies() would not wait."""
+        return all(event.query() for event in self._events)
+
+    def tallies(self) -> Tallies:
+        """Wait for it."""
+        if not self._keys:
+            return {}
+        for event in self._events:
+            event.synchronize()
+        heads, fetched = [heads for *_, heads in self._keys], dict[int, Tensor]()
+        for here, packed in self._copies:
+            fetched |= dict(zip(here, packed.split([heads[index] for index in here]), strict=True))
+        numbers, sums, norms, gradients = torch.cat([fetched[index] for index in range(len(heads))]).split(
+            [len(POOLED_NUMBERS), len(SUMS), 2, 2], dim=-1
+        )
+        scales = torch.cat([scales.double().cpu() for scales in self._scales]).abs()
+        together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
+        return dict(zip(self._keys, map(unpack, together.pack().split(heads)), strict=True))
+
+
+def _columns(layers: Sequence[Layer], pooled: Sequence[Pooled]) -> Tensor:
+    """Everything of layers that lie on one device, (heads of all, …): in few operations, however many they are."""
+    numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in POOLED_NUMBERS]
+    mean = numbers[POOLED_NUMBERS.index("mean")]
+    squares = [
+        torch.cat([_known(norm, each).to(mean) for norm, each in zip(norms, pooled, strict=True)]).square()
+        for norms in (
+            [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
+            [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
+        )
+    ]  # fmt: skip
+    sums = torch.cat([each.sums for each in pooled])
+    return torch.cat([torch.stack(numbers, dim=-1), sums, torch.stack(squares, dim=-1)], dim=-1)
+
+
+def _known(norm: Tensor | None, pooled: Pooled) -> Tensor:
+    return torch.full_like(pooled.mean, math.nan) if norm is None else norm
 
 
 def unpack(packed: Tensor) -> Tally:

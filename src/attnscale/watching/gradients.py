@@ -20,7 +20,13 @@ class GradientSquares:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
 
-    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor]) -> None:
+    def follow(
+        self,
+        name: str,
+        tensor: Tensor,
+        by_head: Callable[[Tensor], Tensor],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Add up what reaches this tensor: `by_head` turns squares of the gradient into a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -29,15 +35,21 @@ class GradientSquares:
             with torch.no_grad():
                 found, before = by_head(gradient.detach()), getattr(self, name)
                 setattr(self, name, found if before is None else before + found)
+            if meanwhile is not None:
+                meanwhile()
 
         tensor.register_hook(add)
 
 
-def of_kernel(query: Tensor, key: Tensor) -> GradientSquares:
-    """Follow (batch, heads, length, features); the heads of a group share what reaches their key."""
+def of_kernel(query: Tensor, key: Tensor, meanwhile: Callable[[], None] | None = None) -> GradientSquares:
+    """Follow (batch, heads, length, features); the heads of a group share what reaches their key.
+
+    `meanwhile` is called whenever a gradient passes.
+    """
     squares, group = GradientSquares(), query.shape[1] // max(key.shape[1], 1)
-    squares.follow("query", query, _by_head)
-    squares.follow("key", key, lambda gradient: _by_head(gradient).repeat_interleave(group))
+    squares.follow("query", query, _by_head, meanwhile)
+    of_key = _by_head if group == 1 else lambda gradient: _by_head(gradient).repeat_interleave(group)
+    squares.follow("key", key, of_key, meanwhile)
     return squares
 
 
@@ -59,10 +71,10 @@ def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
 
 def _by_head(gradient: Tensor) -> Tensor:
     lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=wide_dtype(gradient))
-    return lengths.double().square().sum(0)
+    return lengths.square().sum(0, dtype=torch.float64)
 
 
 def norm_over(calls: list[GradientSquares | None], name: str) -> Tensor | None:
     """The length of the gradient over all calls, a value a head; None where none was seen."""
     found = [getattr(call, name) for call in calls if call is not None and getattr(call, name) is not None]
-    return torch.stack(found).sum(0).sqrt() if found else None
+    return sum(found[1:], found[0]).sqrt() if found else None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from attnscale.watching.graph import now
+
 # The line of the model's own code is the first outside these.
 LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
 
@@ -33,7 +35,7 @@ def within(first: Place, second: Place) -> str:
 
 def uncompiled(name: str) -> str:
     """A module path without the wrapper that torch.compile puts round a module."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
 
 
 class ParameterNames:
@@ -73,8 +75,14 @@ class Running:
         self._names = {id(module): uncompiled(name) for name, module in reversed(list(model.named_modules()))}
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
+        self.began: list[int] = []  # of each, how many operations autograd had recorded
         self.called: set[str] = set()
         self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `meanwhile` lasts."""
+        return self._entered > 0
 
     def shown(self, path: str) -> str:
         """A module path as it is shown: the model itself by its class."""
@@ -97,6 +105,7 @@ class Running:
     def detach(self) -> None:
         """Stop following, also where an interrupt left modules behind."""
         self.stack.clear()
+        self.began.clear()
         self._exit()
         for handle in self._handles:
             handle.remove()
@@ -109,6 +118,7 @@ class Running:
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
             self.stack.append(name)
+            self.began.append(now())
             self.called.add(name)
             if not self._entered and self._begins(name):
                 self._entered = len(self.stack)
@@ -119,6 +129,7 @@ class Running:
         if name is not None and self.stack:
             self._ran(name, output)
             self.stack.pop()
+            self.began.pop()
             if len(self.stack) < self._entered:
                 self._exit()
 

@@ -1,6 +1,7 @@
 """The norms of queries and keys that a model was built with, and whether they take part."""
 
 import re
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,13 +17,17 @@ class QueryKeyNorms:
     """The norms of queries and keys that a model was built with, and whether they take part."""
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self.built = {
+        self._model, self._ledger = model, ledger
+        self._outputs: dict[str, list[Node]] = {}
+
+    @cached_property
+    def built(self) -> dict[str, nn.Module]:
+        """The norms by their path."""
+        return {
             name: module
-            for name, module in model.named_modules()
+            for name, module in self._model.named_modules()
             if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
         }
-        self._ledger = ledger
-        self._outputs: dict[str, list[Node]] = {}
 
     def ran(self, name: str, output: Any) -> None:
         """A module of the model ran."""

@@ -5,20 +5,21 @@ fused kernel stays the same from step to step: where its queries and keys come f
 Only where all of a model's attention was such kernels is it kept; modules that were not seen before are followed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnscale.measure.stats import Pooled, ScoreStats
+from attnscale.rules.rule import without_autocast
 from attnscale.watching.kernels import Kernel, projected_norm
 from attnscale.watching.sighting import Sighting
+from attnscale.watching.traces import Signature, Trace
 
 if TYPE_CHECKING:
     from attnscale.watching.names import Place
 
-Signature = tuple[object, ...]
 KINDS = ("sdpa", "flash")
 
 
@@ -35,36 +36,83 @@ class Recognised:
     called: frozenset[str]
     calls: dict[Signature, Sighting]
     unused_norms: dict[str, tuple[str, ...]]
+    traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
 
     @property
     def attending(self) -> frozenset[str]:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
 
-    def sighting(self, kernel: Kernel, place: "Place", rows: int | None) -> Sighting | None:
+    def sighting(self, kernel: Kernel, known_by: Signature, rows: int | None) -> Sighting | None:
         """The same call on other tensors; None where it is not known."""
-        known = self.calls.get(signature(kernel, place))
-        if known is None or known.factors is None:
-            return None
-        query, key = known.factors
-        group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
-        key_norm = projected_norm(kernel.key, key)
-        return replace(
-            known,
-            causal=kernel.is_causal if kernel.mask is None else known.causal,  # to look at a mask is to wait for a GPU
-            softcap=kernel.softcap,
-            highest_bias=kernel.highest_bias(),
-            query_len=kernel.query.shape[-2],
-            key_len=kernel.key.shape[-2],
-            stats=kernel.stats(rows),
-            scales=torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group)),
-            query_norm=projected_norm(kernel.query, query),
-            key_norm=key_norm if group == 1 else key_norm.repeat_interleave(group),
-        )
+        known = self._again(known_by)
+        return None if known is None else _measured(known, kernel, rows)
+
+    def later(self, kernel: Kernel, known_by: Signature, rows: int | None) -> "Unmeasured | None":
+        """The same call on other tensors, to be measured when there is time for it; None where it is not known."""
+        known = self._again(known_by)
+        return None if known is None else Unmeasured(known, kernel, rows)
+
+    def _again(self, known_by: Signature) -> Sighting | None:
+        known = self.calls.get(known_by)
+        return None if known is None or known.factors is None else replace(known)
+
+
+class Unmeasured:
+    """A call that is known and was not measured yet.
+
+    That can wait until its gradient passes, since autograd holds query and key until then, and a GPU has work to do.
+    """
+
+    def __init__(self, sighting: Sighting, kernel: Kernel, rows: int | None) -> None:
+        self.sighting, self._rows = sighting, rows
+        self.failure: str | None = None
+        query, key = kernel.query.detach(), kernel.key.detach()  # without their graph
+        self._kernel: Kernel | None = replace(kernel, query=query, key=key)
+        self._versions = _versions(self._kernel)
+        stores = {store.data_ptr(): store.nbytes() for store in (query.untyped_storage(), key.untyped_storage())}
+        self.held = sum(stores.values())  # bytes that wait with it
+
+    def measure(self) -> None:
+        """Measure it, once; what was written to since is told as a failure."""
+        kernel, self._kernel, self.held = self._kernel, None, 0
+        if kernel is None:
+            return
+        if self._versions != _versions(kernel):
+            self.failure = "a query or key was written to after its attention, and is left out"
+            return
+        try:
+            with torch.no_grad(), without_autocast(kernel.query):
+                _measured(self.sighting, kernel, self._rows)
+        except Exception as error:  # inside a backward pass, which must go on
+            self.failure = f"{type(error).__name__}: {error}"
+
+
+def _versions(kernel: Kernel) -> list[int]:
+    return [tensor._version for tensor in (kernel.query, kernel.key, kernel.mask) if tensor is not None]
+
+
+def _measured(call: Sighting, kernel: Kernel, rows: int | None) -> Sighting:
+    """A call that was seen before, with the numbers of this time."""
+    assert call.factors is not None
+    query, key = call.factors
+    group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
+    key_norm = projected_norm(kernel.key, key)
+    call.causal = kernel.is_causal if kernel.mask is None else call.causal  # to look at a mask is to wait for a GPU
+    call.softcap, call.highest_bias = kernel.softcap, kernel.highest_bias()
+    call.query_len, call.key_len = kernel.query.shape[-2], kernel.key.shape[-2]
+    call.stats = kernel.stats(rows)
+    call.scales = torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group))
+    call.query_norm = projected_norm(kernel.query, query)
+    call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)
+    return call
 
 
 def remembered(
-    called: set[str], seen: dict[Signature, Sighting], unused_norms: Callable[[str], tuple[str, ...]]
+    called: set[str],
+    seen: dict[Signature, Sighting],
+    unused_norms: Callable[[str], tuple[str, ...]],
+    traces: Mapping[str, Trace],
 ) -> Recognised | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
     if not all(call.kind in KINDS and call.factors is not None and not call.biased for call in seen.values()):
@@ -73,7 +121,7 @@ def remembered(
         place: replace(call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None)
         for place, call in seen.items()
     }
-    return Recognised(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen})
+    return Recognised(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen}, traces)
 
 
 def _forgotten(heads: int) -> ScoreStats:

@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
+from torch import Tensor
 
 from attnscale.measure.stats import merged_when_read
 from attnscale.watching.declared import Declared
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
-from attnscale.watching.recognised import Recognised
+from attnscale.watching.recognised import Recognised, Unmeasured
 from attnscale.watching.sighting import Sighting
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
+HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
 
 
 class Layers(dict[str, Layer]):
@@ -42,12 +45,35 @@ class Seen:
         self.recognised: Recognised | None = None  # what a later watch() may know the model by
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[Sighting]] = {}
+        self._unmeasured: list[tuple[str, Unmeasured]] = []
+        self._waiting: list[Unmeasured] = []  # those of them that hold on to tensors
+        self.left_out: list[str] = []  # calls that could not be measured, and why
         self._built: tuple[int, Layers] = (0, Layers())
 
     def note(self, path: str, line: tuple[str, int], sighting: Sighting) -> None:
         """Add one call to those of its place."""
         site = (path, line, sighting.heads, sighting.head_dim)
         self._sites.setdefault(site, []).append(sighting)
+
+    def note_later(self, path: str, line: tuple[str, int], call: Unmeasured) -> None:
+        """Add one call that is not measured yet; where many wait, the first are measured now."""
+        self.note(path, line, call.sighting)
+        self._unmeasured.append((path, call))
+        self._waiting = [*(each for each in self._waiting if each.held), call]
+        while sum(each.held for each in self._waiting) > HELD:
+            self._waiting.pop(0).measure()
+
+    def settle(self) -> None:
+        """Measure what was not measured yet, and leave out what cannot be."""
+        for path, call in self._unmeasured:
+            call.measure()
+            if call.failure is not None:
+                self.left_out.append(f"{path}: {call.failure}")
+                self._sites = {
+                    site: [each for each in calls if each is not call.sighting] for site, calls in self._sites.items()
+                }
+        self._unmeasured.clear()
+        self._waiting.clear()
 
     @property
     def calls(self) -> int:
@@ -57,9 +83,10 @@ class Seen:
     @property
     def layers(self) -> Layers:
         """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`."""
+        self.settle()
         if self._built[0] != self.calls:
             layers = Layers()
-            for (path, *_), calls in self._sites.items():
+            for (path, *_), calls in filter(itemgetter(1), self._sites.items()):
                 name, number = self._shown(str(path)), 2
                 while name in layers:
                     name, number = f"{self._shown(str(path))}#{number}", number + 1
@@ -82,8 +109,8 @@ class Seen:
             softcap=last.softcap,
             stats=merged_when_read([call.stats for call in calls]),
             scales=torch.stack([call.scales for call in calls]).mean(0),
-            query_norm=torch.stack([call.query_norm for call in calls]).square().mean(0).sqrt(),
-            key_norm=torch.stack([call.key_norm for call in calls]).square().mean(0).sqrt(),
+            query_norm=_root_mean_square([call.query_norm for call in calls]),
+            key_norm=_root_mean_square([call.key_norm for call in calls]),
             declared=self._declare(path, last.head_dim),
             wiring=Wiring(
                 normalised=all(call.normalised for call in calls),
@@ -115,6 +142,10 @@ class Seen:
             for row in rows
         )
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _root_mean_square(norms: list[Tensor]) -> Tensor:
+    return norms[0] if len(norms) == 1 else torch.stack(norms).square().mean(0).sqrt()
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:

@@ -106,4 +106,4 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
 def rms_norm(vectors: Tensor) -> Tensor:
     """Root mean square of the lengths of (batch, heads, positions, features), a value a head."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
-    return lengths.double().square().mean((0, 2)).sqrt()
+    return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()

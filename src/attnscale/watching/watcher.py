@@ -20,6 +20,7 @@ from attnscale.watching.declared import declared
 from attnscale.watching.eager import Written, see_softmax
 from attnscale.watching.fused import flex_call, kernel_calls
 from attnscale.watching.gradients import of_kernel
+from attnscale.watching.graph import is_legible, kernels_behind, now
 from attnscale.watching.kernels import Kernel
 from attnscale.watching.kinds import SOFTMAXES, kind_of
 from attnscale.watching.lineage import Ledger, Node, shape_of
@@ -27,12 +28,13 @@ from attnscale.watching.names import ParameterNames, Place, Running, within
 from attnscale.watching.norms import QueryKeyNorms
 from attnscale.watching.operations import Operation, read
 from attnscale.watching.products import convolved, read_outer_sum, read_product
-from attnscale.watching.recognised import Recognised, Signature, remembered, signature
+from attnscale.watching.recognised import Recognised, remembered, signature
 from attnscale.watching.seen import Seen
 from attnscale.watching.shards import Shard
 from attnscale.watching.shared import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
 from attnscale.watching.sighting import Sighting
 from attnscale.watching.softmaxes import Softmax
+from attnscale.watching.traces import Signature, Traces
 
 DEFAULT_ROWS = 64
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand
@@ -105,10 +107,12 @@ class Watcher(TorchDispatchMode):
         self.only_known = False  # nothing but known kernels is looked at in the module that is running
         self.attending = frozenset() if known is None else known.attending
         begins = (lambda name: True) if known is None else self._begins
-        self.running = Running(model, self.norms.ran, self, training, begins)
+        self.running = Running(model, self._ran, self, training, begins)
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
         self.calls: dict[Signature, Sighting] = {}  # kernels that were followed
+        self.traces = Traces()
+        self.reads_graph = training and seed is None and not keep  # and not only what a mode sees
         self.can_be_recognised = True  # so far: all attention was kernels
         self.rows, self.keep, self.training, self.seed = rows, keep, training, seed
         self.softmaxes = 0  # of anything
@@ -118,7 +122,39 @@ class Watcher(TorchDispatchMode):
         """Whether to look at what runs in a module: a kernel that is known, or all of a module that is not."""
         assert self.known is not None
         self.only_known = name in self.attending
+        if self.reads_graph and name in self.known.traces and is_legible():
+            return False  # its kernel is read from the graph when it has run
         return self.only_known or name not in self.known.called
+
+    def _ran(self, name: str, output: Any) -> None:
+        """A module has run."""
+        if self.known is None:
+            self.norms.ran(name, output)
+        if not self.reads_graph:
+            return
+        try:
+            if self.known is None:
+                self.traces.ran(name, output, self.running.began[-1])
+            elif name in self.known.traces and not self.running.is_watched and is_legible():
+                self._see_trace(name, output)
+        except Exception as error:  # a model that runs must go on running
+            self._failed(name, error)
+
+    def _see_trace(self, name: str, output: Any) -> None:
+        """The kernel of a known module, from the graph; measured when its gradient passes, when a GPU has work."""
+        assert self.known is not None
+        trace, began = self.known.traces[name], self.running.began[-1]
+        if now() - began not in trace.lengths:  # it does not run as it did: all is followed the next time
+            self.can_be_recognised = False
+        kernel = next(kernels_behind(output, began), None)
+        call = None
+        if kernel is not None and trace.fits(kernel):
+            call = self.known.later(kernel, trace.signature, self.rows)
+        if kernel is None or call is None:
+            self.can_be_recognised = False
+            return
+        call.sighting.gradients = of_kernel(kernel.query, kernel.key, call.measure)
+        self.seen.note_later(name, trace.line, call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,10 +175,13 @@ class Watcher(TorchDispatchMode):
         try:
             self._read(func, args, kwargs, result)
         except Exception as error:  # a model that runs must go on running
-            self.failures.append(f"{func}: {type(error).__name__}: {error}")
-            if RAISE_FAILURES:
-                raise
+            self._failed(func, error)
         return result
+
+    def _failed(self, what: Any, error: Exception) -> None:
+        self.failures.append(f"{what}: {type(error).__name__}: {error}")
+        if RAISE_FAILURES:
+            raise error
 
     def _read(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         kind = kind_of(func)
@@ -286,6 +325,8 @@ class Watcher(TorchDispatchMode):
             return
         if not self.only_known:
             self.calls[signature(kernel, place)] = sighting
+            if self.reads_graph:
+                self.traces.saw(signature(kernel, place), kernel)
         if self.training:
             sighting.gradients = of_kernel(kernel.query, kernel.key)
         self.seen.note(".".join(filter(None, (place.modules[-1], kernel.inside))), place.line, sighting)
@@ -298,7 +339,7 @@ class Watcher(TorchDispatchMode):
             self.seen.without_gradients = True
         with nullcontext() if self.seed is None else same_rows(self.seed):
             if self.only_known and self.known is not None and isinstance(call, Kernel):
-                sighting = self.known.sighting(call, place, self.rows)
+                sighting = self.known.sighting(call, signature(call, place), self.rows)
             else:
                 sighting = call.sighting(self.rows, self.keep)
         if self.seed is not None and sighting is not None:
@@ -321,9 +362,13 @@ class Watcher(TorchDispatchMode):
 
     def conclude(self) -> None:
         """Say what could not be followed; where nothing was seen at all, refuse."""
+        self.seen.settle()
+        self.failures += self.seen.left_out
         if self.can_be_recognised and not self.failures and not self.seen.unfollowed:
             if self.known is None:
-                self.seen.recognised = remembered(self.running.called, self.calls, self.seen.unused_norms)
+                self.seen.recognised = remembered(
+                    self.running.called, self.calls, self.seen.unused_norms, self.traces.legible
+                )
             elif not self.calls:  # something new is followed with all the rest, the next time
                 self.seen.recognised = self.known
         if self.failures:

@@ -1,0 +1,72 @@
+"""A monitor on a GPU: the forward is the same to the last bit, takes no more memory, and nothing is waited for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnscale import Monitor
+from attnscale.models import CausalTransformer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # torch's own, which differ from version to version
+]
+
+
+def train(steps, rate=1e-3, **settings):
+    torch.manual_seed(0)
+    model = CausalTransformer(512, 256, 4, 4).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    records, losses = [], []
+    monitor = Monitor(model, every=2, sinks=[records.append], **settings) if settings else None
+    for step in range(steps):
+        if step == 1:  # the first is followed
+            torch.cuda.reset_peak_memory_stats()
+        tokens = torch.randint(0, 512, (8, 513), generator=torch.Generator().manual_seed(step)).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if monitor is not None:
+            monitor.step()
+    if monitor is not None:
+        monitor.close()
+    return losses, records, torch.cuda.max_memory_allocated()
+
+
+def test_the_forward_is_the_same_to_the_last_bit_and_takes_no_more_memory():
+    """At rate 0, since backward passes of attention add up in any order."""
+    plain, _, least = train(7, rate=0.0)
+    watched, records, most = train(7, rate=0.0, rows=64)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert [record.step for record in records] == [0, 2, 4, 6]
+    assert most < 1.02 * least
+
+
+def test_steps_that_are_known_give_the_numbers_of_following(monkeypatch):
+    _, known, _ = train(3, rate=0.0, rows=None)
+    monkeypatch.setattr("attnscale.train.monitor.FOLLOWED", 1)
+    _, followed, _ = train(3, rate=0.0, rows=None)
+    for name, layer in followed[1].layers.items():
+        for number, values in layer.numbers.items():
+            assert known[1].layers[name].numbers[number] == pytest.approx(values, rel=1e-2), number
+
+
+def test_a_busy_gpu_is_not_waited_for():
+    model = CausalTransformer(64, 64, 2, 2).to("cuda")
+    records = []
+    monitor = Monitor(model, every=1, sinks=[records.append])
+    tokens = torch.zeros(2, 65, dtype=torch.int64, device="cuda")
+    for _ in range(2):  # the second is known
+        model(tokens).sum().backward()
+        monitor.flush()
+        torch.cuda._sleep(1_000_000_000)  # cycles, some half a second
+        before = len(records)
+        monitor.step()
+        assert len(records) == before
+    assert monitor.last is records[-1]
+    assert [record.step for record in records] == [0, 1]
+    monitor.close()

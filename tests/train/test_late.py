@@ -1,0 +1,107 @@
+"""A record that a GPU is not waited for: written when the next step is over, or when it is asked for; never lost."""
+
+import subprocess
+import sys
+
+import pytest
+
+from attnscale import Monitor
+from attnscale.acting import clip_qk_
+from attnscale.train.tally import Arriving
+
+from .training import batch, loss_of, small_model
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """A device that is never done when it is asked."""
+    monkeypatch.setattr(Arriving, "is_here", False)
+
+
+@pytest.fixture
+def run(busy):
+    model, records = small_model(), []
+    monitor = Monitor(model, every=2, rows=None, sinks=[records.append])
+    loss_of(model, batch()).backward()
+    monitor.step()
+    assert not records
+    return monitor, records
+
+
+def test_it_is_written_when_the_next_step_is_over(run):
+    monitor, records = run
+    monitor.step()
+    assert [record.step for record in records] == [0]
+    monitor.close()
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda monitor: monitor.last,
+        lambda monitor: monitor.history,
+        lambda monitor: monitor.growth("blocks.0.attention"),
+        lambda monitor: monitor.state_dict(),
+        lambda monitor: monitor.load_state_dict({"steps": 0, "history": {"series": {}, "began": {}, "standing": []}}),
+        lambda monitor: monitor.close(),
+    ],
+)
+def test_whoever_asks_for_it_has_it_at_once_and_once(run, asks):
+    monitor, records = run
+    asks(monitor)
+    assert [record.step for record in records] == [0]
+    monitor.close()
+    assert len(records) == 1
+
+
+def test_an_exception_in_the_next_step_does_not_lose_it(run):
+    monitor, records = run
+    with pytest.raises(ZeroDivisionError), monitor:
+        raise ZeroDivisionError
+    assert [record.step for record in records] == [0]
+
+
+def test_clipping_needs_not_wait_for_the_record(run):
+    monitor, records = run
+    largest = max(float(layer.stats.max.max()) for layer in monitor.layers.values())
+    assert clip_qk_(monitor.model, monitor, threshold=largest / 2).heads
+    assert not records
+    assert max(layer.whole("max") for layer in monitor.last.layers.values()) == pytest.approx(largest)
+
+
+def test_the_numbers_and_the_step_are_those_of_the_sampled_step(busy):
+    def trained(late):
+        model, records = small_model(), []
+        monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+        for step in range(3):
+            loss_of(model, batch(4, step)).backward()
+            monitor.step()
+            assert len(records) == (step if late else step + 1)
+            if not late:
+                assert monitor.last is records[-1]
+        monitor.close()
+        return records
+
+    late = trained(late=True)
+    Arriving.is_here = True
+    assert [(record.step, record.layers) for record in late] == [
+        (record.step, record.layers) for record in trained(late=False)
+    ]
+
+
+ENDS_EARLY = """
+from attnscale import Monitor
+from attnscale.train.tally import Arriving
+from tests.train.training import batch, loss_of, small_model
+Arriving.is_here = False
+model = small_model()
+monitor = Monitor(model, every=2, sinks=[lambda record: print("step", record.step)])
+loss_of(model, batch()).backward()
+monitor.step()
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_writes_it():
+    ended = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (3, "step 0\n"), ended.stderr
