@@ -3,6 +3,7 @@
 Following every operation of a forward takes longer than a GPU takes to run it. What that finds out about a call of a
 fused kernel stays the same from step to step: where its queries and keys come from, and which constants multiply them.
 Only where all of a model's attention was such kernels is it kept; modules that were not seen before are followed.
+Where autograd records a forward, its kernels are read from the graph, and measured as their gradient passes.
 """
 
 from collections.abc import Callable, Mapping
