@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.result import Value
 from attnscale.show.lab import shown
 from docs.tools.chart import chart
@@ -14,8 +15,10 @@ NONE_YET = "No result is recorded here yet."
 
 
 def with_results(markdown: str, folder: Path = FOLDER) -> str:
-    """The page, and under it every result in the folder, by file name."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    """The page, and under it every result in the folder, in the order of the catalogue."""
+    order = list(EXPERIMENTS)
+    paths = sorted(folder.glob("*.json"), key=lambda path: (order.index(path.stem) if path.stem in order else -1, path))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     sections = [section(result) for result in results if "experiment" in result and "conclusion" in result]
     return "\n\n".join([markdown, *(sections or [NONE_YET])])
 
