@@ -26,16 +26,17 @@ def now() -> int:
 
 
 def kernels_behind(output: Any, began: int) -> Iterator[Kernel]:
-    """The kernels that an output came from, the nearest first, among operations recorded since `began`."""
-    nodes = [tensor.grad_fn for tensor in _tensors(output)]
+    """The kernels that an output came from, among operations recorded since `began`; first by way of first operands."""
+    nodes = [tensor.grad_fn for tensor in reversed(_tensors(output))]
     seen = set()
-    for node in nodes:
+    while nodes:
+        node = nodes.pop()
         if node is None or node in seen or node._sequence_nr() < began:
             continue
         seen.add(node)
         if node.name().startswith(KERNEL) and hasattr(node, "_saved_query"):
             yield _kernel(node)
-        nodes += [parent for parent, _ in node.next_functions]
+        nodes += [parent for parent, _ in reversed(node.next_functions)]
 
 
 def _kernel(node: Any) -> Kernel:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,18 @@ class Running:
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
         begins: Callable[[str], bool] = lambda name: True,
+        passed_over: Collection[str] = (),
     ) -> None:
-        """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode."""
+        """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
+
+        Modules `passed_over` that hold no others are taken for a part of the one around them.
+        """
         self._root = type(model).__name__
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
-        self._names = {id(module): uncompiled(name) for name, module in reversed(list(model.named_modules()))}
+        named = {id(module): (uncompiled(name), module) for name, module in reversed(list(model.named_modules()))}
+        self._names = {
+            key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
+        }
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded

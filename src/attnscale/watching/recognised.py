@@ -7,7 +7,9 @@ Where autograd records a forward, its kernels are read from the graph, and measu
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +41,7 @@ class Recognised:
     unused_norms: dict[str, tuple[str, ...]]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
 
-    @property
+    @cached_property
     def attending(self) -> frozenset[str]:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
@@ -56,7 +58,7 @@ class Recognised:
 
     def _again(self, known_by: Signature) -> Sighting | None:
         known = self.calls.get(known_by)
-        return None if known is None or known.factors is None else replace(known)
+        return None if known is None or known.factors is None else copy(known)
 
 
 class Unmeasured:

@@ -107,7 +107,8 @@ class Watcher(TorchDispatchMode):
         self.only_known = False  # nothing but known kernels is looked at in the module that is running
         self.attending = frozenset() if known is None else known.attending
         begins = (lambda name: True) if known is None else self._begins
-        self.running = Running(model, self._ran, self, training, begins)
+        passed_over = () if known is None else known.called - known.attending
+        self.running = Running(model, self._ran, self, training, begins, passed_over)
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
         self.calls: dict[Signature, Sighting] = {}  # kernels that were followed
