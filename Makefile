@@ -17,8 +17,9 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+# A process a core, and one thread each: torch's threads would only wait for each other.
 tests: $(INSTALLED)
-	$(BIN)/pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

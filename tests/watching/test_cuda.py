@@ -1,5 +1,7 @@
 """Watching on a GPU: other kernels, padded heads, half precision, compiled flex."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import attnscale
+from attnscale.models import CausalTransformer
 from attnscale.watching import watcher
 from tests.zoo.entry import SelfAttention
 
@@ -91,3 +94,26 @@ def test_training_under_autocast():
     layer = next(iter(seen.layers.values()))
     assert layer.scale_applied == pytest.approx(32**-0.5, rel=4e-3)
     assert layer.calls == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:3])
+def test_a_step_with_fused_norms_is_the_same_to_the_last_bit(backend, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    tokens = torch.randint(0, 256, (4, 128), device="cuda")
+
+    def step(watched):
+        torch.manual_seed(0)
+        model = CausalTransformer(256, 128, 2, 2).to("cuda")
+        with sdpa_kernel(backend), attnscale.watch(model) if watched else nullcontext():
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens).float().logsumexp(-1).mean()
+            loss.backward()
+        return [loss, *(parameter.grad for parameter in model.parameters())]
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plain, again, watched = step(False), step(False), step(True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, plain, again))  # else nothing could be told
+    assert all(map(torch.equal, plain, watched))

@@ -242,3 +242,28 @@ def test_nothing_to_attend_to_is_said_so(shape):
     model = Plain(24, 2)
     with pytest.raises(AttnscaleError, match="empty batch or sequence"), attnscale.watch(model), torch.no_grad():
         model(torch.randn(shape))
+
+
+@pytest.fixture(scope="module")
+def doubled():
+    """An operation that is made of others, and on this device all the same one kernel, which rounds otherwise."""
+    library = torch.library.Library("attnscale_test", "FRAGMENT")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: (x.exp() * 2).log() / 2, "CompositeImplicitAutograd")
+    library.impl("doubled", lambda x: x * 2, "CPU")
+    yield torch.ops.attnscale_test.doubled
+    library._destroy()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_operation_with_a_kernel_of_its_own_is_not_taken_apart(doubled, mode):
+    class Doubling(Plain):
+        def forward(self, x):
+            return super().forward(doubled(x))
+
+    model, x = Doubling(24, 2), torch.randn(2, 5, 24)
+    with mode():
+        expected = model(x)
+        with attnscale.watch(model) as seen:
+            assert torch.equal(model(x), expected)
+    assert seen.layers["Doubling"].calls == 1

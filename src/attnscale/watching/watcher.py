@@ -167,7 +167,7 @@ class Watcher(TorchDispatchMode):
             if FakeTensor in types:
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if kind_of(func).is_composite:
+        if _is_taken_apart(func, args):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -392,6 +392,15 @@ class Watcher(TorchDispatchMode):
             + (f"none of its {self.softmaxes} softmaxes" if self.softmaxes else "no softmax")
             + " took a product of two activations. An empty batch or sequence, or a model on the meta device, has none."
         )
+
+
+def _is_taken_apart(func: Any, args: Any) -> bool:
+    """Whether an operation runs as those it is made of: not where its device has one kernel for it."""
+    kind = kind_of(func)
+    if not (kind.is_composite and kind.fused_on):
+        return kind.is_composite
+    tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    return tensor is None or tensor.device.type not in kind.fused_on
 
 
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
