@@ -49,3 +49,13 @@ def test_bad_input_is_answered_with_a_sentence(arguments, said, tmp_path):
 def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     assert "Could not write" in str(run("variance", "--out", str(tmp_path / "file")).exception)
+
+
+@pytest.mark.parametrize("name", ["variance", "saturation", "divisors", "initialisation", "length"])
+def test_one_seed_is_shown_and_concludes_nothing(name, tmp_path):
+    ran = run(name, "--quick", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path), "--json")
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert found["conclusion"].startswith("One seed has no bands")
+    assert found["tables"]
+    assert not [check for check in found["checks"] if check["holds"] and "band" in check["evidence"]]

@@ -33,8 +33,15 @@ class Band:
         """Whether the interval contains a value."""
         return self.low <= value <= self.high
 
+    def __format__(self, form: str) -> str:
+        """The mean in this form, and its error; one seed has none."""
+        form = form or ".3g"
+        if math.isinf(self.half):
+            return f"{self.mean:{form}} (one seed)"
+        return f"{self.mean:{form}} ± {self.half:{'.1%' if form.endswith('%') else '.2g'}}"
+
     def __str__(self) -> str:
-        return f"{self.mean:.3g} ± {self.half:.2g}"
+        return format(self, "")
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ class Factors:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} ({self.low:.2g}–{self.high:.2g})"
+        interval = "one seed" if math.isnan(self.low) else f"{self.low:.2g}–{self.high:.2g}"
+        return f"{self.mean:.3g} ({interval})"
 
 
 def geometric_band(values: Iterable[float]) -> Factors:
@@ -56,6 +64,8 @@ def geometric_band(values: Iterable[float]) -> Factors:
     100 (0.33–3e+04)
     """
     found = band(math.log(value) if value > 0 else math.nan for value in values)
+    if math.isinf(found.half):
+        return Factors(math.exp(found.mean), math.nan, math.nan)
     return Factors(*(math.exp(min(value, LARGEST_LOG)) for value in (found.mean, found.low, found.high)))
 
 

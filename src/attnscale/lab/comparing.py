@@ -25,7 +25,7 @@ def verdict(difference: Band) -> str:
 
 def effect(difference: Band) -> str:
     """Its size: "+0.2 ± 0.03"."""
-    return f"{difference.mean:+.2g} ± {difference.half:.2g}"
+    return f"{difference:+.2g}"
 
 
 def verdicts(differences: Mapping[str, Band]) -> str:

@@ -80,7 +80,17 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; each plot says its kind."""
         plots = [{"kind": type(plot).__name__.lower(), **asdict(plot)} for plot in self.plots]
-        return {**asdict(self), "plots": plots}
+        plain: dict[str, Any] = _finite({**asdict(self), "plots": plots})
+        return plain
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: _finite(own) for name, own in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_finite(own) for own in value]
+    return column([value])[0] if isinstance(value, float) else value
 
 
 def column(values: Sequence[float]) -> tuple[float | None, ...]:

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from attnscale.lab.result import Result
 from attnscale.lab.running import SweepError, run_stored
 from attnscale.lab.store import Store, Stored
 
+ONE_SEED = (
+    "One seed has no bands, so nothing here is told from chance: the tables show what it gave. Two seeds or more make "
+    "a conclusion."
+)
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
@@ -62,6 +67,8 @@ def concluded(experiment: Experiment, done: Iterable[tuple[Cell, Stored]], setti
     """What the outcomes of all cells show."""
     outcomes = Outcomes([(cell.settings, stored.outcome) for cell, stored in done])
     found = experiment.conclude(outcomes)
+    if len(outcomes.values("seed")) == 1:
+        found = replace(found, text=ONE_SEED)
     return Result(
         experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings
     )  # fmt: skip

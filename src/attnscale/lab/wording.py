@@ -36,7 +36,7 @@ def times(ratio: Band) -> str:
     >>> times(Band(2.0, 0.1, 8)), times(Band(1.1, 0.2, 8))
     ('2 ± 0.1 times', 'no difference (1.1 ± 0.2 times)')
     """
-    size = f"{ratio.mean:.3g} ± {ratio.half:.2g} times"
+    size = f"{ratio:.3g} times"
     return f"no difference ({size})" if ratio.holds(1.0) else size
 
 

@@ -147,7 +147,7 @@ def _on_deterioration(outcomes: Outcomes, past: Outcomes) -> str:
     verdict = "worse" if behind.low > 0 else "better" if behind.high < 0 else "no different"
     return (
         f"Past {DETERIORATES:,.0f} ({len(past)} runs) the loss is {verdict} than with QK-norm at that rate and seed: "
-        f"{behind.mean:+.2g} ± {behind.half:.2g} nats."
+        f"{behind:+.2g} nats."
     )
 
 
@@ -155,7 +155,7 @@ def _on_gain(gain: Band) -> str:
     if gain.seeds < 2:
         return f"changes that by {gain.mean:+.2g}, which one seed cannot tell from chance"
     change = "lowers that" if gain.high < 0 else "raises that" if gain.low > 0 else "makes no difference to that"
-    return f"{change} ({gain.mean:+.2g} ± {gain.half:.2g})"
+    return f"{change} ({gain:+.2g})"
 
 
 def _checks(

@@ -97,7 +97,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     text = (
         f"From {TRAINED} to {lengths[-1]} keys ln n grows by {math.log(lengths[-1] / TRAINED):.2f}; "
         + "of that, entropy takes "
-        + ", ".join(f"{share.mean:.0%} ± {share.half:.1%} under {rule}" for rule, share in shares.items())
+        + ", ".join(f"{share:.0%} under {rule}" for rule, share in shares.items())
         + ". " + " ".join(_verdict(full, rule, shares[rule]) for rule in RULES) + " " + _frozen(full) + tally(checks)
     )  # fmt: skip
     return Conclusion(text, tuple(checks), (_table(outcomes),), _plots(full, causal))
