@@ -59,7 +59,10 @@ class ClipReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.heads)} heads clipped to {self.threshold:g}" + (":" if self.heads else "")]
+        lines = [
+            f"{len(self.heads)} head{'s' * (len(self.heads) != 1)} clipped to {self.threshold:g}"
+            + (":" if self.heads else "")
+        ]
         for head in self.heads:
             lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
         return "\n".join([*lines, *(f"  {left}" for left in self.left)])

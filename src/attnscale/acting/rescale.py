@@ -63,7 +63,7 @@ class RescaleReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.heads)} heads rescaled" + (":" if self.heads else "")]
+        lines = [f"{len(self.heads)} head{'s' * (len(self.heads) != 1)} rescaled" + (":" if self.heads else "")]
         for head in self.heads:
             lines += [f"  {head}", *(f"    {touched}" for touched in head.touched)]
         return "\n".join([*lines, *(f"  {left}" for left in self.left)])
