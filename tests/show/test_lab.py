@@ -50,3 +50,11 @@ def test_the_list_names_every_experiment_with_its_question():
 )
 def test_numbers(value, text):
     assert shown(value) == text
+
+
+def test_columns_without_room_are_named():
+    text = printed(show_result, Result("name", "Is it?", "", (), (TABLE,), ()), width=50)
+    assert max(map(len, text.splitlines())) <= 50
+    assert "No room for: " in text
+    assert "calibrated, H / ln n." in " ".join(text.split())
+    assert "No room for" not in printed(show_result, Result("name", "Is it?", "", (), (TABLE,), ()), width=90)

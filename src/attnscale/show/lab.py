@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -33,7 +34,11 @@ def show_result(result: Result, console: Console | None = None) -> None:
     for table in result.tables:
         console.print()
         console.print(Text(table.title, style="italic"))
-        console.print(_grid(table, console.width))
+        grid = _grid(table, console.width)
+        console.print(grid)
+        left_out = table.columns[len(grid.columns) :]
+        if left_out:
+            console.print(Text(f"No room for: {', '.join(left_out)}. The page and the JSON have them.", style="dim"))
     console.print()
     console.print(_checks(result.checks))
     console.print()
@@ -52,18 +57,22 @@ def _checks(checks: Iterable[Check]) -> Grid:
 
 
 def _grid(table: Table, width: int) -> Grid:
-    """Columns as wide as their longest word, so that none breaks inside one; closer together where they must be."""
+    """Columns as wide as their longest word, so that none breaks inside one; as many as there is room for."""
     digits = [ERROR_DIGITS if heading == "±" else DIGITS for heading in table.columns]
     written = [tuple(map(shown, row, digits)) for row in table.rows]
     columns = list(zip(table.columns, *written, strict=True))
     needed = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     gap = 2 if sum(needed) + 2 * len(needed) <= width else 1
+    fitting = sum(total - gap <= width for total in accumulate(least + gap for least in needed)) or 1
     grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for number, (heading, least) in enumerate(zip(table.columns, needed, strict=True)):
+    spare = width - sum(needed[:fitting]) - gap * (fitting - 1)
+    for number, heading in enumerate(table.columns[:fitting]):
+        more = max(0, min(max(map(len, columns[number])) - needed[number], spare))
+        spare -= more
         is_text = any(isinstance(row[number], str) for row in table.rows)
-        grid.add_column(heading, justify="left" if is_text else "right", min_width=min(least, width // 2))
+        grid.add_column(heading, justify="left" if is_text else "right", width=needed[number] + more)
     for cells in written:
-        grid.add_row(*map(Text, cells))
+        grid.add_row(*map(Text, cells[:fitting]))
     return grid
 
 
