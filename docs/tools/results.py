@@ -7,7 +7,7 @@ from typing import Any
 
 from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.result import Value
-from attnscale.show.lab import shown
+from attnscale.show.numbers import shown
 from docs.tools.chart import chart
 
 FOLDER = Path(__file__).parents[1] / "results"

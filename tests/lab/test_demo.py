@@ -82,7 +82,9 @@ def test_a_small_head_starts_under_the_freezing_point_and_the_explanation_says_s
     ("arguments", "said"),
     [
         (["--head-dim", "7"], "Expected an even --head-dim"),
-        (["--steps", "1"], "Expected --steps of at least 2"),
+        (["--steps", "1"], "Expected --steps from 2 to"),
+        (["--head-dim", "100000000"], "Expected --head-dim from 2 to 4096"),
+        (["--seed", str(2**70)], "Expected --seed from 0 to"),
         (["--html", "."], "is a folder"),
     ],
 )

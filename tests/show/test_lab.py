@@ -5,7 +5,8 @@ from rich.console import Console
 
 from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.result import Check, Result, Table
-from attnscale.show.lab import show_experiments, show_result, shown
+from attnscale.show.lab import show_experiments, show_result
+from attnscale.show.numbers import shown
 
 CHECKS = (Check("one is one", True, "measured 1"), Check("two is three", False, "measured 2"))
 TABLE = Table(
@@ -46,7 +47,7 @@ def test_the_list_names_every_experiment_with_its_question():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (-1234567.0, "-1.23e+06"), (float("nan"), "–"), (-0.5, "-0.5")]
+    ("value", "text"), [(0.0, "0"), (-1234567.0, "-1.235e+06"), (float("nan"), "–"), (-0.5, "-0.5")]
 )
 def test_numbers(value, text):
     assert shown(value) == text

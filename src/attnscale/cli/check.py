@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.files import read_text, require_writable, write_whole
+from attnscale.cli.files import read_text, require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.files import write_whole
 
 
 def check(

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable, write_whole
+from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.files import write_whole
 
 
 def demo(
@@ -24,9 +25,13 @@ def demo(
     """
     from attnscale.errors import SettingError
 
-    for option, value, least in (("--head-dim", head_dim, 2), ("--steps", steps, 2), ("--seed", seed, 0)):
-        if value < least:
-            raise SettingError(f"Expected {option} of at least {least}, got {value}.")
+    for option, value, least, most in (
+        ("--head-dim", head_dim, 2, 4096),
+        ("--steps", steps, 2, 100_000),
+        ("--seed", seed, 0, 2**63 - 1),
+    ):
+        if not least <= value <= most:
+            raise SettingError(f"Expected {option} from {least} to {most}, got {value}.")
     if head_dim % 2:
         raise SettingError(f"Expected an even --head-dim, which rotary positions need, got {head_dim}.")
     require_writable(html)

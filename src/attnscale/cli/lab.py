@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable, write_whole
+from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.files import write_whole
 
 if TYPE_CHECKING:
     from attnscale.lab.experiment import Experiment
@@ -53,6 +54,8 @@ def lab(
         return
     if name not in EXPERIMENTS:
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
+    from attnscale.loading.devices import require_device
+
     require_device(device)
     page, data = out / f"{name}.html", out / f"{name}.json"
     for path in (page, data):
@@ -83,18 +86,6 @@ def lab(
 
         show_result(result)
     tell(f"Plots are in {page}, the numbers in {data}.")
-
-
-def require_device(device: str) -> None:
-    """Refuse a device that is not there, before workers fail on it one by one."""
-    import torch
-
-    from attnscale.errors import SettingError
-
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SettingError(f"Could not use the device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 def as_json(result: "Result") -> str:

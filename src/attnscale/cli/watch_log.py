@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable, write_whole
+from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json
+from attnscale.files import write_whole
 
 
 def watch_log(

@@ -1,8 +1,6 @@
 """Store: one file a cell, written whole, checked when read, and made by one process at a time."""
 
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +11,7 @@ from typing import Any
 from filelock import FileLock
 
 from attnscale.errors import SettingError
+from attnscale.files import write_whole
 from attnscale.lab.cell import Cell, Outcome, digest_of
 
 
@@ -58,31 +57,25 @@ class Store:
             "seconds": stored.seconds,
             "digest": digest_of(stored.outcome),
         }
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".part-")
-            part = Path(name)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-                    json.dump(value, file, ensure_ascii=False, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(self.path(cell))
-            finally:
-                part.unlink(missing_ok=True)
-        except OSError as error:
-            raise SettingError(f"Could not write to {self.folder}: {error.strerror or error}.") from None
+        self._make_folder()
+        write_whole(self.path(cell), json.dumps(value, ensure_ascii=False, indent=1))
 
     @contextmanager
     def turn(self, cell: Cell) -> Iterator[None]:
         """Hold a cell: another process that wants it waits. The hold ends with the process that has it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         lock = self.path(cell).with_suffix(".lock")
         with FileLock(lock):
             yield
             # Whoever waits for it, or makes a new one, finds the cell done. Windows keeps a file that is open.
             with suppress(OSError):
                 lock.unlink()
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"Could not make the folder {self.folder}: {error.strerror or error}.") from None
 
     def _set_aside(self, path: Path) -> None:
         number = 0

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from attnscale.errors import ModelError, SettingError
+from attnscale.loading.devices import require_device
 from attnscale.loading.factory import call_factory, is_factory
 from attnscale.loading.huggingface import load_huggingface, weights_beside
 from attnscale.loading.inputs import make_inputs
@@ -43,11 +44,7 @@ def _check(request: Request) -> None:
         raise SettingError(f"Expected --length of at least 2, got {request.length}.")
     if request.text is not None and len(request.text.encode("utf-8")) < 2:
         raise SettingError("Expected a text of at least two characters, and it is shorter.")
-    kind = request.device.partition(":")[0]
-    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not here.get(kind):
-        known = ", ".join(name for name, is_here in here.items() if is_here)
-        raise SettingError(f"Expected a device that is here ({known}), got {request.device!r}.")
+    require_device(request.device)
 
 
 def _bundled(request: Request) -> Loaded:

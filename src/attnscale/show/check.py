@@ -1,7 +1,5 @@
 """What `attnscale check` found, in the terminal."""
 
-import math
-
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -10,11 +8,10 @@ from rich.text import Text
 from attnscale.checking import Checked, Group, Line
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.show.naming import by_pattern, pattern, printable, ranges
+from attnscale.show.numbers import number, share
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 CONCLUSIONS = {"error": "bold red", "warning": "bold yellow"}
-SMALL = 0.01  # below, a digit less keeps a column narrow
-LARGE, HUGE = 1e3, 1e6  # between, 47,400 is narrower than 4.74e+04, and read at once
 HEADINGS = ("spread", "expected\nspread", "scale", "entropy\nof ln n", "top-1", "satu-\nrated", "grad.\ngain")
 
 
@@ -34,20 +31,6 @@ def show_check(checked: Checked, console: Console | None = None) -> None:
         _print_what_if(checked, console)
     console.print()
     console.print(Text(checked.conclusion, style=CONCLUSIONS.get(checked.audit.worst or "", "bold green")))
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A number for a narrow column; a dash where there is none."""
-    if not math.isfinite(value):
-        return "–"
-    if LARGE <= abs(value) < HUGE:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) >= SMALL or value == 0 else f"{value:.{digits - 1}g}"
-
-
-def share(value: float) -> str:
-    """A number between 0 and 1."""
-    return f"{value:.2f}" if math.isfinite(value) else "–"
 
 
 def cells(line: Line) -> tuple[str, ...]:

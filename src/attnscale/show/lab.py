@@ -10,10 +10,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from attnscale.lab.experiment import Experiment
-from attnscale.lab.result import Check, Result, Table, Value
+from attnscale.lab.result import Check, Result, Table
+from attnscale.show.numbers import DIGITS, shown
 
-LARGE, SMALL = 1e5, 1e-3  # beyond these a number is shown with fewer digits, since an exponent takes room
-DIGITS, ERROR_DIGITS = 4, 2
+ERROR_DIGITS = 2
 
 
 def show_experiments(experiments: Iterable[Experiment], console: Console | None = None) -> None:
@@ -74,22 +74,6 @@ def _grid(table: Table, width: int) -> Grid:
     for cells in written:
         grid.add_row(*map(Text, cells[:fitting]))
     return grid
-
-
-def shown(value: Value, digits: int = DIGITS) -> str:
-    """A value as a cell of a table: numbers to four digits.
-
-    >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True)
-    ('0.3075', '4096', '–', '1.5e+07', 'yes')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    if isinstance(value, float):
-        size = abs(value)
-        return f"{value:.{digits}g}" if SMALL <= size < LARGE or not size else f"{value:.{min(digits, 3)}g}"
-    return str(value)
 
 
 class TimeLeft(ProgressColumn):

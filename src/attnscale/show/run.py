@@ -8,8 +8,9 @@ from rich.text import Text
 from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.verdict import EXPLODING
-from attnscale.show.check import STYLES, number, share
+from attnscale.show.check import STYLES
 from attnscale.show.naming import by_pattern, printable
+from attnscale.show.numbers import number, share
 from attnscale.train.run import LayerRun, Run
 
 HEADINGS = ("max\nat first", "max\nnow", "in 1,000\nsteps", "spread", "entropy\nof ln n", "grad.\ngain", "will pass")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.verdict import EXPLODING
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Number, Series, short
 from attnscale.show.report.heads import METRICS, Metric
 from attnscale.show.report.names import legend

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Series
 from attnscale.show.report.names import legend
 from attnscale.watching import Layer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.diagnose.verdict import EXPLODING
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.freezing import spread_of
 from attnscale.show.report.parts import Note
 from attnscale.train.run import Run

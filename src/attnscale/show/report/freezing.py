@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Series
 from attnscale.show.report.names import ticks
 from attnscale.theory.limits import freezing_point

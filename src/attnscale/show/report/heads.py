@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Figure, Heat, Number
 from attnscale.show.report.names import ticks
 from attnscale.train.record import Record

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnscale.lab import result as lab
-from attnscale.show.check import number
+from attnscale.show.numbers import shown
 from attnscale.show.report.figures import Axis, Chart, Figure, Heat, Series
 from attnscale.show.report.parts import Block, Note, Page, Row, Section, Table, Terms, render
 
@@ -97,20 +97,3 @@ def _table(table: lab.Table) -> Table:
 def _settings(settings: Mapping[str, Any]) -> Section:
     blocks: tuple[Block, ...] = (Terms({name: shown(value) for name, value in settings.items()}),)
     return Section("method", "How it was measured", blocks)
-
-
-def shown(value: Any) -> str:
-    """A value of a table or a setting, as a person writes it."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return number(value, 4)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {shown(entry)}" for name, entry in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(shown, value))
-    return str(value)

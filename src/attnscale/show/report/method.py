@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from attnscale.show.check import number
+from attnscale.show.numbers import number
 from attnscale.show.report.heads import METRICS
 from attnscale.show.report.parts import Row, Table, Terms
 from attnscale.watching import Layer

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from attnscale.checking import Checked
 from attnscale.lab.twins import TwinRun, Twins
-from attnscale.show.check import number, share
+from attnscale.show.numbers import number, share, shown
 from attnscale.show.report.check import table_of
 from attnscale.show.report.courses import learning_curves, runs_over_time
 from attnscale.show.report.densities import densities
 from attnscale.show.report.figures import Figure, Heat
 from attnscale.show.report.freezing import freezing
 from attnscale.show.report.heads import map_of_layers, map_of_record
-from attnscale.show.report.lab import shown
 from attnscale.show.report.method import words
 from attnscale.show.report.parts import Note, Page, Row, Section, Table, Terms, render
 from attnscale.train.record import Record
