@@ -7,7 +7,7 @@ are no shards: that is a batch that was run twice.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
@@ -68,7 +68,7 @@ class Piece:
 Pieces = dict[PieceKey, Piece]
 
 
-def pieces_of(layers: dict[str, Layer], part: int) -> Pieces:
+def pieces_of(layers: Mapping[str, Layer], part: int) -> Pieces:
     """What one rank saw, its own shards put together."""
     found: Pieces = {}
     for name, layer in layers.items():

@@ -18,13 +18,12 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Growth
 from attnscale.errors import AttnscaleError, InputError, SettingError
-from attnscale.train import keys
 from attnscale.train.history import History
+from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
-from attnscale.train.ranks import Combined, Ranks
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Arriving, Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
+from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen, watch
 from attnscale.watching.recognised import Recognised
 
@@ -93,10 +92,7 @@ class Monitor:
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
         self._on_alarm = on_alarm
-        self._group, self._head_group, self._timeout = group, head_group, timeout
-        self._merges, self._key_group = merge_ranks, key_group
-        self._ranks: Ranks | None = None
-        self._key_ranks: Ranks | None = None
+        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._known: Recognised | None = None
@@ -135,7 +131,7 @@ class Monitor:
     @property
     def _seed(self) -> int | None:
         """By which ranks that share out keys look at the same rows."""
-        return None if self._key_group is None else self.steps
+        return None if self._merging.key_group is None else self.steps
 
     def end(self) -> None:
         """A training step is over."""
@@ -219,91 +215,42 @@ class Monitor:
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:
-        part = 0 if self._head_group is None else dist.get_rank(self._head_group)
-        at = self.steps, time.time()
-        if self._key_group is None and not self._merges_now:
+        at, part = (self.steps, time.time()), self._merging.part
+        if not self._merging.is_needed:
             self.layers, arriving = layers, Arriving(layers, part)
-            self._unwritten = lambda: self._conclude(at, layers, arriving.tallies(), None)
+            self._unwritten = lambda: self._conclude(at, layers, Merged(arriving.tallies()))
             if arriving.is_here:
                 self.flush()
             else:
                 atexit.register(self.flush)
             return
-        own = seen_tallies(layers, part) if self._key_group is None else self._over_keys(layers, part)
-        combined = self._combined(own)  # at once: ranks wait for each other
-        tallies = own if combined is None else from_bytes(combined.payload)
+        merged = self._merging.merged(layers)  # at once: ranks wait for each other
         mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
         self.layers = {
-            name: replace(layers[name], stats=tallies[key].stats) for name, key in mine.items() if key in tallies
+            name: replace(layers[name], stats=merged.tallies[key].stats)
+            for name, key in mine.items()
+            if key in merged.tallies
         }
-        self._conclude(at, self.layers, tallies, combined)
+        self._conclude(at, self.layers, merged)
 
-    def _conclude(
-        self, at: tuple[int, float], layers: dict[str, Layer], tallies: Tallies, combined: Combined | None
-    ) -> None:
+    def _conclude(self, at: tuple[int, float], layers: dict[str, Layer], merged: Merged) -> None:
         """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
-        if not tallies:
+        if not merged.tallies:
             return
         found = {
             name: replace(record, softcap=layers[name].softcap if name in layers else None)
-            for name, record in records(whole_layers(tallies)).items()
+            for name, record in records(whole_layers(merged.tallies)).items()
         }
         step, seconds = at
         alarms = self._history.add(step, found)
-        is_shared = combined is None or combined.agreed
-        rank = None if is_shared else dist.get_rank()
-        ranks = 1 if combined is None else combined.ranks
-        self._last = record = Record(step, seconds, found, alarms, ranks, rank)
-        self._raise(step, alarms)
-        if combined is None or not combined.agreed or self._ranks is None or self._ranks.rank == 0:
+        self._last = record = Record(step, seconds, found, alarms, merged.ranks, merged.rank)
+        self._raise(step, alarms, merged.is_logged_here)
+        if merged.is_written_here:
             self._write(record)
 
-    def _over_keys(self, layers: dict[str, Layer], part: int) -> Tallies:
-        """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
-        if self._key_ranks is None:
-            self._key_ranks = Ranks(self._key_group, self._timeout)
-        own = keys.to_bytes(keys.pieces_of(layers, part))
-        combined = self._key_ranks.combine(
-            own, lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads))
-        )
-        if combined.ranks < self._key_ranks.size:
-            self._tell(
-                "A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on."
-            )
-            return {}
-        pieces = keys.from_bytes(combined.payload)
-        if pieces and all(piece.shards == 1 for piece in pieces.values()):
-            self._tell(
-                "Expected ranks of key_group, or several calls on one, with the same queries and other keys, and found "
-                "none: every call is counted as rows of its own. Queries must be the same to the last bit."
-            )
-        if self._key_ranks.rank > 0:
-            return {}
-        left_out = keys.in_parts(pieces)
-        if left_out:
-            self._tell(
-                f"Left out: {', '.join(left_out)}, called with all of their queries and with the last of them alone, "
-                "as by a ring that balances causal work; rows are put together over calls with the same queries only."
-            )
-        return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})
-
-    @property
-    def _merges_now(self) -> bool:
-        return self._merges and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-    def _combined(self, own: Tallies) -> Combined | None:
-        """The tallies of all ranks; None where this process is alone, or keeps to itself."""
-        if not self._merges_now:
-            return None
-        if self._ranks is None:
-            self._ranks = Ranks(self._group, self._timeout)
-        return self._ranks.combine(
-            to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
-        )
-
-    def _raise(self, step: int, alarms: list[Finding]) -> None:
+    def _raise(self, step: int, alarms: list[Finding], is_logged: bool) -> None:
         for alarm in alarms:
-            if self._ranks is None or self._ranks.rank == 0:
+            if is_logged:
                 LOGGER.warning("step %d: %s", step, alarm)
             if self._on_alarm is not None:
                 self._on_alarm(alarm)

@@ -1,0 +1,97 @@
+"""Merging: what one rank saw of a step -> what all of them saw, over their rows, heads and keys."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from attnscale.train import keys
+from attnscale.train.ranks import Combined, Ranks
+from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes
+from attnscale.watching import Layer
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The tallies of a step, and of whom they are."""
+
+    tallies: Tallies
+    ranks: int = 1
+    rank: int | None = None  # whose they are, where ranks could not be merged
+    is_written_here: bool = True
+    is_logged_here: bool = True
+
+
+@dataclass
+class Merging:
+    """How the ranks of a run share out its work; `tell` warns once of each thing that is amiss."""
+
+    group: dist.ProcessGroup | None
+    head_group: dist.ProcessGroup | None
+    key_group: dist.ProcessGroup | None
+    is_wanted: bool
+    timeout: float
+    tell: Callable[[str], None]
+    _ranks: Ranks | None = None
+    _key_ranks: Ranks | None = None
+
+    @property
+    def part(self) -> int:
+        """Which of the parts of every layer's heads this rank has."""
+        return 0 if self.head_group is None else dist.get_rank(self.head_group)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether other ranks have anything to add."""
+        return self.key_group is not None or self._has_other_rows
+
+    def merged(self, layers: Mapping[str, Layer]) -> Merged:
+        """What all ranks saw; every rank of the groups must call it."""
+        own = seen_tallies(layers, self.part) if self.key_group is None else self._over_keys(layers)
+        if not self._has_other_rows:
+            return Merged(own)
+        combined = self._combined(own)
+        assert self._ranks is not None
+        is_first = self._ranks.rank == 0
+        rank = None if combined.agreed else dist.get_rank()
+        return Merged(
+            from_bytes(combined.payload), combined.ranks, rank, is_first or not combined.agreed, is_logged_here=is_first
+        )
+
+    @property
+    def _has_other_rows(self) -> bool:
+        return self.is_wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def _combined(self, own: Tallies) -> Combined:
+        if self._ranks is None:
+            self._ranks = Ranks(self.group, self.timeout)
+        return self._ranks.combine(
+            to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
+        )
+
+    def _over_keys(self, layers: Mapping[str, Layer]) -> Tallies:
+        """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
+        if self._key_ranks is None:
+            self._key_ranks = Ranks(self.key_group, self.timeout)
+        own = keys.to_bytes(keys.pieces_of(layers, self.part))
+        combined = self._key_ranks.combine(
+            own, lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads))
+        )
+        if combined.ranks < self._key_ranks.size:
+            self.tell("A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on.")
+            return {}
+        pieces = keys.from_bytes(combined.payload)
+        if pieces and all(piece.shards == 1 for piece in pieces.values()):
+            self.tell(
+                "Expected ranks of key_group, or several calls on one, with the same queries and other keys, and found "
+                "none: every call is counted as rows of its own. Queries must be the same to the last bit."
+            )
+        if self._key_ranks.rank > 0:
+            return {}
+        left_out = keys.in_parts(pieces)
+        if left_out:
+            self.tell(
+                f"Left out: {', '.join(left_out)}, called with all of their queries and with the last of them alone, "
+                "as by a ring that balances causal work; rows are put together over calls with the same queries only."
+            )
+        return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})
