@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnscale.measure import hopper
+from attnscale.measure.cuda import hopper
 
 ROUNDS = 15  # timings of each kernel, interleaved; the median is printed
 CALLS = 5  # calls in one timing, so that the events' own cost does not show

@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from attnscale import score_stats
+from attnscale.declared import Declared
 from attnscale.train.log import beside
 from attnscale.train.numbers import records
 from attnscale.train.record import Record
 from attnscale.train.room import Thinner
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.train.thinning import thin
-from attnscale.watching.declared import Declared
 from attnscale.watching.layer import Layer
 
 STEP_SECONDS, MONTH = 5.0, 30 * 86_400.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnscale import attention, attention_weights, reference, rules
-from attnscale.kernels import blocks
+from attnscale.attending import row_blocks
 from attnscale.rules import RULES
 
 from .precision import assert_as_exact_as_sdpa, worst
@@ -224,7 +224,7 @@ def test_dropout_draws_what_sdpa_draws():
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_dropout_over_many_blocks_keeps_the_mean_and_its_own_backward(softcap):
-    rows = 2 * blocks.BLOCK_ROWS + 3
+    rows = 2 * row_blocks.BLOCK_ROWS + 3
     query = torch.randn(1, 1, rows, 4, dtype=torch.float64)
     key, value = torch.randn(1, 1, 5, 4, dtype=torch.float64), torch.eye(5, dtype=torch.float64)[None, None]
     value.requires_grad_()

@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnscale.attending import flex, row_blocks, sdpa
+from attnscale.attending.call import Call, fold
+from attnscale.attending.weights import row_weights
 from attnscale.inputs import check_inputs
-from attnscale.kernels import blocks, flex, fused
-from attnscale.kernels.call import Call, fold
-from attnscale.kernels.weights import row_weights
-from attnscale.masks import row_bias, visible_keys
+from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.apply import Scale, apply_scale
-from attnscale.rules.rule import wide_dtype, without_autocast
 from attnscale.shapes import attention_shape, scores_shape
+from attnscale.visibility import row_bias, visible_keys
 
 
 def attention(
@@ -68,12 +68,12 @@ def attention_weights(
 
 def run(call: Call) -> Tensor:
     """Choose the kernel: torch's fused ones wherever they serve, then FlexAttention, then blocks of rows."""
-    in_one_block = call.query.shape[-2] <= blocks.BLOCK_ROWS
-    if call.softcap is None and (in_one_block or not fused.materialises(call)):
-        return fused.attend(call)
+    in_one_block = call.query.shape[-2] <= row_blocks.BLOCK_ROWS
+    if call.softcap is None and (in_one_block or not sdpa.materialises(call)):
+        return sdpa.attend(call)
     call = _as_autocast(call)
     with without_autocast(call.query):
-        return flex.attend(call) if flex.serves(call) else blocks.attend(call)
+        return flex.attend(call) if flex.serves(call) else row_blocks.attend(call)
 
 
 def _as_autocast(call: Call) -> Call:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from attnscale import score_stats
-from attnscale.watching.declared import Authority, Declared
+from attnscale.declared import Authority, Declared
 from attnscale.watching.layer import Layer, Wiring
 
 

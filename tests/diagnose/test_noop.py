@@ -1,7 +1,7 @@
 import pytest
 
+from attnscale.declared import Declared
 from attnscale.diagnose.noop import noop_findings
-from attnscale.watching.declared import Declared
 
 from .layers import codes, random_layer
 

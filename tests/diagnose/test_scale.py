@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnscale.declared import Authority, Declared
 from attnscale.diagnose.audit import findings_of
 from attnscale.diagnose.scale import scale_findings
-from attnscale.watching.declared import Authority, Declared
 
 from .layers import codes, configured, in_half, layer_of, random_layer
 

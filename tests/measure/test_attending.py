@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from attnscale import attention, attention_with_stats, score_stats
-from attnscale.measure import blocks
-from attnscale.measure.threads import share
+from attnscale.measure import row_blocks
+from attnscale.measure.cpu.threads import share
 
 from .oracle import NAMES
 
@@ -36,8 +36,8 @@ def small_blocks(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     for name in ("WORTH_A_THREAD", "CORE_SCORES"):
-        monkeypatch.setattr(blocks, name, 2 * 17 * kv_len)
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 17)
+        monkeypatch.setattr(row_blocks, name, 2 * 17 * kv_len)
+    monkeypatch.setattr(row_blocks, "LEAST_ROWS", 17)
     yield
     torch.set_num_threads(before)
 

@@ -21,8 +21,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
-from attnscale.measure import RowSums, kernels
-from attnscale.measure.kernels import Tiles
+from attnscale.measure import RowSums
+from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.triton import Tiles
 
 from .oracle import ROW_NAMES, assert_rows, expected_rows
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from attnscale import score_moments, score_stats
-from attnscale.kernels.call import Call
+from attnscale.attending.call import Call
 from attnscale.measure import RowSums
-from attnscale.measure.blocks import measure_rows
+from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.stats import ScoreStats, _pack, _unpack
 
 from .oracle import NAMES

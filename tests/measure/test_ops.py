@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import reference
-from attnscale.measure import backward
-from attnscale.measure.ops import attention_rows, sample_rows, score_rows
+from attnscale.measure.cuda import backward
+from attnscale.measure.cuda.ops import attention_rows, sample_rows, score_rows
 
 from ..precision import assert_as_exact_as_sdpa, worst
 from .oracle import assert_rows, expected_rows
@@ -203,7 +203,7 @@ def test_a_cpu_needs_no_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from attnscale.measure.ops import attention_rows
+from attnscale.measure.cuda.ops import attention_rows
 print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[1][1].tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnscale.measure import score_stats
-from attnscale.measure.fused import Sampled
-from attnscale.measure.ops import sample_rows
+from attnscale.measure.cuda.attention import Sampled
+from attnscale.measure.cuda.ops import sample_rows
 from attnscale.measure.pool import POOLED_FIELDS, pooled_together
 from attnscale.measure.sampling import design
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from attnscale import MultiheadAttention
-from attnscale.watching.declared import Authority, declared
+from attnscale.declared import Authority, declared
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 import attnscale
 from attnscale.models import CausalTransformer
 from attnscale.watching import watcher
-from attnscale.watching.kernels import Kernel
+from attnscale.watching.kernels.kernel import Kernel
 from tests.zoo.entry import SelfAttention
 
 MODELS = {

@@ -16,8 +16,8 @@ from torch import nn
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched, is_sharded
 from attnscale.errors import SettingError
+from attnscale.tracing.parameters import UntraceableError
 from attnscale.watching.layer import Layer
-from attnscale.watching.origin import UntraceableError
 
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnscale.acting.writing import Touched, held_as, multiply_rows_
+from attnscale.tracing.parameters import Origin, Source, UntraceableError
 from attnscale.watching.layer import Layer
-from attnscale.watching.origin import Origin, Source, UntraceableError
 
 Indices = NDArray[np.int64]
 Head = tuple[str, int]  # layer, head

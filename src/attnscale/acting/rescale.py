@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched
+from attnscale.declared.attributes import SCALE_NAMES, number
 from attnscale.errors import InputError, SettingError
 from attnscale.rules import about_rule, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.watching import watch
-from attnscale.watching.attributes import SCALE_NAMES, number
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.rules.rule import wide_dtype
+from attnscale.numerics import wide_dtype
 
 Indices = NDArray[np.int64]
 

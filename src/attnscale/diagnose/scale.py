@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from attnscale.declared import Authority
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.published import is_published
-from attnscale.watching.declared import Authority
 from attnscale.watching.layer import Layer
 
 TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3

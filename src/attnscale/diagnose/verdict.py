@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
+from attnscale.declared import Authority
 from attnscale.diagnose.cause import cause
 from attnscale.diagnose.finding import Finding
 from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point, regime
-from attnscale.watching.declared import Authority
 from attnscale.watching.layer import Layer
 
 # Of the entropy at the edge of saturation: a head this much above it is not frozen, whatever its spread.

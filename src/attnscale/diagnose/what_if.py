@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import SettingError
-from attnscale.masks import visible_keys
 from attnscale.measure.engine import score_stats
 from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import wide_dtype
 from attnscale.operator import attention
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
-from attnscale.rules.rule import Scaled, Visible, multiply, wide_dtype
+from attnscale.rules.rule import Scaled, Visible, multiply
+from attnscale.visibility import visible_keys
 
 SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
 TINY = 1e-300  # what a zero norm is divided by

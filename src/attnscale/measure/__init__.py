@@ -2,7 +2,7 @@
 
 from attnscale.measure.engine import attention_with_stats, score_moments, score_stats
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.stats import ScoreStats
 
 __all__ = ["RowSums", "ScoreMoments", "ScoreStats", "attention_with_stats", "score_moments", "score_stats"]

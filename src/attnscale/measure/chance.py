@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_sums import RowSums
 
 NODES = torch.linspace(-4.0, 7.0, 34, dtype=torch.float64)  # in standard deviations; the rarest of 10¹² scores is at 7
 STEP = 1 / 3

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attnscale.measure.blocks import HIDDEN, finished, reduce_rows
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_blocks import HIDDEN, finished, reduce_rows
+from attnscale.measure.row_sums import RowSums
 
 
 def rows_of(scores: Tensor, visible: Tensor | None) -> RowSums:

@@ -5,22 +5,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attnscale.attending.call import Call, fold
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
-from attnscale.kernels.call import Call, fold
-from attnscale.masks import visible_keys
-from attnscale.measure import attending, fused
-from attnscale.measure.blocks import measure_rows
+from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure.cpu.threads import alone
+from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import SUMS, ScoreStats
-from attnscale.measure.threads import alone
+from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import run
 from attnscale.rules.apply import Scale, apply_scale
-from attnscale.rules.rule import wide_dtype, without_autocast
 from attnscale.shapes import attention_shape
+from attnscale.visibility import visible_keys
 
 
 def score_stats(
@@ -103,12 +104,12 @@ def attention_with_stats(
     shape = attention_shape(query, key, value, enable_gqa)
     query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
-    if rows is None and fused.attends(call):
-        output, stats = fused.attend(call)
-    elif rows is not None and fused.measures(call) and not torch.compiler.is_compiling():
-        output, stats = fused.attend_sampling(call, rows)
-    elif rows is None and attending.serves(call):
-        output, found = attending.attend_rows(call)
+    if rows is None and on_cuda.attends(call):
+        output, stats = on_cuda.attend(call)
+    elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
+        output, stats = on_cuda.attend_sampling(call, rows)
+    elif rows is None and on_cpu.serves(call):
+        output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
     else:
         output = run(call)
@@ -118,8 +119,8 @@ def attention_with_stats(
 
 
 def _measure(call: Call, rows: int | None) -> ScoreStats:
-    if fused.measures(call):
-        return fused.measure(call, rows)
+    if on_cuda.measures(call):
+        return on_cuda.measure(call, rows)
     uneven = call.is_causal or call.attn_mask is not None
     sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
@@ -149,7 +150,7 @@ def _max_bound(call: Call) -> Tensor:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
         bound = bound + call.attn_mask.amax((-2, -1))
-    highest: Tensor = (bound * (1 + fused.BOUND_SLACK)).amax(0)
+    highest: Tensor = (bound * (1 + on_cuda.BOUND_SLACK)).amax(0)
     return highest
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.rules.rule import wide_dtype
+from attnscale.numerics import wide_dtype
 
 LINEAR = "linear time"
 CHUNK = 128  # rows whose own triangle of scores is formed; as wide as a head, it costs as much as a Gram matrix

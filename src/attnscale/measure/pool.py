@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import SUMS, Merged, Pooled, ScoreStats, merged
 from attnscale.measure.uncertainty import Uncertainty

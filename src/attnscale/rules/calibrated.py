@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, wide_dtype, without_autocast
+from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.rules.rule import Scaled, Visible, about, multiply
 
 
 @about(

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head, wide_dtype
+from attnscale.numerics import wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
 
 START = 10.0  # 1/τ at the start, and
 CAP = 100.0  # never above, both from Swin-v2

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head, wide_dtype
+from attnscale.numerics import wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
 
 
 @about(

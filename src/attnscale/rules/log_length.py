@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, require_positive, wide_dtype
+from attnscale.numerics import wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, multiply, require_positive
 
 SSMAX_S = 0.43  # the value the paper uses where it does not learn s (its figure 1)
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from attnscale.rules.rule import Scaled, Visible, about, per_head, wide_dtype
+from attnscale.numerics import wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, per_head
 
 RMS_EPS = 1e-6  # the value of Llama and Qwen3; keeps a zero vector at zero
 

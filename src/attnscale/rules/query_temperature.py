@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head, wide_dtype
+from attnscale.numerics import wide_dtype
+from attnscale.rules.rule import Scaled, Visible, about, multiply, per_head
 
 
 @about(

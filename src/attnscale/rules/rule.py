@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
+from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
@@ -60,17 +59,6 @@ def multiply(query: Tensor, factor: Tensor) -> Tensor:
     """query · factor, in float32 at least and rounded once to the query's dtype."""
     wide = wide_dtype(query)
     return (query.to(wide) * factor.to(wide)).to(query.dtype)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Autocast off for the tensor's device; a meta tensor's has none to turn off."""
-    kind = tensor.device.type
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The tensor's dtype, or float32 where that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def per_head(parameter: Tensor, tensor: Tensor) -> Tensor:

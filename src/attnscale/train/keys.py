@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.pool import ROW_FIELDS, pool_rows
-from attnscale.measure.rows import RowSums
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.train.tally import Key, Tallies, Tally
 from attnscale.watching.layer import Layer

@@ -25,7 +25,7 @@ from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen, watch
-from attnscale.watching.recognised import Recognised
+from attnscale.watching.known.model import Recognised
 
 # Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
 # costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnscale.rules.rule import wide_dtype
-from attnscale.watching.layout import Indices
+from attnscale.numerics import wide_dtype
+from attnscale.watching.written.axes import Indices
 
 
 @dataclass(eq=False)

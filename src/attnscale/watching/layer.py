@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from attnscale.declared import Declared
 from attnscale.measure.stats import ScoreStats
-from attnscale.watching.declared import Declared
-from attnscale.watching.origin import Origins
+from attnscale.tracing.parameters import Origins
 from attnscale.watching.shards import Shard
 
 

@@ -7,12 +7,12 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from attnscale.declared import Declared
 from attnscale.measure.stats import merged_when_read
-from attnscale.watching.declared import Declared
+from attnscale.watching.call import Sighting
 from attnscale.watching.gradients import norm_over
+from attnscale.watching.known.model import Recognised, Unmeasured
 from attnscale.watching.layer import Layer, Wiring
-from attnscale.watching.recognised import Recognised, Unmeasured
-from attnscale.watching.sighting import Sighting
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
 HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnscale.measure.pool import Unpooled
 
 if TYPE_CHECKING:
-    from attnscale.watching.sighting import Sighting
+    from attnscale.watching.call import Sighting
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TAIL = 8  # queries

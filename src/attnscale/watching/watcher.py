@@ -14,27 +14,28 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnscale.declared import declared
 from attnscale.errors import InputError, SettingError
 from attnscale.measure.sampling import same_rows
-from attnscale.watching.declared import declared
-from attnscale.watching.eager import Written, see_softmax
-from attnscale.watching.fused import flex_call, kernel_calls
+from attnscale.torch_internals import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
+from attnscale.tracing.lineage import Ledger, Node, shape_of
+from attnscale.tracing.operations import Operation, read
+from attnscale.tracing.operations.products import convolved, read_outer_sum, read_product
+from attnscale.tracing.operations.softmaxes import Softmax
+from attnscale.tracing.place import Place, within
+from attnscale.watching.call import Sighting
 from attnscale.watching.gradients import of_kernel
-from attnscale.watching.graph import is_legible, kernels_behind, now
-from attnscale.watching.kernels import Kernel
-from attnscale.watching.kinds import SOFTMAXES, kind_of
-from attnscale.watching.lineage import Ledger, Node, shape_of
-from attnscale.watching.names import ParameterNames, Place, Running, within
-from attnscale.watching.norms import QueryKeyNorms
-from attnscale.watching.operations import Operation, read
-from attnscale.watching.products import convolved, read_outer_sum, read_product
-from attnscale.watching.recognised import Recognised, remembered, signature
+from attnscale.watching.kernels.kernel import Kernel
+from attnscale.watching.kernels.reading import flex_call, kernel_calls
+from attnscale.watching.known.graph import is_legible, kernels_behind, now
+from attnscale.watching.known.model import Recognised, remembered, signature
+from attnscale.watching.known.traces import Signature, Traces
+from attnscale.watching.op_traits import SOFTMAXES, kind_of
+from attnscale.watching.qk_norms import QueryKeyNorms
+from attnscale.watching.running import ParameterNames, Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.shards import Shard
-from attnscale.watching.shared import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
-from attnscale.watching.sighting import Sighting
-from attnscale.watching.softmaxes import Softmax
-from attnscale.watching.traces import Signature, Traces
+from attnscale.watching.written.attention import Written, see_softmax
 
 DEFAULT_ROWS = 64
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two operands stand

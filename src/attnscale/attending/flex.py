@@ -1,0 +1,122 @@
+"""Soft-capped attention on a GPU: FlexAttention, compiled."""
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from types import FunctionType
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from attnscale.attending.call import Call, padded
+
+TILE = 128  # FlexAttention's block size
+LEAST_WIDTH = 16  # the narrowest head it takes
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def serves(call: Call) -> bool:
+    """Whether FlexAttention computes this without the full matrix: on CUDA, without dropout, outside torch.func."""
+    return (
+        call.query.device.type == "cuda"
+        and call.query.dtype in DTYPES
+        and call.dropout_p == 0.0
+        and not call.mask_learns
+        and min(call.query.shape[:-1]) > 0
+        and call.key.shape[-2] > 0
+        and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None)
+    )
+
+
+def attend(call: Call) -> Tensor:
+    """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V in one compiled kernel."""
+    head_dim, value_dim = (max(tensor.shape[-1], LEAST_WIDTH) for tensor in (call.query, call.value))
+    query, key, value = padded(call.query, head_dim), padded(call.key, head_dim), padded(call.value, value_dim)
+    run = _flex if torch.compiler.is_compiling() else _compiled(_specialisation(call))
+    output = run(
+        query,
+        key,
+        value,
+        _score_mod(call.softcap, call.attn_mask),
+        _causal_blocks(call) if call.is_causal else None,
+        call.scale,
+        call.grouped,
+    )
+    return output[..., : call.value.shape[-1]]
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod,
+    block_mask: BlockMask | None,
+    scale: float,
+    enable_gqa: bool,
+) -> Tensor:
+    output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
+    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+    return output
+
+
+def _specialisation(call: Call) -> tuple[Hashable, ...]:
+    """Everything a compiled kernel is specialised on, save the batch size and the lengths."""
+    tensors = (call.query, call.key, call.value)
+    mask = call.attn_mask
+    return (
+        call.query.dtype,
+        *(tensor.shape[1::2] for tensor in tensors),  # heads and head_dim
+        None if mask is None else (mask.dtype, *(size > 1 for size in mask.shape)),
+        (call.is_causal, call.scale, call.softcap),
+        (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors)),
+    )
+
+
+@cache
+def _compiled(specialisation: tuple[Hashable, ...]) -> Callable[..., Tensor]:
+    """A compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
+
+    Dynamo counts recompiles by code object and gives up at a limit, hence a copy of the code. fullgraph: past that
+    limit torch would otherwise fall back, silently, to the full matrix.
+    """
+    own_code = FunctionType(_flex.__code__.replace(co_name=f"_flex_{abs(hash(specialisation))}"), _flex.__globals__)
+    return torch.compile(own_code, fullgraph=True)
+
+
+def _score_mod(softcap: float | None, attn_mask: Tensor | None) -> ScoreMod:
+    def capped(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    if attn_mask is None:
+        return capped
+    per_batch, per_head, per_row = (size > 1 for size in attn_mask.shape[:3])
+
+    def masked(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        at = attn_mask[b if per_batch else 0, h if per_head else 0, row if per_row else 0, column]
+        score = capped(score, b, h, row, column)
+        return torch.where(at, score, -torch.inf) if attn_mask.dtype == torch.bool else score + at
+
+    return masked
+
+
+def _causal_blocks(call: Call) -> BlockMask:
+    """The lower triangle as FlexAttention's block mask, without ever forming the triangle."""
+    q_len, kv_len, device = call.query.shape[-2], call.key.shape[-2], call.query.device
+    q_blocks, kv_blocks = -(-q_len // TILE), -(-kv_len // TILE)
+    row_block = torch.arange(q_blocks, device=device, dtype=torch.int32)
+    columns = torch.arange(kv_blocks, device=device, dtype=torch.int32)
+    every_column = columns.expand(q_blocks, -1).contiguous()
+    past = row_block.clamp(max=kv_blocks)  # how many key blocks lie wholly before this block of rows,
+    diagonal = (row_block < kv_blocks).to(torch.int32)  # and whether one, of its own number, holds the diagonal
+    on_diagonal = every_column.clone()
+    on_diagonal[:, 0] = row_block.clamp(max=kv_blocks - 1)
+    return BlockMask.from_kv_blocks(
+        diagonal[None, None],
+        on_diagonal[None, None],
+        past[None, None],
+        every_column[None, None],
+        BLOCK_SIZE=TILE,
+        mask_mod=lambda b, h, row, column: row >= column,
+        seq_lengths=(q_len, kv_len),
+    )

@@ -1,0 +1,70 @@
+"""Torch's fused kernels, given what they need so that they do not fall back to the full matrix."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscale.attending.call import Call, padded
+
+MASK_ROWS = 512
+CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
+CUDA_GROUPED_DTYPES = (torch.float16, torch.bfloat16)  # and groups of queries in these dtypes
+CUDA_GROUPED_WIDTH = 256  # up to this head dimension
+
+
+def materialises(call: Call) -> bool:
+    """Whether torch has no fused kernel for this and would form the full matrix of scores."""
+    if call.query.device.type == "cpu":
+        return call.dropout_p > 0.0 or call.mask_learns
+    return call.query.device.type == "cuda" and call.query.dtype == torch.float64
+
+
+def attend(call: Call) -> Tensor:
+    """F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool or mask.shape[-2] <= MASK_ROWS:
+        return _attend(call)
+    # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
+    blocks = zip(call.query.split(MASK_ROWS, dim=-2), mask.split(MASK_ROWS, dim=-2), strict=True)
+    return torch.cat([_attend(replace(call, query=query, attn_mask=rows)) for query, rows in blocks], dim=-2)
+
+
+def _attend(call: Call) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    grouped = call.grouped
+    if grouped and not _takes_groups(query):
+        key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
+        grouped = False
+    head_dim, value_dim = _widths(query, value)
+    output = F.scaled_dot_product_attention(
+        padded(query, head_dim),
+        padded(key, head_dim),
+        padded(value, value_dim),
+        call.attn_mask,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+        enable_gqa=grouped,
+    )
+    return output[..., : value.shape[-1]]
+
+
+def _takes_groups(query: Tensor) -> bool:
+    narrow = query.shape[-1] <= CUDA_GROUPED_WIDTH
+    return query.device.type != "cuda" or (query.dtype in CUDA_GROUPED_DTYPES and narrow)
+
+
+def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
+    """The head dimensions that the device's fused kernels take."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if query.device.type == "cpu":  # one width for all
+        return max(head_dim, value_dim), max(head_dim, value_dim)
+    if query.device.type == "cuda":
+        return _aligned(head_dim), _aligned(value_dim)
+    return head_dim, value_dim
+
+
+def _aligned(width: int) -> int:
+    return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT

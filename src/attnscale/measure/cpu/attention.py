@@ -1,0 +1,68 @@
+"""Attention and the sums of its rows from one pass on a CPU, with the gradients of SDPA."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call
+from attnscale.measure.cpu.threads import usable
+from attnscale.measure.cuda.backward import attention_rows_backward
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_sums import RowSums
+
+
+def serves(call: Call) -> bool:
+    """Whether one pass gives this attention's output too, and torch has its backward where a gradient is wanted."""
+    return (
+        call.query.device.type == "cpu"
+        and call.dropout_p == 0.0
+        and call.query.numel() > 0
+        and call.value.numel() > 0
+        and call.query.dtype == call.key.dtype == call.value.dtype
+        and not torch.is_autocast_enabled("cpu")
+        and usable()
+        and (not _learns(call) or _has_backward(call))
+    )
+
+
+def attend_rows(call: Call) -> tuple[Tensor, RowSums]:
+    """softmax(scores) V, with gradients where they are wanted, and the sums of every row."""
+    if not _learns(call):
+        return _attended(call)
+    kept: list[RowSums] = []
+    output: Tensor = _Attention.apply(call.query, call.key, call.value, call, kept)  # type: ignore[no-untyped-call]
+    return output, kept[0]
+
+
+def _attended(call: Call) -> tuple[Tensor, RowSums]:
+    width = (*call.query.shape[:-1], call.value.shape[-1])
+    output = torch.empty(width, dtype=torch.promote_types(call.query.dtype, torch.float32))
+    rows = measure_rows(call, output=output)
+    return output.to(call.query.dtype), rows
+
+
+def _learns(call: Call) -> bool:
+    wanted = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
+    return torch.is_grad_enabled() and (wanted or call.mask_learns)
+
+
+def _has_backward(call: Call) -> bool:
+    return call.attn_mask is None and call.softcap is None and call.query.shape[-1] == call.value.shape[-1]
+
+
+class _Attention(torch.autograd.Function):
+    """The pass forward; backward, torch's own kernel with the lse that the pass found."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, kept: list[RowSums]) -> Tensor:
+        output, rows = _attended(call)
+        kept.append(rows)
+        ctx.save_for_backward(query, key, value, output, rows.lse)
+        ctx.scale, ctx.is_causal = call.scale, call.is_causal
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *attention_rows_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal), None, None

@@ -1,0 +1,1 @@
+"""Measuring on a CUDA device: operators, and the kernels behind them."""

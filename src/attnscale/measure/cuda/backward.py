@@ -1,0 +1,127 @@
+"""The backward of attention_rows: torch's own kernels, from the lse that the forward left."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from attnscale.attending.call import padded
+
+CUDA_ALIGNMENT = 8  # torch's CUDA backwards take head dimensions that are multiples of this
+LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
+def attention_rows_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    """The gradients of query, key and value, by the backward of the kernel that SDPA would choose for them."""
+    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
+        of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
+        return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
+    width = -(-query.shape[-1] // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
+    back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
+    if width != query.shape[-1]:
+        back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
+    run = BACKWARDS.get(_sdpa_backend(back), _efficient_backward)
+    return _laid_out(run(back), (query, key, value))
+
+
+@attention_rows_backward.register_kernel("cpu")
+def _backward_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, scale=scale
+    )
+    return _laid_out(gradients, (query, key, value))
+
+
+@attention_rows_backward.register_fake
+def _backward_fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class Pass(NamedTuple):
+    """What a backward starts from."""
+
+    grad: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor
+    scale: float
+    is_causal: bool
+
+
+def _sdpa_backend(back: Pass) -> SDPBackend:
+    """The kernel F.scaled_dot_product_attention would train with: it knows what each GPU, dtype and shape allow."""
+    with torch.enable_grad():
+        query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
+        grouped = query.shape[1] != key.shape[1]
+        return SDPBackend(
+            torch._fused_sdp_choice(query, key, value, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped)
+        )
+
+
+def _cudnn_backward(back: Pass) -> Gradients:
+    unused = torch.empty((), dtype=torch.int64, device=back.query.device)  # the state of dropout's random numbers
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(*back[:5], back.lse.unsqueeze(-1), unused, unused),
+        *(None, None, None),  # no bias, no packed sequences
+        *(back.query.shape[2], back.key.shape[2]),
+        *(0.0, back.is_causal),
+        scale=back.scale,
+    )
+    return of_query, of_key, of_value
+
+
+def _flash_backward(back: Pass) -> Gradients:
+    state, unused = (torch.empty(size, dtype=torch.uint64, device=back.query.device) for size in ((2,), ()))
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *back[:6],
+        *(None, None),  # no packed sequences
+        *(back.query.shape[2], back.key.shape[2]),
+        *(0.0, back.is_causal, state, unused),
+        scale=back.scale,
+    )
+    return of_query, of_key, of_value
+
+
+def _efficient_backward(back: Pass) -> Gradients:
+    """For float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys."""
+    group = back.query.shape[1] // back.key.shape[1]
+    key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (back.key, back.value))
+    unused = torch.empty((), dtype=torch.int64, device=back.query.device)
+    of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *(back.grad, back.query, key, value, None, back.output),
+        *(F.pad(back.lse, (0, -back.lse.shape[-1] % LSE_ALIGNMENT)), unused, unused),
+        *(0.0, [True, True, True, False], back.is_causal),
+        scale=back.scale,
+    )
+    if group > 1:
+        of_key, of_value = (x.unflatten(1, (-1, group)).sum(2) for x in (of_key, of_value))
+    return of_query, of_key, of_value
+
+
+BACKWARDS = {SDPBackend.CUDNN_ATTENTION: _cudnn_backward, SDPBackend.FLASH_ATTENTION: _flash_backward}
+
+
+def _laid_out(gradients: Gradients, tensors: Gradients) -> Gradients:
+    """The gradients without padding, in the memory layout of the tensors they belong to, as the fake promises."""
+    of_query, of_key, of_value = map(_like, gradients, tensors)
+    return of_query, of_key, of_value
+
+
+def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
+    if gradient.shape == tensor.shape and gradient.stride() == tensor.stride():
+        return gradient
+    gradient = gradient[..., : tensor.shape[-1]]
+    wanted = torch.empty_like(tensor)
+    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)

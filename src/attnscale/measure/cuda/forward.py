@@ -1,0 +1,73 @@
+"""Torch's own fused forwards on CUDA, called so that the lse they find is not thrown away.
+
+No score of a row lies above its lse, ln Σ eˢ, nor the lse above the largest score by more than ln n: of rows that are
+not looked at, it tells the maximum better than any norm, and costs nothing.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from attnscale.attending.call import Call
+from attnscale.operator import run
+
+ALIGNMENT = 8  # other head dimensions are padded on the way to the kernels
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The output of attention(), bit for bit, and the lse (batch, heads, q_len); None where torch does not tell it."""
+    if not _direct(call):
+        return run(call), None
+    forward = FORWARDS.get(_choice(call))
+    return (run(call), None) if forward is None else forward(call)
+
+
+def _direct(call: Call) -> bool:
+    """Whether SDPA would hand these tensors to a kernel as they are."""
+    return (
+        call.attn_mask is None
+        and call.softcap is None
+        and call.query.shape[-1] == call.value.shape[-1]
+        and call.query.shape[-1] % ALIGNMENT == 0
+        and call.query.dtype == call.key.dtype == call.value.dtype
+        and not torch.is_autocast_enabled("cuda")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _choice(call: Call) -> SDPBackend:
+    return SDPBackend(
+        torch._fused_sdp_choice(
+            *(call.query, call.key, call.value, None, call.dropout_p, call.is_causal),
+            scale=call.scale,
+            enable_gqa=call.grouped,
+        )
+    )
+
+
+def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
+    )
+    return output, lse.reshape(call.query.shape[:3])
+
+
+def _flash(call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        *(call.query, call.key, call.value, call.dropout_p, call.is_causal), scale=call.scale
+    )
+    return output, lse
+
+
+def _efficient(call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
+    )
+    return output, lse[..., : call.query.shape[2]]  # what is behind is padding
+
+
+FORWARDS = {
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+}

@@ -1,0 +1,141 @@
+"""The consumers: each warpgroup attends from 64 rows and leaves their statistics behind."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,misc"
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnscale.measure.cuda.hopper.registers import beside_lanes, full_sum, partial_sum, rescale
+from attnscale.measure.cuda.hopper.schedule import ROWS, tile_at
+
+MASKED = gl.constexpr(-1.0e30)  # finite, because p·x must be 0 and not NaN for a masked key
+LN2 = gl.constexpr(math.log(2))
+SLACK = gl.constexpr(8.0)  # log2; p stays under 2⁸, in range of float16, while the output waits to be rescaled (FA4)
+
+
+@gluon.jit
+def consume(
+    shared,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LAZY: gl.constexpr,
+):
+    """Attend from 64 rows of each of this program's tiles; scores are in units of log 2."""
+    o_desc, sums_ptr, buffers, barriers, sizes, scale = shared
+    q_smem, k_smem, v_smem = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_len, kv_len, heads, all_heads, tiles = sizes[0], sizes[1], sizes[2], sizes[4], sizes[6]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    HEAD_DIM: gl.constexpr = q_smem.shape[2]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, output_layout, 2)
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
+    query = q_smem.index(CONSUMER)
+    q_phase = 0
+    step = 0
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        batch, head, tile_row, blocks = tile_at(index, sizes, BLOCK_M, BLOCK_N, CAUSAL)
+        row = tile_row + CONSUMER * ROWS
+        if CAUSAL and BLOCK_N % BLOCK_M != 0:  # the tile's last blocks may lie beyond this warpgroup's rows
+            own = gl.maximum(gl.minimum(blocks, gl.cdiv(row + ROWS, BLOCK_N)), 1)
+            for _ in range(blocks - own):
+                mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
+                mbarrier.arrive(k_empty.index(step % STAGES))
+                mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
+                mbarrier.arrive(v_empty.index(step % STAGES))
+                step += 1
+            blocks = own
+
+        mbarrier.wait(q_full.index(CONSUMER), q_phase)
+        q_phase ^= 1
+        slot = step % STAGES
+        mbarrier.wait(k_full.index(slot), step // STAGES & 1)
+        scores = warpgroup_mma(query, k_smem.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(slot))
+        columns = (blocks - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+        visible = (columns < kv_len)[None, :]
+        if CAUSAL:
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+            visible = visible & (columns[None, :] <= rows[:, None])
+        scores = gl.where(visible, scores * scale, MASKED)
+        row_max = gl.max(scores, 1)
+        base = row_max
+        scores = scores - base[:, None]
+        weights = gl.exp2(scores)
+        total = partial_sum(weights)
+        moment = partial_sum(weights * scores)
+        square = partial_sum(weights * weights)
+        operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
+        output = gl.zeros([ROWS, HEAD_DIM], gl.float32, output_layout)
+
+        for _ in range(blocks - 1):
+            v_slot = slot
+            v_phase = step // STAGES & 1
+            step += 1
+            slot = step % STAGES
+            mbarrier.wait(k_full.index(slot), step // STAGES & 1)
+            scores = warpgroup_mma(query, k_smem.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            output = warpgroup_mma(operand, v_smem.index(v_slot), output, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(slot))
+            row_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+            new_base = row_max
+            if LAZY:
+                new_base = gl.where(row_max - base > SLACK, row_max, base)
+            shift = base - new_base
+            keep = gl.exp2(shift)
+            base = new_base
+            scores = scores * scale - base[:, None]
+            weights = gl.exp2(scores)
+            lanes_keep = beside_lanes(keep, total)
+            moment = lanes_keep * (moment + total * beside_lanes(shift, total)) + partial_sum(weights * scores)
+            square = lanes_keep * lanes_keep * square + partial_sum(weights * weights)
+            total = lanes_keep * total + partial_sum(weights)
+            output, operand = warpgroup_mma_wait(0, deps=(output, operand))
+            mbarrier.arrive(v_empty.index(v_slot))
+            operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
+            output = rescale(output, keep, LAZY)
+
+        mbarrier.wait(v_full.index(slot), step // STAGES & 1)
+        output = warpgroup_mma(operand, v_smem.index(slot), output, is_async=True)
+        relative = full_sum(total)
+        inverse = 1.0 / relative
+        row_layout: gl.constexpr = relative.type.layout
+        ahead = gl.convert_layout(row_max - base, row_layout, assert_trivial=True)  # how far the maximum ran from base
+        largest = gl.convert_layout(row_max, row_layout, assert_trivial=True)
+        exact_total = gl.maximum(relative * gl.exp2(-ahead), 1.0)
+        own_rows = row + gl.arange(0, ROWS, row_layout)
+        inside = (own_rows >= 0) & (own_rows < q_len)
+        plane = all_heads.to(gl.int64) * q_len  # the statistics lie one behind the other, in the order of RowSums
+        to = sums_ptr + (batch * heads + head).to(gl.int64) * q_len + own_rows
+        gl.store(to, largest * LN2, mask=inside)
+        gl.store(to + plane, exact_total, mask=inside)
+        gl.store(to + 2 * plane, gl.maximum(ahead - full_sum(moment) * inverse, 0.0) * LN2, mask=inside)
+        gl.store(to + 3 * plane, gl.minimum(full_sum(square) * inverse * inverse, 1.0), mask=inside)
+        gl.store(to + 4 * plane, (largest + gl.log2(exact_total)) * LN2, mask=inside)  # the lse
+        output, operand = warpgroup_mma_wait(0, deps=(output, operand))
+        mbarrier.arrive(v_empty.index(slot))
+        step += 1
+
+        output = rescale(output, inverse, False)
+        query.store(output.to(q_smem.dtype))  # this warpgroup is done with its queries
+        fence_async_shared()
+        tile = query._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
+        if row >= 0:  # TMA reads zeros before the first row, but cannot be told to write there
+            tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], tile)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(CONSUMER))

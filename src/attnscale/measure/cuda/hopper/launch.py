@@ -1,0 +1,132 @@
+"""The host's side of the Hopper kernel: which inputs it takes, how its work is laid out, a launch that costs little."""
+# mypy: disable-error-code="import-untyped"
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnscale.measure.cuda.hopper.kernel import attend
+from attnscale.measure.cuda.hopper.schedule import ROWS
+
+LOG2E = math.log2(math.e)
+SUMS = 5  # a row: max, total, gap, participation, lse
+L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
+TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Variant(NamedTuple):
+    """One way to lay the work out."""
+
+    consumers: int  # warpgroups of 64 rows each
+    block_n: int  # keys in a block
+    stages: int  # blocks of keys, and of values, in flight
+    lazy: bool  # the output is rescaled only where the maximum moved by more than SLACK
+    persistent: bool  # one program a multiprocessor, or one a tile
+
+
+VARIANTS = {
+    "two": Variant(2, 128, 3, lazy=True, persistent=False),
+    "two_persistent": Variant(2, 128, 3, lazy=True, persistent=True),
+    "three": Variant(3, 128, 2, lazy=False, persistent=False),
+    "three_deep": Variant(3, 128, 3, lazy=False, persistent=False),
+    "three_persistent": Variant(3, 128, 2, lazy=False, persistent=True),
+}
+FASTEST = {64: "three", 128: "two"}  # by head_dim, on one H200; three warpgroups' registers do not hold 128 columns
+DEFAULT = "fastest"
+
+
+class Unchecked(TensorDescriptor):  # type: ignore[misc]  # triton has no types
+    """A TMA descriptor of a tensor that `supported` has looked at: looking again takes as long as the launch."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend_rows` takes these (batch, heads, len, head_dim) tensors of one dtype, on one Hopper GPU."""
+    return (
+        query.shape[-1] in FASTEST
+        and query.dtype in DTYPES
+        and key.shape == value.shape
+        and _loadable(query)
+        and _loadable(key)
+        and _loadable(value)
+    )
+
+
+def _loadable(tensor: Tensor) -> bool:
+    """Whether TMA can read the tensor: aligned, head_dim contiguous, no empty and no broadcast axis."""
+    *outer, inner = _strides(tensor)
+    aligned = TMA_ALIGNMENT // tensor.element_size()
+    return (
+        inner == 1
+        and all(stride > 0 and stride % aligned == 0 for stride in outer)
+        and tensor.data_ptr() % TMA_ALIGNMENT == 0
+        and tensor.numel() > 0
+    )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Strides of a (batch, heads, len, head_dim) tensor; that of an axis of one element says nothing: replaced."""
+    width = tensor.shape[-1]
+    return [stride if size > 1 else width for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, variant: str = DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Attention output and, for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p², m + ln l.
+
+    Row i sees keys j ≤ i if causal; the statistics are float32 (5, batch, heads, q_len).
+    """
+    batch, heads, q_len, head_dim = query.shape
+    name = FASTEST[head_dim] if variant == DEFAULT else variant
+    chosen = VARIANTS[name]
+    kv_heads, kv_len = key.shape[1:3]
+    if scale < 0:  # the kernel takes a row's maximum before it scales
+        query, scale = -query, -scale
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    sums = torch.empty((SUMS, batch, heads, q_len), dtype=torch.float32, device=query.device)
+    all_heads = batch * heads
+    tiles = all_heads * -(-q_len // (chosen.consumers * ROWS.value))
+    head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
+    together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
+    programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
+    kind = name, head_dim, query.dtype, is_causal, query.device.index
+    compiled = COMPILED.get(kind)
+    describe = TensorDescriptor if compiled is None else Unchecked
+    arguments = (
+        _descriptor(describe, query, ROWS.value),
+        _descriptor(describe, key, chosen.block_n),
+        _descriptor(describe, value, chosen.block_n),
+        _descriptor(describe, output, ROWS.value),
+        *(sums, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
+        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy),
+    )
+    with torch.cuda.device_of(query):
+        if compiled is None:
+            COMPILED[kind] = attend[(programs,)](*arguments, num_warps=4)
+        else:  # half of the time of a launch that looks the kernel up by the types of its arguments
+            compiled[(programs, 1, 1)](*arguments)
+    return output, sums
+
+
+COMPILED: dict[tuple[object, ...], Any] = {}  # kernels, by all that their compilation depends on
+LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elements, four axes
+
+
+def _descriptor(describe: type[Any], tensor: Tensor, rows: int) -> Any:
+    """A TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped."""
+    shape = list(tensor.shape)
+    return describe(tensor, shape, _strides(tensor), [1, 1, rows, shape[-1]], LAYOUT)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

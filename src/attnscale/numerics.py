@@ -1,0 +1,17 @@
+"""What every room needs of floating point."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Autocast off for the tensor's device; a meta tensor's has none to turn off."""
+    kind = tensor.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The tensor's dtype, or float32 where that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,214 @@
+"""Operations that move elements, or leave them be: views, copies, joins."""
+
+import numpy as np
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from attnscale.tracing import coordinates
+from attnscale.tracing.coordinates import Map
+from attnscale.tracing.lineage import LONGEST, Node, Step, View, shape_of
+from attnscale.tracing.operations.operation import Operation, Reader, Result, moved, opaque, widened
+
+
+def _viewed(op: Operation, back: Map, forth: Map) -> Node:
+    """The node of a view, which shares the memory of its operand: writing to it writes to both."""
+    node = moved(op.node(), op.shape, back)
+    if node.steps:
+        node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
+    return node
+
+
+def _same(op: Operation) -> Node:
+    return moved(op.node(), op.shape, None)
+
+
+def _alias(op: Operation) -> Node:
+    return _viewed(op, lambda points: points, lambda points: points)
+
+
+def _reshape(op: Operation) -> Node:
+    parent = op.node()
+    return _viewed(op, coordinates.reshaped(parent.shape, op.shape), coordinates.reshaped(op.shape, parent.shape))
+
+
+def _reshape_copy(op: Operation) -> Node:
+    return moved(op.node(), op.shape, coordinates.reshaped(op.node().shape, op.shape))
+
+
+def _expand(op: Operation) -> Node:
+    return moved(op.node(), op.shape, coordinates.broadcast(op.node().shape, len(op.shape)))
+
+
+def _permute(op: Operation) -> Node:
+    order = [axis % len(op.shape) for axis in op.args[1]]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return _viewed(op, coordinates.permuted(order), coordinates.permuted(inverse))
+
+
+def _transpose(op: Operation) -> Node:
+    first, second = (op.args[1], op.args[2]) if len(op.args) > 2 else (0, -1)
+    swap = coordinates.transposed(len(op.shape), first, second)
+    return _viewed(op, swap, swap)
+
+
+def _slice(op: Operation) -> Node:
+    parent = op.node()
+    axis = op.argument(1, "dim", 0) % max(len(parent.shape), 1)
+    size, start = parent.shape[axis], op.argument(2, "start") or 0
+    start = min(max(start + size if start < 0 else start, 0), size)
+    step = op.argument(4, "step", 1)
+    return _viewed(
+        op,
+        coordinates.sliced(axis, start, step),
+        coordinates.into_slice(axis, start, step, op.shape[axis]),
+    )
+
+
+def _select(op: Operation) -> Node:
+    parent = op.node()
+    axis = op.args[1] % len(parent.shape)
+    index = op.args[2] % max(parent.shape[axis], 1)
+    return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
+
+
+def _split(op: Operation) -> list[Node]:
+    parent, axis, start, nodes = op.node(), op.argument(2, "dim", 0), 0, []
+    axis %= max(len(parent.shape), 1)
+    for part in op.result:
+        nodes.append(moved(parent, shape_of(part), coordinates.sliced(axis, start)))
+        start += part.shape[axis]
+    return nodes
+
+
+def _unbind(op: Operation) -> list[Node]:
+    parent = op.node()
+    axis = op.argument(1, "dim", 0) % len(parent.shape)
+    return [moved(parent, shape_of(part), coordinates.selected(axis, i)) for i, part in enumerate(op.result)]
+
+
+def _repeat(op: Operation) -> Node:
+    return moved(op.node(), op.shape, coordinates.repeated(op.node().shape, len(op.shape)))
+
+
+def _unfold(op: Operation) -> Node:
+    return moved(op.node(), op.shape, coordinates.unfolded(op.args[1] % len(op.node().shape), op.args[3]))
+
+
+def _as_strided(op: Operation) -> Node:
+    parent = op.node()
+    source = op.args[0]
+    if any(size > 1 and stride == 0 for size, stride in zip(source.shape, source.stride(), strict=True)):
+        return opaque(op)
+    given = op.argument(3, "storage_offset")
+    offset = 0 if given is None else given - source.storage_offset()
+    return moved(parent, op.shape, coordinates.strided(parent.shape, source.stride(), op.args[2], offset))
+
+
+def _pad(op: Operation) -> Node:
+    pads, parent = op.args[1], op.node()
+    before = [0] * len(parent.shape)
+    for pair in range(len(pads) // 2):
+        before[-1 - pair] = pads[2 * pair]
+    return moved(parent, op.shape, coordinates.padded(parent.shape, before))
+
+
+def _view_as_complex(op: Operation) -> Node:
+    return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0), "pair")
+
+
+def _view_as_real(op: Operation) -> Node:
+    return moved(op.node(), op.shape, lambda points: points[:, :-1])
+
+
+def _roll(op: Operation) -> Node:
+    parent = op.node()
+    if len(op.args) < 3 or not op.args[2]:
+        return opaque(op)
+
+    def back(points: coordinates.Points) -> coordinates.Points:
+        points = points.copy()
+        for shift, axis in zip(op.args[1], op.args[2], strict=True):
+            points[:, axis] = (points[:, axis] - shift) % parent.shape[axis]
+        return points
+
+    return moved(parent, op.shape, back)
+
+
+def _first_of_several(op: Operation) -> Result:
+    return [_same(op)] if isinstance(op.result, (tuple, list)) else _same(op)
+
+
+def _cat(op: Operation) -> Node:
+    axis = op.argument(1, "dim", 0) % max(len(op.shape), 1)
+    steps, start = [], 0
+    for tensor in op.args[0]:
+        if len(tensor.shape) != len(op.shape):  # torch lets an empty one through
+            continue
+        stop = start + tensor.shape[axis]
+        steps.append(Step(op.ledger.node(tensor), coordinates.piece(axis, start, stop)))
+        start = stop
+    return _joined(op, steps)
+
+
+def _stack(op: Operation) -> Node:
+    axis = op.argument(1, "dim", 0) % len(op.shape)
+    return _joined(op, [Step(op.ledger.node(t), coordinates.stacked(axis, i)) for i, t in enumerate(op.args[0])])
+
+
+def _joined(op: Operation, steps: list[Step]) -> Node:
+    parents = [step.parent for step in steps]
+    if max((parent.depth for parent in parents), default=0) >= LONGEST:
+        return Node(op.shape, learned=any(parent.learned for parent in parents))
+    return Node(
+        op.shape,
+        steps=tuple(steps),
+        learned=any(parent.learned for parent in parents),
+        parameter=all(parent.parameter for parent in parents),
+        depth=1 + max((parent.depth for parent in parents), default=0),
+        scores=next((parent.scores for parent in parents if parent.scores), None),
+        about=next((parent.about for parent in parents if parent.about), None),
+        weights=next((parent.weights for parent in parents if parent.weights), None),
+    )
+
+
+def _copy(op: Operation) -> Node:
+    source = op.node(1)
+    return moved(source, op.shape, widened(source, op.shape))
+
+
+def _written_into(op: Operation) -> Node:
+    """A cache that received new keys: at its other positions it holds what it received before."""
+    source = next((op.ledger.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
+    if len(source.shape) != len(op.shape):
+        return opaque(op)
+    last = np.array([size - 1 for size in source.shape])
+    return moved(source, op.shape, lambda points: np.minimum(points, last))
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh", "to"), _same),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "triu", "tril"), _same),
+    **dict.fromkeys(("resolve_conj", "resolve_neg", "_conj"), _same),
+    **dict.fromkeys(("detach", "alias"), _alias),
+    **dict.fromkeys(("native_dropout", "_fused_dropout"), _first_of_several),
+    **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten"), _reshape_copy),
+    **dict.fromkeys(("transpose", "t", "swapaxes", "adjoint", "mT"), _transpose),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _split),
+    **dict.fromkeys(("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter"), _written_into),
+    "expand": _expand,
+    "permute": _permute,
+    "slice": _slice,
+    "select": _select,
+    "unbind": _unbind,
+    "repeat": _repeat,
+    "unfold": _unfold,
+    "as_strided": _as_strided,
+    "constant_pad_nd": _pad,
+    "roll": _roll,
+    "view_as_complex": _view_as_complex,
+    "view_as_real": _view_as_real,
+    "cat": _cat,
+    "stack": _stack,
+    "copy": _copy,
+}

@@ -1,0 +1,253 @@
+"""Which rows of which parameters make the queries, or the keys, of each head: multiply those, and you multiply these.
+
+From a query back to its projection every step must let a factor through: what moves elements, multiplies or adds does,
+where what is added takes the factor too. A normalisation does not, so behind one the gain stands for the weight.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnscale.tracing.coordinates import NOWHERE, Points, Shape, broadcast
+from attnscale.tracing.lineage import Node, Projection, Step
+
+Indices = NDArray[np.int64]
+
+
+class UntraceableError(Exception):
+    """No parameters whose multiples are multiples of the queries, or keys; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter that takes part in the queries or keys: row `rows[i]` of it, in feature `features[i]` of a head.
+
+    A row is what makes one feature: all elements along the axes `across`, which the projection sums over. Rows are
+    counted over the other axes, in order.
+    """
+
+    parameter: str
+    shape: Shape
+    across: tuple[int, ...]
+    heads: Indices
+    features: Indices
+    rows: Indices
+    offset: float = 0.0  # the values count with this added: Gemma's gain is 1 + weight
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Queries or keys at some positions of one batch entry, to be followed to the parameters that made them."""
+
+    node: Node
+    points: Points  # (positions · heads, rank): the first feature of each
+    heads: int
+    axis: int  # along which the features lie
+    features: int
+    known: "tuple[Source, ...] | UntraceableError | None" = None
+
+    def sources(self) -> tuple[Source, ...]:
+        """Everything that must be multiplied for the queries, or keys, to be multiplied."""
+        if isinstance(self.known, UntraceableError):
+            raise self.known
+        if self.known is not None:
+            return self.known
+        points = np.repeat(self.points, self.features, axis=0)
+        points[:, self.axis] = np.tile(np.arange(self.features), len(self.points))
+        index = np.arange(len(points))
+        found: dict[tuple[object, ...], list[_Part]] = {}
+        for part in _parts(self.node, index, points):
+            found.setdefault((part.name, part.across, part.offset), []).append(part)
+        sources = tuple(self._source(parts) for parts in found.values())
+        _check_rows(sources)
+        return sources
+
+    def settled(self) -> "Origin":
+        """Followed now where the lineage holds activations, that it may let go of them; else when it is asked for."""
+        if self.node.scores is None:
+            return self
+        try:
+            sources: tuple[Source, ...] | UntraceableError = self.sources()
+        except UntraceableError as error:
+            sources = error
+        return replace(self, node=Node(self.node.shape), known=sources)
+
+    def _source(self, parts: "list[_Part]") -> Source:
+        part, at, index = parts[0], np.concatenate([p.at for p in parts]), np.concatenate([p.index for p in parts])
+        kept = [axis for axis in range(len(part.shape)) if axis not in part.across]
+        steps = np.array([math.prod(part.shape[axis] for axis in kept[order + 1 :]) for order in range(len(kept))])
+        rows = at[:, kept] @ steps.astype(np.int64)
+        each = np.stack([index // self.features % self.heads, index % self.features, rows])
+        heads, features, rows = np.unique(each, axis=1)
+        return Source(part.name, part.shape, part.across, heads, features, rows, part.offset)
+
+
+def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
+    """The origin of queries, or keys, that a kernel projects inside: by the rows of its weight from `first` on."""
+    shape = (heads, features)
+
+    def row(at: Points) -> Points:
+        rows: Points = first + at @ np.array([[features], [1]])
+        return rows
+
+    taken = None if bias is None else Node(shape, (Step(bias, row),), parameter=True)
+    projection = Projection(weight, lambda at: row(at) * np.array([1, 0]), weight.shape[1], (1,), taken)
+    points = np.stack([np.arange(heads), np.zeros(heads, dtype=np.int64)], axis=1)
+    return Origin(Node(shape, learned=True, projection=projection), points, heads, axis=1, features=features)
+
+
+def sampled_origin(node: Node, axis: int) -> Origin | None:
+    """The origin of values (…, positions, features): of the first and the last head, at the first position."""
+    if len(node.shape) < 2 or not all(node.shape):
+        return None
+    ends = np.zeros((2, len(node.shape)), dtype=np.int64)
+    ends[1, :-2] = np.array(node.shape[:-2]) - 1
+    return Origin(node, ends, heads=2, axis=axis, features=node.shape[axis]).settled()
+
+
+@dataclass
+class Origins:
+    """Of the queries, keys and values of one attention; None where there is nothing to follow."""
+
+    query: Origin | None = None
+    key: Origin | None = None
+    value: Origin | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Points `index` of those asked for, found in a parameter."""
+
+    name: str
+    shape: Shape
+    index: Indices
+    at: Points
+    across: tuple[int, ...] = ()
+    offset: float = 0.0
+    factor: float = 1.0  # of parameter and offset; NaN: not one number
+
+
+def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
+    """The parameters behind these points of a node."""
+    if not len(points):
+        return []
+    if not node.steps:
+        return _beginning(node, index, points)
+    if len(node.steps) > 1:
+        return [part for step, *held in _split(node.steps, index, points) for part in _parts(step.parent, *held)]
+    step = node.steps[0]
+    if step.effect == "norm":
+        return _gains(step, index, points)
+    if step.effect in ("tanh", "exp", "shift") or (step.effect == "other" and step.multiplied is None):
+        raise UntraceableError("they pass an operation through which a factor does not go")
+    if step.multiplied is not None and step.multiplied.learned:
+        raise UntraceableError("they are multiplied by activations")
+    if step.multiplied is not None and step.multiplied.parameter:
+        if not node.learned:  # a weight that is a direction times its length: its length
+            return _operand(step.multiplied, index, points)
+        try:
+            return _through(step, index, points)
+        except UntraceableError:
+            return _operand(step.multiplied, index, points)
+    return _through(step, index, points)
+
+
+def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
+    """Past one step, and with what it adds."""
+    at = points if step.back is None else step.back(points)
+    held = (at != NOWHERE).all(1)
+    parts = _parts(step.parent, index[held], at[held])
+    if step.effect == "pair":  # the imaginary part
+        parts += _parts(step.parent, index[held], at[held] + _last(at.shape[1]))
+    if step.effect in ("times", "over", "other"):
+        factor = step.operand if isinstance(step.operand, float) else math.nan
+        parts = [replace(part, factor=part.factor * factor ** (-1 if step.effect == "over" else 1)) for part in parts]
+    if step.added is not None:
+        return parts + _operand(step.added, index, points)
+    if step.effect == "plus":
+        parts = [replace(part, offset=part.offset + _number(step) / part.factor) for part in parts]
+    if any(math.isnan(part.offset) or (part.offset and part.across) for part in parts):
+        raise UntraceableError("a number is added to them")
+    return parts
+
+
+def _number(step: Step) -> float:
+    return step.operand if isinstance(step.operand, float) else math.nan
+
+
+def _operand(node: Node, index: Indices, points: Points) -> list[_Part]:
+    """What is behind an operand that was broadcast."""
+    return _parts(node, index, broadcast(node.shape, points.shape[1])(points))
+
+
+def _gains(step: Step, index: Indices, points: Points) -> list[_Part]:
+    if step.multiplied is None:
+        raise UntraceableError("they are normalised, and no gain follows")
+    bias = [] if step.added is None else _operand(step.added, index, points)
+    return _operand(step.multiplied, index, points) + bias
+
+
+def _beginning(node: Node, index: Indices, points: Points) -> list[_Part]:
+    if node.projection is not None:
+        return _weight(node.projection, index, points)
+    if node.name is None:
+        raise UntraceableError("they come from no parameter of the model that could be followed")
+    return [_Part(node.name, node.shape, index, points)]
+
+
+def _weight(projection: Projection, index: Indices, points: Points) -> list[_Part]:
+    """The rows of a projection's weight, and of its bias: where its inputs lie shows by going from one to another."""
+    if projection.weight.learned:
+        raise UntraceableError("their projection is no parameter of the model")
+    first = projection.channel(points)
+    last = first.copy()
+    for axis in projection.inputs:
+        last[:, axis] = projection.weight.shape[axis] - 1
+    found = []
+    starts, ends = (_parts(projection.weight, index, at) for at in (first, last))
+    for start, end in zip(starts, ends, strict=True):
+        across = tuple(int(axis) for axis in (start.at != end.at).any(0).nonzero()[0])
+        summed = math.prod(projection.weight.shape[axis] for axis in projection.inputs)
+        if start.name != end.name or (across and math.prod(start.shape[axis] for axis in across) != summed):
+            raise UntraceableError("their projection is put together of several parameters")
+        found.append(replace(start, across=across))
+    bias = [] if projection.bias is None else _operand(projection.bias, index, points)
+    return found + bias
+
+
+def _split(steps: Sequence[Step], index: Indices, points: Points) -> list[tuple[Step, Indices, Points]]:
+    """Which points of a concatenation are in which part of it."""
+    left, found = np.ones(len(points), dtype=bool), []
+    for step in steps:
+        at = points if step.back is None else step.back(points)
+        held = (at != NOWHERE).all(1) & left
+        left &= ~held
+        found.append((step, index[held], at[held]))
+    return found
+
+
+def _last(rank: int) -> Indices:
+    one = np.zeros(rank, dtype=np.int64)
+    one[-1] = 1
+    return one
+
+
+def _check_rows(sources: Sequence[Source]) -> None:
+    """Every feature has a row of its own; where some were lost on the way, scaling the others would bend the scores."""
+    weights = [source for source in sources if source.across]
+    if not weights:
+        return
+    names = sorted({source.parameter for source in weights})
+    head, feature, row, parameter = (
+        np.concatenate(each)
+        for each in zip(
+            *((s.heads, s.features, s.rows, np.full_like(s.rows, names.index(s.parameter))) for s in weights),
+            strict=True,
+        )
+    )
+    features, rows = (np.unique(np.stack(each), axis=1)[0] for each in ((head, feature), (head, parameter, row)))
+    if (np.bincount(rows) < np.bincount(features)).any():
+        raise UntraceableError("not all of their features could be told apart")

@@ -1,0 +1,1 @@
+"""Attention computed by a fused kernel: what its arguments mean."""

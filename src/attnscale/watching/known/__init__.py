@@ -1,0 +1,1 @@
+"""A model that was followed once, known again by its kernels alone."""

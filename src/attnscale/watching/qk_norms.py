@@ -1,0 +1,53 @@
+"""The norms of queries and keys that a model was built with, and whether they take part."""
+
+import re
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnscale.tracing.lineage import Ledger, Node
+
+NORM_OF_QUERY_OR_KEY = re.compile(
+    r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
+)
+
+
+class QueryKeyNorms:
+    """The norms of queries and keys that a model was built with, and whether they take part."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self._model, self._ledger = model, ledger
+        self._outputs: dict[str, list[Node]] = {}
+
+    @cached_property
+    def built(self) -> dict[str, nn.Module]:
+        """The norms by their path."""
+        return {
+            name: module
+            for name, module in self._model.named_modules()
+            if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
+        }
+
+    def ran(self, name: str, output: Any) -> None:
+        """A module of the model ran."""
+        if name in self.built and isinstance(output, Tensor):
+            self._outputs.setdefault(name, []).append(self._ledger.node(output))
+
+    def unused(self, path: str) -> tuple[str, ...]:
+        """The norms that belong to the attention at this path and never took part."""
+        return tuple(
+            name
+            for name, module in self.built.items()
+            if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
+        )
+
+    def _takes_part(self, name: str, module: nn.Module) -> bool:
+        if name in self._outputs:
+            return any(node.used for node in self._outputs[name])
+        nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
+        return any(node is not None and node.used for node in nodes)
+
+
+def _belongs(parent: str, path: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")

@@ -1,0 +1,132 @@
+"""Where in the model an operation happens: the modules that are running, and the line of code."""
+
+import os
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from attnscale.tracing.place import Place
+from attnscale.watching.known.graph import now
+
+# The line of the model's own code is the first outside these.
+LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
+
+
+def uncompiled(name: str) -> str:
+    """A module path without the wrapper that torch.compile puts round a module."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+
+
+class ParameterNames:
+    """Parameters of a model -> their names; under FSDP2 a running module holds others than one at rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
+
+    def _now(self) -> dict[int, tuple[Tensor, str]]:
+        named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
+        # a rank that holds some heads of a layer multiplies by its own part of the parameter
+        local = [(name, parameter._local_tensor) for name, parameter in named if hasattr(parameter, "_local_tensor")]
+        return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
+
+    def __call__(self, tensor: Tensor) -> str | None:
+        """The name, the first of several; None for what is no parameter of the model."""
+        if not self._known or (isinstance(tensor, nn.Parameter) and id(tensor) not in self._known):
+            self._known = self._now() | self._known
+        return self._known.get(id(tensor), (tensor, None))[1]
+
+
+class Running:
+    """The modules of a model that are running now, and those that ever ran."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ran: Callable[[str, Any], None],
+        meanwhile: AbstractContextManager[Any],
+        only_training: bool = False,
+        begins: Callable[[str], bool] = lambda name: True,
+        passed_over: Collection[str] = (),
+    ) -> None:
+        """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
+
+        Modules `passed_over` that hold no others are taken for a part of the one around them.
+        """
+        self._root = type(model).__name__
+        self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
+        named = {id(module): (uncompiled(name), module) for name, module in reversed(list(model.named_modules()))}
+        self._names = {
+            key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
+        }
+        self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
+        self.stack: list[str] = []
+        self.began: list[int] = []  # of each, how many operations autograd had recorded
+        self.called: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `meanwhile` lasts."""
+        return self._entered > 0
+
+    def shown(self, path: str) -> str:
+        """A module path as it is shown: the model itself by its class."""
+        return path or self._root
+
+    def place(self) -> Place:
+        """Where the model is now."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+            frame = frame.f_back
+        return Place(tuple(self.stack), (frame.f_code.co_filename, frame.f_lineno))
+
+    def attach(self) -> None:
+        """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Stop following, also where an interrupt left modules behind."""
+        self.stack.clear()
+        self.began.clear()
+        self._exit()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
+        if self.stack or trains or not self._only_training:
+            self.stack.append(name)
+            self.began.append(now())
+            self.called.add(name)
+            if not self._entered and self._begins(name):
+                self._entered = len(self.stack)
+                self._meanwhile.__enter__()
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None and self.stack:
+            self._ran(name, output)
+            self.stack.pop()
+            self.began.pop()
+            if len(self.stack) < self._entered:
+                self._exit()
+
+    def _exit(self) -> None:
+        if self._entered:
+            self._entered = 0
+            self._meanwhile.__exit__(None, None, None)

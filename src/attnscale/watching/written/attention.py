@@ -1,0 +1,289 @@
+"""Attention written out by hand: a product of activations, followed to a softmax of it.
+
+The operations on the way say what multiplies q·k; the numbers are compared with that, and believed where they differ.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnscale.numerics import wide_dtype
+from attnscale.tracing.coordinates import NOWHERE
+from attnscale.tracing.lineage import Node, Trail
+from attnscale.tracing.operations.products import Product, channels
+from attnscale.tracing.parameters import Origins
+from attnscale.watching.call import Rows, Sighting, looks_causal, rms_norm
+from attnscale.watching.gradients import GradientSquares, of_product
+from attnscale.watching.shards import TAIL
+from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
+from attnscale.watching.written.axes import Layout, arrive, find_layout
+from attnscale.watching.written.operands import Operands, Way
+
+PROBED_ROWS = 4
+NORMED_ROWS = 64
+DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
+VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
+FACTOR_OF_ONE = 1e-6
+
+
+def see_softmax(product: Product, scores: Tensor, node: Node, axis: int) -> "Written | None":
+    """The attention this softmax belongs to; None where its input cannot be followed to the product."""
+    layout = find_layout(product, node, axis % max(scores.dim(), 1))
+    if layout is None:
+        return None
+    written = Written(layout, scores.detach().reshape(layout.shape))
+    return written if written.probed.arrival.found.all() else None
+
+
+@dataclass(frozen=True)
+class Written:
+    """One attention written out; `probe` are the positions, of the first batch entry, that are looked at closely."""
+
+    layout: Layout
+    scores: Tensor
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return int(self.layout.groups.shape[1])
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """Positions spread over the queries."""
+        return _spread(self.layout.length, PROBED_ROWS)
+
+    @cached_property
+    def probed(self) -> Operands:
+        """Queries and keys of the probed rows of every head."""
+        return Operands.of(self.layout, self.layout.groups[0], self.probe.numpy())
+
+    @property
+    def trail(self) -> Trail:
+        """How the first of them went."""
+        return self.probed.arrival.trails[0]
+
+    def sighting(self, rows: int | None, keep: bool) -> Sighting:
+        """Everything that is reported of this call."""
+        layout, (query_way, key_way) = self.layout, self.ways
+        scores, visible = self.rows_at(self.probe)
+        batch, heads = layout.groups.shape
+        by_row = Rows(batch, heads, layout.length, scores.shape[-1], visible is not None, self.rows_at)
+        shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
+        query_norm, key_norm = self.norms()
+        kept = self.kept() if keep and not self._parts else (None, None)
+        return Sighting(
+            kind="eager",
+            heads=self.heads,
+            kv_heads=layout.kv_heads,
+            head_dim=self.head_dim,
+            model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
+            query_len=layout.length,
+            key_len=int(self._in_product.sum()),
+            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, layout.length),
+            softcap=self.softcap,
+            stats=by_row.measure(rows, self.highest),
+            scales=self.scales(scores[0], shown[0]),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            normalised=query_way.normalised and key_way.normalised,
+            biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
+            bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
+            softcap_discarded=layout.product.capped and self.softcap is None,
+            mixes_along_softmax=not layout.over_pairs,
+            query=kept[0],
+            key=kept[1],
+            origins=self.origins(),
+            sinks=self.sinks(scores[0]),
+            highest_bias=self.highest_bias(scores[0], shown[0]),
+        )
+
+    @cached_property
+    def ways(self) -> tuple[Way, Way]:
+        """Of the probed queries, and of their keys."""
+        return self.probed.way(queries=True), self.probed.way(queries=False)
+
+    @property
+    def head_dim(self) -> int:
+        """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
+        return int(sum(part.left.shape[-1] for part in (self.layout.product, *self._parts)))
+
+    @cached_property
+    def _parts(self) -> list[Product]:
+        """Products of other features of the same queries: added, and scaled alike."""
+        own, parts = self._query_channel(self.layout.product), []
+        for node, factor in self.trail.other_scores:
+            product = node.scores
+            if product is None or self._query_channel(product) in (own, ()):
+                continue
+            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            total = arrival.factor[0] * factor * product.alpha
+            if arrival.found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
+                parts.append(product)
+        return parts
+
+    def _query_channel(self, product: Product) -> tuple[object, ...]:
+        """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
+        node = product.left_node if self.layout.keys_are_right else product.right_node
+        return channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0]
+
+    @property
+    def biases(self) -> list[tuple[Tensor, float]]:
+        """What was added to the scores, and by how much it was multiplied afterwards."""
+        bias = self.layout.product.bias
+        own = [] if bias is None else [(bias, float(self.probed.arrival.factor.mean()))]
+        return self.trail.biases + own
+
+    @property
+    def softcap(self) -> float | None:
+        """What a tanh on the way is multiplied by."""
+        return abs(self.trail.caps[0]) if self.trail.caps else None
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """What the operations on the way make of the probed rows: (heads, rows, keys)."""
+        return self.probed.predicted(self.softcap)
+
+    @property
+    def _adds(self) -> bool:
+        """Whether anything but the product is in the scores."""
+        return self.trail.added or self.layout.product.bias is not None
+
+    def scales(self, scores: Tensor, shown: Tensor) -> Tensor:
+        """The slope of the softmax's input on q·k, a head at a time."""
+        query, key = self.ways
+        stated = torch.from_numpy((np.abs(query.factor * key.factor) * self.probed.multiplier).mean(1))
+        if self._adds or self.trail.blended or self.softcap is not None or self.layout.over_pairs:
+            return stated  # what else is in the scores would be taken for a slope
+        slope = _slope(self.predicted, scores, shown)
+        return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
+
+    def gradients(self) -> GradientSquares:
+        """What a backward will bring to the operands of the product."""
+        product, groups = self.layout.product, self.layout.groups
+        entries = Operands.of(self.layout, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        operands = (product.left, product.right)
+        query, key = operands if self.layout.keys_are_right else reversed(operands)
+        return of_product(query, key, entries.reshape(groups.shape))
+
+    def some(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
+        last = np.arange(max(0, self.layout.length - TAIL), self.layout.length)
+        spread, tail = (
+            Operands.of(self.layout, self.layout.groups.ravel(), positions)
+            for positions in (_spread(self.layout.length, NORMED_ROWS).numpy(), last)
+        )
+        return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""
+        some = Operands.of(self.layout, self.layout.groups.ravel(), _spread(self.layout.length, NORMED_ROWS).numpy())
+        query, key = (
+            rms_norm(vectors.unflatten(0, self.layout.groups.shape)).cpu()
+            / torch.from_numpy(np.abs(way.factor).mean(1))
+            for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
+        )
+        return query, key
+
+    def origins(self) -> Origins:
+        """Where queries and keys come from; of a sum of several products, none."""
+        if self.trail.other_scores:
+            return Origins()
+        return Origins(self.probed.origin(queries=True).settled(), self.probed.origin(queries=False).settled())
+
+    def sinks(self, scores: Tensor) -> Tensor | None:
+        """The highest score of the probed rows that is no key's, a value a head; None where all are keys'."""
+        return None if bool(self._in_product.all()) else scores[..., ~self._in_product].amax((-2, -1)).double().cpu()
+
+    def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
+        """The most that is added to a score: of what is known of biases, and of what the probed rows show."""
+        if not self._adds:
+            return 0.0
+        known = [float(bias.max()) * by for bias, by in self.biases if _is_bias(bias)]
+        rest = (scores - self.predicted)[shown]
+        return max(0.0, *known, float(rest.max()) if self.softcap is None and rest.numel() else 0.0)
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the first batch entry as they left their projections: (1, heads, length, features)."""
+        whole = Operands.of(self.layout, self.layout.groups[0], np.arange(self.layout.length))
+        query, key = whole.queries(), whole.keys()
+        for vectors, way in ((query, self.ways[0]), (key, self.ways[1])):
+            vectors /= torch.from_numpy(way.factor.mean(1)).to(vectors)[:, None, None]
+        like = self.layout.product.left.dtype
+        return query.to(like).unsqueeze(0), key.to(like).unsqueeze(0)
+
+    @cached_property
+    def _in_product(self) -> Tensor:
+        """Which keys are in the product: not a sink that stands beside them."""
+        return torch.from_numpy(self.layout.columns != NOWHERE).to(self.scores.device)
+
+    @cached_property
+    def _by_row(self) -> Tensor:
+        """A view of the scores: (…other axes…, queries, keys)."""
+        layout = self.layout
+        moving = (*layout.other_axes, *layout.query_axes, layout.key_axis)
+        single = [axis for axis in range(len(layout.shape)) if axis not in moving]
+        view = self.scores.permute(*single, *moving)
+        return view.flatten(-1 - len(layout.query_axes), -2) if layout.query_axes else view.unsqueeze(-2)
+
+    def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores of these rows, (batch, heads, rows, keys), and which of them were visible; None: all."""
+        chosen = self._by_row.index_select(-2, positions.to(self.scores.device))
+        chosen = chosen.reshape(-1, *chosen.shape[-2:])[torch.from_numpy(self.layout.groups).to(chosen.device)]
+        scores = chosen.to(wide_dtype(chosen))
+        hidden = scores <= NEVER_A_SCORE
+        for fill in self.trail.fills:
+            if NEVER_A_SCORE < fill <= -HIDING_GAP:
+                hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
+        if self._shifted or self._finite_gaps:
+            rows = Operands.of(self.layout, self.layout.groups.ravel(), positions.numpy())
+            scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
+            for gap in self._finite_gaps:
+                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
+        return scores, ~hidden if bool(hidden.any()) else None
+
+    @property
+    def _shifted(self) -> bool:
+        return bool(self.probed.arrival.shift.any())
+
+    @cached_property
+    def _finite_gaps(self) -> list[float]:
+        """Of masks that subtract a number too small to be told from a score by itself."""
+        gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
+        return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]
+
+    def highest(self) -> Tensor:
+        """The largest score there is, a value a head."""
+        if self._shifted:
+            return torch.full((self.heads,), torch.inf, dtype=torch.float64)
+        each = self._by_row.amax((-2, -1)).reshape(-1)
+        return each[torch.from_numpy(self.layout.groups).to(each.device)].amax(0).double()
+
+
+def _spread(length: int, most: int) -> Tensor:
+    """At most so many positions, from the first to the last."""
+    return torch.linspace(0, length - 1, min(most, length)).round().long()
+
+
+def _slope(predicted: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
+    """Least squares of scores (heads, rows, keys) on what was predicted of them, each row with its own intercept."""
+    count = visible.sum(-1, keepdim=True).clamp(min=1)
+    x, y = (values.double().masked_fill(~visible, 0.0) for values in (predicted, scores))
+    x, y = ((values - values.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0) for values in (x, y))
+    slope = (x * y).sum((-2, -1)) / x.square().sum((-2, -1))
+    return torch.where(torch.isfinite(slope), slope, 1.0).cpu()
+
+
+def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
+    """Whether what is left of the scores is more than rounding."""
+    rest, scores = rest[visible], scores[visible]
+    if rest.numel() < 2 or not bool(torch.isfinite(rest).all()):
+        return False
+    return bool(rest.std() > VISIBLE_BIAS * scores.std())
+
+
+def _is_bias(tensor: Tensor) -> bool:
+    """Whether an added operand is a bias, not a mask, and not nothing."""
+    return bool((tensor != 0).any()) and hiding_gap(tensor) is None

@@ -1,0 +1,194 @@
+"""Which axis of a softmax's input is which: keys, queries, and the heads of each batch entry.
+
+Found by moving one step along each axis and looking where in the product that leads, so that any order and any merging
+of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnscale.tracing.coordinates import NOWHERE, Points, grid, reshaped
+from attnscale.tracing.lineage import Node, Step, Trail, follow
+from attnscale.tracing.operations.products import Product, channels
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Points of the softmax's input followed to the product; −1 where a point is none of its elements."""
+
+    at: Points  # (points, rank of the product)
+    factor: NDArray[np.float64]
+    shift: NDArray[np.float64]
+    trails: list[Trail]
+
+    @property
+    def found(self) -> NDArray[np.bool_]:
+        """Which points are elements of the product."""
+        found: NDArray[np.bool_] = (self.at != NOWHERE).all(1)
+        return found
+
+
+def arrive(node: Node, points: Points, product: Product) -> Arrival:
+    """Follow points to the product."""
+    at = np.full((len(points), len(product.node.shape)), NOWHERE, dtype=np.int64)
+    factor, shift = np.ones(len(points)), np.zeros(len(points))
+    trails = [trail for trail in follow(node, points, product) if trail.node is product.node]
+    for trail in trails:
+        at[trail.index], factor[trail.index], shift[trail.index] = trail.points, trail.factor, trail.shift
+    return Arrival(at, factor, shift, trails)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axes of a softmax's input, and what the product holds along them."""
+
+    product: Product
+    node: Node  # of the softmax's input, merged axes taken apart
+    shape: tuple[int, ...]
+    key_axis: int
+    query_axes: tuple[int, ...]
+    other_axes: tuple[int, ...]
+    keys_are_right: bool  # the keys are the columns of the product, as in q @ kᵀ
+    columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
+    groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
+    kv_heads: int
+    over_pairs: bool = False  # the softmax runs over queries and keys at once
+
+    @property
+    def length(self) -> int:
+        """Queries."""
+        return int(np.prod([self.shape[axis] for axis in self.query_axes], dtype=np.int64))
+
+    @property
+    def first_key(self) -> int:
+        """The first key that is an element of the product."""
+        return int(np.argmax(self.columns != NOWHERE))
+
+    def rows(self, groups: Indices, positions: Indices) -> Points:
+        """The points of these queries at the first key, (groups · positions, rank)."""
+        points = np.zeros((len(groups), len(positions), len(self.shape)), dtype=np.int64)
+        for axis, index in _unravelled(groups, self.other_axes, self.shape):
+            points[:, :, axis] = index[:, None]
+        for axis, index in _unravelled(positions, self.query_axes, self.shape):
+            points[:, :, axis] = index[None, :]
+        points[:, :, self.key_axis] = self.first_key
+        return points.reshape(-1, len(self.shape))
+
+    def operand_points(self, at: Points, queries: bool) -> Points:
+        """The first feature of the query, or of the key, of these elements of the product."""
+        points = at.copy()
+        points[:, -1 if queries == self.keys_are_right else -2] = 0
+        return points
+
+    def operand_node(self, queries: bool) -> Node:
+        """The node of the queries, or of the keys."""
+        return self.product.left_node if queries == self.keys_are_right else self.product.right_node
+
+
+def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
+    """The layout of a softmax over this axis of an image of the product; None where it cannot be followed."""
+    shape, rank = node.shape, len(node.shape)
+    if not all(shape):
+        return None
+    along = np.zeros((shape[axis], rank), dtype=np.int64)
+    along[:, axis] = np.arange(shape[axis])
+    keys = arrive(node, along, product)
+    if not keys.found.any():
+        return None
+    key_place = _key_place(keys.at[keys.found])
+    first = along[np.argmax(keys.found)]
+    query_place = -1 if key_place == -2 else -2
+    query_axes, other_axes = [], []
+    for other in range(rank):
+        if other == axis or shape[other] == 1:
+            continue
+        steps = first + np.outer([0, 1, shape[other] - 1], np.eye(rank, dtype=np.int64)[other])
+        start, near, far = at = arrive(node, steps, product).at
+        if near[query_place] == start[query_place] or _is_another_head(product, at[:2], query_place):
+            other_axes.append(other)
+        elif len(start) == 3 and far[0] != start[0] and shape[other] > product.node.shape[query_place]:
+            apart = _taken_apart(node, other, product.node.shape[query_place])
+            return None if apart is None else find_layout(product, apart, axis + (other < axis))
+        else:
+            query_axes.append(other)
+    columns = keys.at[:, key_place]
+    bare = Layout(
+        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1,
+        over_pairs=_repeats_a_key(keys.at[keys.found], key_place),
+    )  # fmt: skip
+    return _with_heads(bare)
+
+
+def _key_place(at: Points) -> int:
+    """Which axis of the product a step along the softmax moves: columns, rows, or (softmax over heads) neither."""
+    moved = (at != at[0]).any(0)
+    return -1 if moved[-1] or not moved.any() else -2 if moved[-2] else -1
+
+
+def _repeats_a_key(at: Points, key_place: int) -> bool:
+    """Whether a key comes twice in one product along the softmax, with another query each time."""
+    keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
+    return len(np.unique(keys, axis=0)) < len(np.unique(at, axis=0))
+
+
+def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
+    """Whether two rows of the product are the same query of two heads: einsum lays heads that share a key so."""
+    points = at.copy()
+    points[:, -1 if query_place == -2 else -2] = 0
+    first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
+    return first != second
+
+
+def _taken_apart(node: Node, axis: int, length: int) -> Node | None:
+    """The node with an axis of (heads · queries) split in two."""
+    size = node.shape[axis]
+    if size % length:
+        return None
+    shape = (*node.shape[:axis], size // length, length, *node.shape[axis + 1 :])
+    return Node(shape, steps=(Step(node, reshaped(node.shape, shape)),), learned=True, scores=node.scores)
+
+
+def _with_heads(bare: Layout) -> Layout | None:
+    count = int(np.prod([bare.shape[axis] for axis in bare.other_axes], dtype=np.int64))
+    at = arrive(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
+    if not at.found.all():
+        return None
+    query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
+    groups = _by_head(query, bare)
+    owned = _distinct_keys(bare, at.at[groups[0]])
+    kv_heads = owned if owned and groups.shape[1] % owned == 0 else groups.shape[1]
+    return Layout(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
+
+
+def _distinct_keys(layout: Layout, at: Points) -> int:
+    """Key heads that are no copies: a cache stands before the new keys, padding after them, so both ends are asked."""
+    counts = []
+    for column in (layout.first_key, len(layout.columns) - 1):
+        points = at.copy()
+        points[:, -1 if layout.keys_are_right else -2] = max(layout.columns[column], 0)
+        keys = channels(layout.operand_node(queries=False), layout.operand_points(points, queries=False))
+        counts.append(len(set(keys) - {()}))
+    return max(counts)
+
+
+def _by_head(keys: list[tuple[object, ...]], layout: Layout) -> Indices:
+    """(batch, heads): groups of one channel are one head in several batch entries."""
+    sizes = [layout.shape[axis] for axis in layout.other_axes]
+    if len(layout.shape) == 4 and layout.other_axes[-1:] == (1,) and keys[0] != keys[1]:
+        return np.arange(len(keys)).reshape(-1, sizes[-1])  # (batch, heads, queries, keys), as it mostly is
+    order: dict[tuple[object, ...], list[int]] = {}
+    for group, key in enumerate(keys):
+        order.setdefault(key, []).append(group)
+    members = list(order.values())
+    if len({len(member) for member in members}) == 1:
+        return np.array(members).T
+    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: heads stand last
+
+
+def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:
+    parts = np.unravel_index(index, [shape[axis] for axis in axes]) if axes else ()
+    return list(zip(axes, (np.asarray(part) for part in parts), strict=True))
