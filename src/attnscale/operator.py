@@ -12,7 +12,7 @@ from attnscale.inputs import check_inputs
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
-from attnscale.visibility import row_bias, visible_keys
+from attnscale.visibility import Visibility
 
 
 def attention(
@@ -39,8 +39,7 @@ def attention(
     """
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
-    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
-    call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
+    call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
     return run(call).reshape(shape)
 
 
@@ -57,13 +56,30 @@ def attention_weights(
     """softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at."""
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     shape = scores_shape(query, key, enable_gqa)
-    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
-    dtype = query.dtype
+    call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
     with without_autocast(query):
-        query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
-        query, key = query.to(wide_dtype(query)), key.to(wide_dtype(key))
-        bias = row_bias(attn_mask, is_causal, slice(0, query.shape[-2]), key.shape[-2], query)
-        return row_weights(query, key, bias, factor, softcap).to(dtype).reshape(shape)
+        query, key = call.query.to(wide_dtype(query)), call.key.to(wide_dtype(key))
+        bias = call.visibility.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
+        return row_weights(query, key, bias, call.scale, softcap).to(call.query.dtype).reshape(shape)
+
+
+def scaled_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: Visibility,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float = 0.0,
+) -> Call:
+    """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
+
+    def counts() -> Tensor | None:
+        return visibility.counts(query.shape[-2], key.shape[-2], query.device)
+
+    scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
+    return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)
 
 
 def run(call: Call) -> Tensor:
@@ -86,5 +102,6 @@ def _as_autocast(call: Call) -> Call:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    mask = None if call.attn_mask is None else cast(call.attn_mask)
-    return replace(call, query=cast(call.query), key=cast(call.key), value=cast(call.value), attn_mask=mask)
+    seen = call.visibility
+    seen = seen if seen.mask is None else replace(seen, mask=cast(seen.mask))
+    return replace(call, query=cast(call.query), key=cast(call.key), value=cast(call.value), visibility=seen)

@@ -1,38 +1,149 @@
-"""Which keys a row sees: counts for the rules that need them, blocks of bias for the paths that add them."""
+"""Visibility: which keys each row sees. One type in every room, so that a sliding window is a case of it."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-COUNTING_ROWS = 256  # counting converts the mask to integers; a block at a time keeps that small
+COUNTING_ROWS = 256  # counting converts masks to integers; a block of rows at a time keeps that small
 
 
-def visible_keys(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    """The number of visible keys of each row, broadcastable to (…, heads, q_len); None where every row sees all."""
-    q_len, kv_len = query.shape[-2], key.shape[-2]
-    if is_causal:  # aligned to the upper left, as in SDPA
-        return torch.arange(1, q_len + 1, device=query.device).clamp(max=kv_len)
-    if attn_mask is None:
-        return None
-    counts = [_visible(rows).sum(-1) for rows in attn_mask.split(COUNTING_ROWS, dim=-2)]
-    return torch.cat(counts, dim=-1) * (kv_len if attn_mask.shape[-1] == 1 else 1)
+@dataclass(frozen=True)
+class Visibility:
+    """Row i sees key j where i + first ≤ j ≤ i + last, in its own document, and where the mask shows it.
+
+    A limit of None is none. Key padding is a mask of one row, (batch, 1, 1, kv_len).
+
+    >>> Visibility.causal(window=2).counts(q_len=4, kv_len=4, device="cpu").tolist()
+    [1, 2, 2, 2]
+    """
+
+    last: int | None = None  # 0: causal as SDPA's flag; kv_len − q_len: causal, the last row sees every key
+    first: int | None = None
+    mask: Tensor | None = None  # broadcasts to (…, q_len, kv_len): booleans, True is seen, or floats that are added
+    documents: tuple[Tensor, Tensor] | None = None  # (…, q_len) and (…, kv_len): the document of each row and key
+
+    @classmethod
+    def of(cls, attn_mask: Tensor | None, is_causal: bool) -> "Visibility":
+        """What SDPA's two arguments say; its causal flag is aligned to the first key."""
+        return cls(last=0 if is_causal else None, mask=attn_mask)
+
+    @classmethod
+    def causal(cls, offset: int = 0, window: int | None = None) -> "Visibility":
+        """Keys up to one's own position plus the offset; with a window, no more of them than that."""
+        return cls(offset, None if window is None else offset - window + 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row sees every key, and nothing is added to a score."""
+        return self.last is None and self.first is None and self.mask is None and self.documents is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is what SDPA's causal flag says, and nothing else."""
+        return self.last == 0 and self.first is None and self.mask is None and self.documents is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a kernel that has a causal flag and no mask takes it."""
+        return self.is_full or self.is_causal
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the mask alone says it."""
+        return self.last is None and self.first is None and self.documents is None and self.mask is not None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the scores, −∞ for hidden keys perhaps; None: nothing."""
+        return self.mask if self.mask is not None and self.mask.is_floating_point() else None
+
+    def counts(self, q_len: int, kv_len: int, device: torch.device | str) -> Tensor | None:
+        """The number of visible keys of each row, broadcastable to (…, heads, q_len); None where every row sees all."""
+        if self.is_full:
+            return None
+        if self.mask is None and self.documents is None:
+            row = torch.arange(q_len, device=device)
+            after = torch.full_like(row, kv_len) if self.last is None else (row + self.last + 1).clamp(0, kv_len)
+            before = 0 if self.first is None else (row + self.first).clamp(0, kv_len)
+            return (after - before).clamp(min=0)
+        if self.is_mask and self.mask is not None:
+            counted = [_shows(rows).sum(-1) for rows in self.mask.split(COUNTING_ROWS, dim=-2)]
+            return torch.cat(counted, dim=-1) * (kv_len if self.mask.shape[-1] == 1 else 1)
+        blocks = (slice(start, min(start + COUNTING_ROWS, q_len)) for start in range(0, q_len, COUNTING_ROWS))
+        shown = (self.shown(rows, slice(0, kv_len), device) for rows in blocks)
+        return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
+
+    def span(self, lowest: int, highest: int, kv_len: int) -> slice:
+        """The keys that any row from the lowest to the highest may see, as far as positions tell."""
+        stop = kv_len if self.last is None else min(max(highest + self.last + 1, 0), kv_len)
+        start = 0 if self.first is None else min(max(lowest + self.first, 0), stop)
+        return slice(start, stop)
+
+    def sure(self, lowest: int, keys: slice) -> int:
+        """How many of these keys, from the first on, every row from the lowest on sees for certain."""
+        if self.is_full:
+            return len(range(keys.start, keys.stop))
+        if self.last is None or self.first is not None or self.mask is not None or self.documents is not None:
+            return 0
+        return len(range(keys.start, min(lowest + self.last + 1, keys.stop)))
+
+    def shown(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Tensor | None:
+        """Which of these keys these rows see, broadcastable to (…, rows, keys); None: all of them."""
+        parts = [*self._limits(rows, keys, device), *(() if self.mask is None else [_shows(self._part(rows, keys))])]
+        return reduce(torch.logical_and, parts) if parts else None
+
+    def added(self, rows: slice | Tensor, keys: slice, like: Tensor) -> Tensor | None:
+        """What is added to the scores of these rows: the float mask, or 0 and −∞ for visible and hidden keys."""
+        if self.bias is None:
+            shown = self.shown(rows, keys, like.device)
+            return None if shown is None else _hiding(torch.zeros((), dtype=like.dtype, device=like.device), shown)
+        limits = list(self._limits(rows, keys, like.device))
+        part = self._part(rows, keys).to(like.dtype)
+        return _hiding(part, reduce(torch.logical_and, limits)) if limits else part
+
+    def at(self, entry: int, heads: slice) -> "Visibility":
+        """Of these heads of one batch entry, where the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
+        mask, documents = self.mask, self.documents
+        if mask is not None:
+            mask = mask[entry if mask.shape[0] > 1 else 0]
+            mask = mask[heads] if mask.shape[0] > 1 else mask
+        if documents is not None:
+            rows, keys = (ids if ids.dim() == 1 else ids[entry if ids.shape[0] > 1 else 0] for ids in documents)
+            documents = rows, keys
+        return (
+            self if mask is self.mask and documents is self.documents else replace(self, mask=mask, documents=documents)
+        )
+
+    def _limits(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Iterator[Tensor]:
+        """What everything but the mask says."""
+        if self.last is not None or self.first is not None:
+            at = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows.to(device)
+            ahead = torch.arange(keys.start, keys.stop, device=device) - at.unsqueeze(-1)
+            if self.last is not None:
+                yield ahead <= self.last
+            if self.first is not None:
+                yield ahead >= self.first
+        if self.documents is not None:
+            own, theirs = self.documents
+            same = own[..., rows].unsqueeze(-1) == theirs[..., None, keys]
+            yield same.unsqueeze(-3) if same.dim() > 2 else same
+
+    def _part(self, rows: slice | Tensor, keys: slice) -> Tensor:
+        assert self.mask is not None
+        part = self.mask if self.mask.shape[-2] == 1 else self.mask[..., rows, :]
+        return part if part.shape[-1] == 1 else part[..., keys]
 
 
-def row_bias(attn_mask: Tensor | None, is_causal: bool, rows: slice, kv_len: int, like: Tensor) -> Tensor | None:
-    """What is added to the scores of these rows: the float mask, or 0 and −∞ for visible and hidden keys."""
-    if is_causal:
-        row = torch.arange(rows.start, rows.stop, device=like.device).unsqueeze(-1)
-        return _bias(torch.arange(kv_len, device=like.device) <= row, like.dtype)
-    if attn_mask is None:
-        return None
-    block = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
-    return _bias(block, like.dtype) if block.dtype == torch.bool else block.to(like.dtype)
+EVERYTHING = Visibility()
 
 
-def _visible(attn_mask: Tensor) -> Tensor:
-    return attn_mask if attn_mask.dtype == torch.bool else attn_mask != -math.inf
+def _shows(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != -math.inf
 
 
-def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, -math.inf)
+def _hiding(added: Tensor, shown: Tensor) -> Tensor:
+    return added.masked_fill(~shown, -math.inf)

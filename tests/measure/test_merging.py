@@ -13,6 +13,7 @@ from attnscale.attending.call import Call
 from attnscale.measure import RowSums
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.stats import ScoreStats, _pack, _unpack
+from attnscale.visibility import Visibility
 
 from .oracle import NAMES
 
@@ -62,7 +63,7 @@ def test_what_ranks_send_each_other_holds_every_error():
 
 
 def row_sums(query, key, mask=None):
-    return measure_rows(Call(query, key, key, mask, 0.0, False, 1.0, None))
+    return measure_rows(Call(query, key, key, Visibility(mask=mask), 0.0, 1.0, None))
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 7)])

@@ -1,13 +1,14 @@
 """One attention in the shape every kernel takes: four dimensions, one batch, the scale a float."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale.shapes import broadcast
+from attnscale.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,8 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None  # (batch or 1, heads or 1, q_len or 1, kv_len)
+    visibility: Visibility  # its mask (batch or 1, heads or 1, q_len or 1, kv_len)
     dropout_p: float
-    is_causal: bool
     scale: float
     softcap: float | None
 
@@ -38,12 +38,13 @@ class Call:
     @property
     def mask_learns(self) -> bool:
         """Whether a gradient must reach the mask."""
-        return self.attn_mask is not None and self.attn_mask.requires_grad and torch.is_grad_enabled()
+        mask = self.visibility.mask
+        return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
 def fold(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Visibility]:
     """Fold any leading dimensions into one batch: given fewer or more, torch's kernels fall back to the full matrix."""
     query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
     lead = broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -56,7 +57,9 @@ def fold(
     query, key, value = (
         _fold_lead(tensor, lead, count) for tensor, count in zip((query, key, value), heads, strict=True)
     )
-    return query, key, value, None if attn_mask is None else _fold_mask(attn_mask, lead, key.shape[-2])
+    if visibility.mask is None:
+        return query, key, value, visibility
+    return query, key, value, replace(visibility, mask=_fold_mask(visibility.mask, lead, key.shape[-2]))
 
 
 def _fold_lead(tensor: Tensor, lead: torch.Size, heads: int) -> Tensor:

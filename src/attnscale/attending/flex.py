@@ -23,6 +23,7 @@ def serves(call: Call) -> bool:
         and call.query.dtype in DTYPES
         and call.dropout_p == 0.0
         and not call.mask_learns
+        and (call.visibility.is_plain or call.visibility.is_mask)
         and min(call.query.shape[:-1]) > 0
         and call.key.shape[-2] > 0
         and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None)
@@ -38,8 +39,8 @@ def attend(call: Call) -> Tensor:
         query,
         key,
         value,
-        _score_mod(call.softcap, call.attn_mask),
-        _causal_blocks(call) if call.is_causal else None,
+        _score_mod(call.softcap, call.visibility.mask),
+        _causal_blocks(call) if call.visibility.is_causal else None,
         call.scale,
         call.grouped,
     )
@@ -63,12 +64,12 @@ def _flex(
 def _specialisation(call: Call) -> tuple[Hashable, ...]:
     """Everything a compiled kernel is specialised on, save the batch size and the lengths."""
     tensors = (call.query, call.key, call.value)
-    mask = call.attn_mask
+    mask = call.visibility.mask
     return (
         call.query.dtype,
         *(tensor.shape[1::2] for tensor in tensors),  # heads and head_dim
         None if mask is None else (mask.dtype, *(size > 1 for size in mask.shape)),
-        (call.is_causal, call.scale, call.softcap),
+        (call.visibility.is_causal, call.scale, call.softcap),
         (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors)),
     )
 

@@ -1,6 +1,7 @@
 """Attention a block of query rows at a time: for what no fused kernel takes, in memory linear in the length."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from attnscale.attending.call import Call
 from attnscale.attending.weights import grouped_matmul, row_weights
 from attnscale.numerics import wide_dtype
-from attnscale.visibility import row_bias
 
 BLOCK_ROWS = 256  # enough rows for efficient products,
 BLOCK_SCORES = 2**22  # but no more scores at a time than this (16 MB of float32)
@@ -28,17 +28,17 @@ def attend(call: Call) -> Tensor:
     output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
     for first in range(0, q_len, block_rows):
         rows = slice(first, min(first + block_rows, q_len))
-        keys = slice(min(rows.stop, kv_len) if call.is_causal else kv_len)  # a causal block ends at its last row
-        attend_rows = partial(_attend_rows, call=call, rows=rows)
-        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.attn_mask)
+        keys = call.visibility.span(rows.start, rows.stop - 1, kv_len)
+        attend_rows = partial(_attend_rows, call=call, rows=rows, keys=keys)
+        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.visibility.mask)
         output.append(_recomputed(attend_rows, *tensors) if _recomputes() else attend_rows(*tensors))
     return torch.cat(output, dim=-2).to(call.query.dtype)
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, call: Call, rows: slice
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, call: Call, rows: slice, keys: slice
 ) -> Tensor:
-    bias = row_bias(attn_mask, call.is_causal, rows, key.shape[-2], query)
+    bias = replace(call.visibility, mask=attn_mask).added(rows, keys, query)
     weights = row_weights(query, key, bias, call.scale, call.softcap)
     if call.dropout_p > 0.0:
         weights = F.dropout(weights, call.dropout_p)

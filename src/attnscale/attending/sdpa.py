@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale.attending.call import Call, padded
+from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
 CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
@@ -23,12 +24,23 @@ def materialises(call: Call) -> bool:
 
 def attend(call: Call) -> Tensor:
     """F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
-    mask = call.attn_mask
-    if mask is None or mask.dtype != torch.bool or mask.shape[-2] <= MASK_ROWS:
+    seen, mask = call.visibility, call.visibility.mask
+    whole = mask is None or mask.dtype != torch.bool or mask.shape[-2] <= MASK_ROWS
+    if seen.is_plain or (seen.is_mask and whole):
         return _attend(call)
     # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
-    blocks = zip(call.query.split(MASK_ROWS, dim=-2), mask.split(MASK_ROWS, dim=-2), strict=True)
-    return torch.cat([_attend(replace(call, query=query, attn_mask=rows)) for query, rows in blocks], dim=-2)
+    q_len = call.query.shape[-2]
+    starts = range(0, max(q_len, 1), MASK_ROWS)
+    return torch.cat([_attend(_rows(call, slice(start, min(start + MASK_ROWS, q_len)))) for start in starts], dim=-2)
+
+
+def _rows(call: Call, rows: slice) -> Call:
+    """These rows, with the keys that they may see, and a mask that says which of them they do."""
+    seen = call.visibility
+    keys = seen.span(rows.start, rows.stop - 1, call.key.shape[-2])
+    query, key, value = call.query[..., rows, :], call.key[..., keys, :], call.value[..., keys, :]
+    mask = seen.shown(rows, keys, query.device) if seen.bias is None else seen.added(rows, keys, query)
+    return replace(call, query=query, key=key, value=value, visibility=Visibility(mask=mask))
 
 
 def _attend(call: Call) -> Tensor:
@@ -42,9 +54,9 @@ def _attend(call: Call) -> Tensor:
         padded(query, head_dim),
         padded(key, head_dim),
         padded(value, value_dim),
-        call.attn_mask,
+        call.visibility.mask,
         call.dropout_p,
-        call.is_causal,
+        call.visibility.is_causal,
         scale=call.scale,
         enable_gqa=grouped,
     )

@@ -16,7 +16,7 @@ from attnscale.operator import attention
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
-from attnscale.visibility import visible_keys
+from attnscale.visibility import Visibility
 
 SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
 TINY = 1e-300  # what a zero norm is divided by
@@ -145,7 +145,8 @@ class _Trial:
     rows: int | None
 
     def visible(self) -> Tensor | None:
-        return visible_keys(self.query, self.key, self.attn_mask, self.is_causal)
+        seen = Visibility.of(self.attn_mask, self.is_causal)
+        return seen.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
 
     def stats(self, candidate: Candidate) -> ScoreStats:
         return score_stats(

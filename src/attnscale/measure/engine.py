@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, fold
+from attnscale.attending.call import Call
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.measure.cpu import attention as on_cpu
@@ -18,10 +18,10 @@ from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import SUMS, ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
-from attnscale.operator import run
-from attnscale.rules.apply import Scale, apply_scale
+from attnscale.operator import run, scaled_call
+from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
-from attnscale.visibility import visible_keys
+from attnscale.visibility import Visibility
 
 
 def score_stats(
@@ -46,9 +46,8 @@ def score_stats(
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     _check_rows(rows)
     with torch.no_grad(), without_autocast(query):
-        query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
-        query, key, _, mask = fold(query, key, key, attn_mask, enable_gqa)
-        return _measure(Call(query, key, key, mask, 0.0, is_causal, factor, softcap), rows)
+        seen = Visibility.of(attn_mask, is_causal)
+        return measured(scaled_call(query, key, key, seen, scale, enable_gqa, softcap), rows)
 
 
 def score_moments(
@@ -71,11 +70,10 @@ def score_moments(
     """
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
-        query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
-        query, key, _, attn_mask = fold(query, key, key, attn_mask, enable_gqa)
-        if attn_mask is None and softcap is None:
-            return linear_moments(query, key, factor, is_causal)
-        return _passed_over(Call(query, key, key, attn_mask, 0.0, is_causal, factor, softcap))
+        call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
+        if call.visibility.is_plain and softcap is None:
+            return linear_moments(call.query, call.key, call.scale, is_causal)
+        return _passed_over(call)
 
 
 def _passed_over(call: Call) -> ScoreMoments:
@@ -102,8 +100,7 @@ def attention_with_stats(
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     _check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
-    query, key, factor = apply_scale(scale, query, key, lambda: visible_keys(query, key, attn_mask, is_causal))
-    call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
+    call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
@@ -114,15 +111,16 @@ def attention_with_stats(
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
-            stats = _measure(call, rows)
+            stats = measured(call, rows)
     return output.reshape(shape), stats
 
 
-def _measure(call: Call, rows: int | None) -> ScoreStats:
+def measured(call: Call, rows: int | None) -> ScoreStats:
+    """The statistics of an attention that was not run, of every row or of about this many a head."""
     if on_cuda.measures(call):
         return on_cuda.measure(call, rows)
-    uneven = call.is_causal or call.attn_mask is not None
-    sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
+    batch, _, q_len, _ = call.query.shape
+    sample = None if rows is None else sample_positions(rows, q_len, batch, uneven=not call.visibility.is_full)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
     if positions is None:
         found, bound = measure_rows(call), None
@@ -148,8 +146,8 @@ def _max_bound(call: Call) -> Tensor:
     bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)
-    if call.attn_mask is not None and call.attn_mask.is_floating_point():
-        bound = bound + call.attn_mask.amax((-2, -1))
+    if call.visibility.bias is not None:
+        bound = bound + call.visibility.bias.amax((-2, -1))
     highest: Tensor = (bound * (1 + on_cuda.BOUND_SLACK)).amax(0)
     return highest
 

@@ -16,7 +16,6 @@ from attnscale.attending.call import Call
 from attnscale.measure.cpu.threads import share
 from attnscale.measure.row_sums import RowSums
 from attnscale.numerics import wide_dtype
-from attnscale.visibility import visible_keys
 
 CORE_SCORES = 2**19  # scores at a time on a core: two buffers of 2 MB in float32
 DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
@@ -50,7 +49,7 @@ def measure_rows(call: Call, positions: Tensor | None = None, output: Tensor | N
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     """Visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded, not copied."""
     batch, heads, q_len, _ = call.query.shape
-    counts = visible_keys(call.query, call.key, call.attn_mask, call.is_causal)
+    counts = call.visibility.counts(q_len, call.key.shape[-2], call.query.device)
     if counts is None:
         counts = torch.full((1,), call.key.shape[-2], device=call.query.device)
     counts = counts.expand(*counts.shape[:-1], q_len)
@@ -64,7 +63,7 @@ def _cut(call: Call, rows: int) -> list[Block]:
         return []
     if call.query.device.type == "cpu":
         scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, CORE_SCORES // keys))
-        block = min(block, -(-rows // 2)) if call.is_causal else block  # the first half sees much less
+        block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
     else:
         scores, block = DEVICE_SCORES, max(LEAST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
@@ -98,13 +97,14 @@ class Pass:
                 torch.baddbmm(both[1], query, key.mT, beta=0.0, alpha=self.call.scale, out=both[1])
                 reduce_rows(both, self._shown(block, both[1]), self.sums[:, block.entry, block.heads, block.rows])
                 if output is not None:
-                    _attend(both[0], self._of(self.call.value, block), self.sums[1][block], output[block])
+                    value = self._of(self.call.value, block)[:, self._keys(block)]
+                    _attend(both[0], value, self.sums[1][block], output[block])
 
     def _operands(self, block: Block) -> tuple[Tensor, Tensor]:
         """Queries (heads, rows, head_dim) and the keys that any of them sees, in float32 at least."""
         query, key = self.call.query[block.entry, block.heads], self._of(self.call.key, block)
         query = query[:, block.rows] if self.positions is None else query.index_select(1, self.positions[block.rows])
-        return query.to(self.sums.dtype), key[:, : self._ends(block)[1]] if self.call.is_causal else key
+        return query.to(self.sums.dtype), key[:, self._keys(block)]
 
     def _of(self, tensor: Tensor, block: Block) -> Tensor:
         """The key or value of these query heads."""
@@ -118,28 +118,32 @@ class Pass:
         call = self.call
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
-        if call.attn_mask is None and not call.is_causal:
+        if call.visibility.is_full:
             return None
-        at = torch.arange(block.rows.start, block.rows.stop) if self.positions is None else self.positions[block.rows]
-        if call.is_causal:
-            columns = torch.arange(min(self._ends(block)[0], scores.shape[-1]), scores.shape[-1])
-            return (columns.to(at.device) <= at.unsqueeze(-1)).to(scores)
-        assert call.attn_mask is not None
-        mask = call.attn_mask[block.entry if call.attn_mask.shape[0] > 1 else 0]
-        mask = mask[block.heads] if mask.shape[0] > 1 else mask
-        mask = mask[:, at] if mask.shape[1] > 1 else mask
-        if mask.dtype == torch.bool:
-            return mask.to(scores.dtype)
-        scores.add_(mask.to(scores.dtype).clamp(min=-HIDDEN))
-        return (mask != -math.inf).to(scores.dtype)
+        rows, keys, seen = self._rows(block), self._keys(block), call.visibility.at(block.entry, block.heads)
+        bias = None if seen.bias is None else seen.added(rows, keys, scores)
+        if bias is not None:
+            scores.add_(bias.clamp(min=-HIDDEN))
+            return (bias != -math.inf).to(scores.dtype)
+        unsure = slice(keys.start + seen.sure(self._ends(block)[0], keys), keys.stop)
+        shown = seen.shown(rows, unsure, scores.device)
+        assert shown is not None
+        return shown.to(scores.dtype)
+
+    def _rows(self, block: Block) -> slice | Tensor:
+        return block.rows if self.positions is None else self.positions[block.rows]
+
+    def _keys(self, block: Block) -> slice:
+        """The keys that any row of the block may see."""
+        return self.call.visibility.span(*self._ends(block), self.call.key.shape[-2])
 
     def _ends(self, block: Block) -> tuple[int, int]:
-        """Causal rows: all of them see the keys before the first of these numbers, and none those from the second."""
+        """The first and the last of its rows; of rows chosen on a GPU none is known: to look would be to wait."""
         if self.positions is None:
-            return block.rows.start, block.rows.stop
+            return block.rows.start, block.rows.stop - 1
         if self.positions.device.type != "cpu":
-            return 0, self.call.key.shape[-2]  # to look would be to wait for the device
-        return int(self.positions[block.rows].min()), int(self.positions[block.rows].max()) + 1
+            return 0, self.call.query.shape[-2] - 1
+        return int(self.positions[block.rows].min()), int(self.positions[block.rows].max())
 
 
 def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
@@ -163,7 +167,7 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
 
 
 def _attend(weights: Tensor, value: Tensor, total: Tensor, output: Tensor) -> None:
-    torch.bmm(weights, value[:, : weights.shape[-1]], out=output)
+    torch.bmm(weights, value, out=output)
     output.div_(total.clamp(min=1.0).unsqueeze(-1))  # only a row that sees nothing has less; its output is zero
 
 

@@ -48,7 +48,7 @@ def _learns(call: Call) -> bool:
 
 
 def _has_backward(call: Call) -> bool:
-    return call.attn_mask is None and call.softcap is None and call.query.shape[-1] == call.value.shape[-1]
+    return call.visibility.is_plain and call.softcap is None and call.query.shape[-1] == call.value.shape[-1]
 
 
 class _Attention(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
         output, rows = _attended(call)
         kept.append(rows)
         ctx.save_for_backward(query, key, value, output, rows.lse)
-        ctx.scale, ctx.is_causal = call.scale, call.is_causal
+        ctx.scale, ctx.is_causal = call.scale, call.visibility.is_causal
         return output
 
     @staticmethod

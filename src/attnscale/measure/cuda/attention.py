@@ -30,7 +30,7 @@ def measures(call: Call) -> bool:
     query, key = call.query, call.key
     return (
         query.is_cuda
-        and call.attn_mask is None
+        and call.visibility.is_plain
         and call.softcap is None
         and query.dtype == key.dtype
         and query.dtype in DTYPES
@@ -58,9 +58,9 @@ def attend(call: Call) -> tuple[Tensor, ScoreStats]:
     The moments of the scores are taken in linear time from query and key when a statistic is first read; both are
     kept until then.
     """
-    output, sums = ops.attention_rows(call.query, call.key, call.value, call.scale, call.is_causal)
+    output, sums = ops.attention_rows(call.query, call.key, call.value, call.scale, call.visibility.is_causal)
     query, key = call.query.detach(), call.key.detach()  # without their graph
-    pool = partial(_pool_attended, query, key, call.scale, call.is_causal, sums, _unwritten(query, key))
+    pool = partial(_pool_attended, query, key, call.scale, call.visibility.is_causal, sums, _unwritten(query, key))
     return output, ScoreStats(query.shape[1], exact=True, pool=pool)
 
 
@@ -82,22 +82,22 @@ def measure(call: Call, rows: int | None) -> ScoreStats:
         if planned is not None:
             return _sample(call, planned, bounds=True).stats()
         query, key = call.query, call.key
-        sums = ops.score_rows(query, key, None, None, call.scale, call.is_causal)
-        visible = partial(_visible, query.shape[2], key.shape[2], call.is_causal, query.device)
+        sums = ops.score_rows(query, key, None, None, call.scale, call.visibility.is_causal)
+        visible = partial(_visible, query.shape[2], key.shape[2], call.visibility.is_causal, query.device)
         pool = Unpooled(lambda: RowSums(visible().expand_as(sums[0]), *sums))
         return ScoreStats(query.shape[1], exact=True, pool=pool)
 
 
 def _design(call: Call, rows: int) -> Design | None:
     batch, _, q_len, _ = call.query.shape
-    return design(rows, q_len, batch, call.is_causal)
+    return design(rows, q_len, batch, call.visibility.is_causal)
 
 
 def _sample(call: Call, planned: Design, bounds: bool) -> "Sampled":
     sample = drawn_ahead(planned, call.query.device).next()
-    sums, norms = ops.sample_rows(call.query, call.key, sample.positions, call.scale, call.is_causal, bounds)
+    sums, norms = ops.sample_rows(call.query, call.key, sample.positions, call.scale, call.visibility.is_causal, bounds)
     span, kv_len = ops.key_span(call.query, call.key), call.key.shape[2]
-    return Sampled(sample, sums, norms, span, kv_len, call.scale, call.is_causal)
+    return Sampled(sample, sums, norms, span, kv_len, call.scale, call.visibility.is_causal)
 
 
 class Sampled(NamedTuple):

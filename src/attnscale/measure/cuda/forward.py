@@ -25,7 +25,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor | None]:
 def _direct(call: Call) -> bool:
     """Whether SDPA would hand these tensors to a kernel as they are."""
     return (
-        call.attn_mask is None
+        call.visibility.is_plain
         and call.softcap is None
         and call.query.shape[-1] == call.value.shape[-1]
         and call.query.shape[-1] % ALIGNMENT == 0
@@ -38,7 +38,7 @@ def _direct(call: Call) -> bool:
 def _choice(call: Call) -> SDPBackend:
     return SDPBackend(
         torch._fused_sdp_choice(
-            *(call.query, call.key, call.value, None, call.dropout_p, call.is_causal),
+            *(call.query, call.key, call.value, None, call.dropout_p, call.visibility.is_causal),
             scale=call.scale,
             enable_gqa=call.grouped,
         )
@@ -47,21 +47,21 @@ def _choice(call: Call) -> SDPBackend:
 
 def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse.reshape(call.query.shape[:3])
 
 
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
     output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        *(call.query, call.key, call.value, call.dropout_p, call.is_causal), scale=call.scale
+        *(call.query, call.key, call.value, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse
 
 
 def _efficient(call: Call) -> tuple[Tensor, Tensor]:
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse[..., : call.query.shape[2]]  # what is behind is padding
 

@@ -10,6 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.cuda.backward import attention_rows_backward
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.numerics import wide_dtype
+from attnscale.visibility import Visibility
 
 HOPPER = (9, 0)  # the compute capability its kernel is written for
 ATTENDED = ("max", "total", "gap", "participation", "lse")  # what attention_rows leaves of a row
@@ -149,7 +150,7 @@ sample_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context
 
 
 def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> list[Tensor]:
-    sums = measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows)
+    sums = measure_rows(Call(query, key, key, Visibility.of(None, is_causal), 0.0, scale, None), rows)
     return [getattr(sums, name) for name in SCORED]
 
 
