@@ -21,6 +21,7 @@ from attnscale.train.record import Record
 from attnscale.train.room import Thinner
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.train.thinning import thin
+from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.layer import Layer
 
 STEP_SECONDS, MONTH = 5.0, 30 * 86_400.0
@@ -33,7 +34,7 @@ def tallies(layers: int, heads: int) -> dict:
     layer = Layer(
         name="", kind="sdpa", heads=heads, kv_heads=heads, head_dim=16, model_dims=(), query_len=64, key_len=64,
         causal=False, softcap=None, stats=score_stats(query, key), scales=ones, query_norm=ones, key_norm=ones,
-        declared=Declared(), query_gradient=ones, key_gradient=ones,
+        declared=Declared(), gradients=(GradientSquares(ones, ones),),
     )  # fmt: skip
     ((_, tally),) = seen_tallies({"": layer}, 0).items()
     return {(f"model.layers.{index}.self_attn", 0, heads): tally for index in range(layers)}

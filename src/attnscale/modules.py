@@ -8,6 +8,7 @@ from attnscale.errors import ShapeError
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
 from attnscale.rules.apply import Scale
+from attnscale.torch_internals import keep_off_the_fast_path
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -52,9 +53,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.rule = scale
         self.softcap = softcap
         if scale is not None or softcap is not None:
-            # nn.TransformerEncoderLayer's fused inference path would compute 1/√d_k without calling this module;
-            # it leaves alone a module whose projections are not declared alike.
-            self._qkv_same_embed_dim = False
+            keep_off_the_fast_path(self)
         self.register_load_state_dict_pre_hook(_keep_rule_if_absent)  # type: ignore[no-untyped-call]
 
     def forward(

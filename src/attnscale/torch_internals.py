@@ -1,66 +1,193 @@
-"""What watching changes of torch while it lasts, held by any number of watchers at once.
+"""Every private name of torch that is used here, each behind one function.
 
-A monitor begins to watch in one call and ends in another, so watchers do not end in the reverse order of their
-beginning; what they share is changed with the first and restored with the last.
+A torch that has one no longer costs the feature that `lost` names, never the user's forward;
+tests/test_torch_internals.py says in one sentence which torch lacks what.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+INTERNALS: list["Internal"] = []
 
 
-class Shared(AbstractContextManager[None]):
-    """A context that is entered with its first holder and left with its last."""
+class Internal:
+    """A private name of torch; `found` is None where this torch does not have it."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._holders = make, 0
+    def __init__(self, module: str, name: str, lost: str) -> None:
+        self._module, self._name, self.lost = module, name, lost
+        INTERNALS.append(self)
 
-    def __enter__(self) -> None:
-        if self._holders == 0:
-            self._inner = self._make()
-            self._inner.__enter__()
-        self._holders += 1
+    @property
+    def name(self) -> str:
+        """As torch spells it."""
+        return f"{self._module}.{self._name}"
 
-    def __exit__(self, *_: object) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            self._inner.__exit__(None, None, None)
+    @cached_property
+    def found(self) -> Any:
+        """What torch has under this name, looked up when it is first needed."""
+        try:
+            found: Any = import_module(self._module)
+            for part in self._name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return None
+        return found
+
+    def __call__(self, *args: Any, otherwise: Any = None, **kwargs: Any) -> Any:
+        """What it returns, and `otherwise` where it is not there."""
+        return otherwise if self.found is None else self.found(*args, **kwargs)
 
 
-@contextmanager
-def _quiet_about_hooks() -> Iterator[None]:
-    """A compiled module warns of global hooks; the filter is taken out again, whatever was put before it meanwhile."""
-    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-    own = warnings.filters[0]
+_dispatch_mode = Internal(
+    "torch.utils._python_dispatch",
+    "TorchDispatchMode",
+    "nothing can be watched: no mode sees what runs",
+)
+_without_modes = Internal(
+    "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
+)
+_fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
+_operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
+_has_kernel = Internal(
+    "torch._C", "_dispatch_has_kernel_for_dispatch_key", "operations made of others are not taken apart"
+)
+_graph_task = Internal("torch._C", "_current_graph_task_id", "what a backward pass recomputes is counted again")
+_packing_hooks = Internal(
+    "torch._C._autograd", "_top_saved_tensors_default_hooks", "kernels are not read from the autograd graph"
+)
+_sequence_number = Internal("torch.autograd", "_get_sequence_nr", "kernels are not read from the autograd graph")
+_transforms = Internal(
+    "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
+)
+_module_call = Internal(
+    "torch.nn",
+    "Module._call_impl",
+    "one of torch's own layers is taken for two where it is called on two lines",
+)
+_sdpa_choice = Internal(
+    "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
+)
+_shard_offset = Internal(
+    "torch.distributed.tensor._utils",
+    "compute_local_shape_and_global_offset",
+    "sharded parameters are not clipped or rescaled",
+)
+
+DispatchMode: Any = _dispatch_mode.found or object
+
+
+def is_fake(kinds: tuple[type, ...]) -> bool:
+    """Whether these classes of tensors have shapes alone."""
+    return _fake_tensor.found is not None and _fake_tensor.found in kinds
+
+
+def without_modes() -> Any:
+    """A context in which no mode sees what runs."""
+    return _without_modes(otherwise=nullcontext())
+
+
+def schema_of(function: Any) -> Any | None:
+    """The schema of one of torch's operations; None for any other callable."""
+    is_operator = _operator.found is not None and isinstance(function, _operator.found)
+    return getattr(function, "_schema", None) if is_operator else None
+
+
+def has_kernel(function: Any, key: str) -> bool:
+    """Whether an operation has a kernel of its own for a dispatch key."""
+    return bool(_has_kernel(function.name(), key, otherwise=False))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running on this thread."""
+    return bool(_graph_task(otherwise=-1) != -1)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether a hook packs away what autograd saves; taken for granted where that cannot be asked."""
+    return _packing_hooks.found is None or _packing_hooks(True) is not None
+
+
+def recorded_operations() -> int:
+    """How many operations autograd has recorded on this thread; 0 where it does not tell."""
+    return int(_sequence_number(otherwise=0))
+
+
+def recorded_as(node: Any) -> int:
+    """The number of an operation among those that autograd recorded; -1 where it does not tell."""
+    number = getattr(node, "_sequence_nr", None)
+    return -1 if number is None else int(number())
+
+
+def saved_by(node: Any, name: str) -> Any | None:
+    """What an operation saved for its backward under this name; None where it saved none."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; under inference mode nobody counts."""
     try:
-        yield
-    finally:
-        if own in warnings.filters:
-            warnings.filters.remove(own)  # type: ignore[attr-defined]
+        return int(getattr(tensor, "_version", 0))
+    except RuntimeError:
+        return 0
+
+
+def local_part(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a sharded parameter; None for one that is whole."""
+    return getattr(parameter, "_local_tensor", None)
+
+
+def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
+    """The shape of this rank's part of a tensor, and where in the whole it begins."""
+    return _shard_offset(shape, mesh, placements)
+
+
+def called_module(frame: FrameType) -> torch.nn.Module | None:
+    """The module that this frame calls; None where it is no such call."""
+    code = getattr(_module_call.found, "__code__", None)
+    return frame.f_locals.get("self") if frame.f_code is code else None
+
+
+def in_transform() -> bool:
+    """Whether torch.func is transforming what runs."""
+    return _transforms() is not None
+
+
+def sdpa_backend(*args: Any, **kwargs: Any) -> int | None:
+    """The number of the kernel that SDPA would choose."""
+    found: int | None = _sdpa_choice(*args, **kwargs)
+    return found
 
 
 @contextmanager
-def _bias_class_under_modes() -> Iterator[None]:
+def causal_bias_under_modes() -> Iterator[None]:
     """Let torch's CausalBias be made inside a model: under any mode its plain constructor raises."""
-
     from torch.nn.attention.bias import CausalBias  # imports torch's compiler
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with without_modes():
             return Tensor.__new__(cls)
 
+    own: Callable[..., Any] | None = CausalBias.__dict__.get("__new__")
     CausalBias.__new__ = new  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del CausalBias.__new__
+        if own is None:
+            del CausalBias.__new__
+        else:
+            CausalBias.__new__ = own  # type: ignore[method-assign]
 
 
-UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))
-QUIET_ABOUT_HOOKS = Shared(_quiet_about_hooks)
-BIAS_CLASS_UNDER_MODES = Shared(_bias_class_under_modes)
+def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
+    """Keep nn.TransformerEncoderLayer from its fused inference path, which computes 1/√d_k without calling this module.
+
+    It is not taken for a module whose projections are not declared alike.
+    """
+    attention._qkv_same_embed_dim = False

@@ -55,7 +55,7 @@ def configured(scale, source="config.softmax_scale", **fields):
 
 
 def in_half(layer):
-    return replace(layer, query=layer.query.half(), key=layer.key.half())
+    return replace(layer, dtype=torch.float16)
 
 
 def codes(findings):

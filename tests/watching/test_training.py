@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import attnscale
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
 from tests.zoo.entry import SelfAttention
 
 
@@ -37,7 +39,7 @@ def by_head(gradient):
 @pytest.mark.parametrize("kind", [Kept, Eager])
 def test_the_gradient_norm_is_that_of_autograd_over_all_calls(kind):
     model, squares = kind(33, 3), {"query": 0, "key": 0}
-    with attnscale.watch(model, training=True) as seen:
+    with watched(model, Settings(training=True)) as seen:
         for length in (5, 7):
             model(torch.randn(2, length, 33)).square().sum().backward()
             squares["query"] += by_head(model.query_seen.grad) ** 2
@@ -59,7 +61,7 @@ def test_a_shared_key_shows_its_gradient_on_every_head_of_its_group():
             return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
 
     model = Grouped()
-    with attnscale.watch(model, training=True) as seen:
+    with watched(model, Settings(training=True)) as seen:
         model(torch.randn(2, 5, 11)).square().sum().backward()
     (layer,) = seen.layers.values()
     assert layer.key_gradient.shape == (4,)
@@ -68,7 +70,7 @@ def test_a_shared_key_shows_its_gradient_on_every_head_of_its_group():
 
 def test_evaluation_between_training_steps_is_left_out():
     model = Kept(33, 3)
-    with attnscale.watch(model, rows=None, training=True) as seen:
+    with watched(model, Settings(rows=None, training=True)) as seen:
         model(torch.randn(2, 5, 33)).sum().backward()
         model.eval()
         with torch.no_grad():
@@ -81,10 +83,10 @@ def test_evaluation_between_training_steps_is_left_out():
 
 def test_checkpointing_without_reentry_keeps_the_gradient():
     model, x = Eager(33, 3), torch.randn(2, 5, 33)
-    with attnscale.watch(model, training=True) as seen:
+    with watched(model, Settings(training=True)) as seen:
         checkpoint(model, x, use_reentrant=False).square().sum().backward()
     checkpointed = next(iter(seen.layers.values()))
-    with attnscale.watch(model, training=True) as seen:
+    with watched(model, Settings(training=True)) as seen:
         model(x).square().sum().backward()
     plain = next(iter(seen.layers.values()))
     torch.testing.assert_close(checkpointed.query_gradient, plain.query_gradient)

@@ -8,7 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnscale.errors import InputError
 from attnscale.numerics import wide_dtype
+from attnscale.torch_internals import local_part, shard_offset
 
 Indices = NDArray[np.int64]
 
@@ -75,9 +77,10 @@ def _held(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The part of a parameter that this rank holds, and where in the whole it begins."""
     if not is_sharded(parameter):
         return parameter.detach(), (0,) * parameter.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    found = shard_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    if found is None:
+        raise InputError(f"torch {torch.__version__} does not tell which part of a sharded parameter a rank holds.")
+    _, start = found
     return parameter.to_local().detach(), tuple(start)  # type: ignore[attr-defined]
 
 
@@ -85,7 +88,7 @@ def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """The parameter, or the part of it that this rank computes with, whichever was watched with this shape."""
     if parameter is None or tuple(parameter.shape) == shape:
         return parameter
-    local: Tensor | None = getattr(parameter, "_local_tensor", None)
+    local = local_part(parameter)
     return local if local is not None and tuple(local.shape) == shape else None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from attnscale.attending.call import Call, padded
+from attnscale.torch_internals import in_transform
 
 TILE = 128  # FlexAttention's block size
 LEAST_WIDTH = 16  # the narrowest head it takes
@@ -26,7 +27,7 @@ def serves(call: Call) -> bool:
         and (call.visibility.is_plain or call.visibility.is_mask)
         and min(call.query.shape[:-1]) > 0
         and call.key.shape[-2] > 0
-        and (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None)
+        and (torch.compiler.is_compiling() or not in_transform())
     )
 
 

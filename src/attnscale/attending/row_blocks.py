@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from attnscale.attending.call import Call
 from attnscale.attending.weights import grouped_matmul, row_weights
 from attnscale.numerics import wide_dtype
+from attnscale.torch_internals import in_transform
 
 BLOCK_ROWS = 256  # enough rows for efficient products,
 BLOCK_SCORES = 2**22  # but no more scores at a time than this (16 MB of float32)
@@ -52,4 +53,4 @@ def _recomputes() -> bool:
     """Recompute a block in the backward pass, except under torch.func, whose transforms refuse checkpoints."""
     if not torch.is_grad_enabled():
         return False
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+    return torch.compiler.is_compiling() or not in_transform()

@@ -225,7 +225,7 @@ def _scaled_bias(layer: Layer, trained: bool) -> Finding:
 
 
 def _tolerance(layer: Layer) -> float:
-    is_half = layer.query is not None and layer.query.dtype in (torch.float16, torch.bfloat16)
+    is_half = layer.dtype in (torch.float16, torch.bfloat16)
     return HALF_TOLERANCE if is_half else TOLERANCE
 
 

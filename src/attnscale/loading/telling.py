@@ -10,7 +10,8 @@ import torch
 from attnscale.errors import AttnscaleError, ModelError
 
 # Where it was raised is said of the code that called torch, and not of what watches it.
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "watching"))
+HERE = Path(__file__).parent.parent
+OURS = tuple(str(room) for room in (Path(torch.__file__).parent, HERE / "watching", HERE / "tracing"))
 LONGEST = 300  # characters of an exception's own words
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = NDArray[np.int64]
+Indices = NDArray[np.int64]
 Map = Callable[[Points], Points]
 Shape = tuple[int, ...]
 

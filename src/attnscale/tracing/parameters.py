@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from attnscale.tracing.coordinates import NOWHERE, Points, Shape, broadcast
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
+from attnscale.tracing.following import parts_of
 from attnscale.tracing.lineage import Node, Projection, Step
-
-Indices = NDArray[np.int64]
+from attnscale.tracing.roles import Scores
 
 
 class UntraceableError(Exception):
@@ -67,7 +66,7 @@ class Origin:
 
     def settled(self) -> "Origin":
         """Followed now where the lineage holds activations, that it may let go of them; else when it is asked for."""
-        if self.node.scores is None:
+        if not isinstance(self.node.role, Scores):
             return self
         try:
             sources: tuple[Source, ...] | UntraceableError = self.sources()
@@ -137,7 +136,8 @@ def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
     if not node.steps:
         return _beginning(node, index, points)
     if len(node.steps) > 1:
-        return [part for step, *held in _split(node.steps, index, points) for part in _parts(step.parent, *held)]
+        found = parts_of(node.steps, points)
+        return [part for step, held, at in found for part in _parts(step.parent, index[held], at)]
     step = node.steps[0]
     if step.effect == "norm":
         return _gains(step, index, points)
@@ -216,17 +216,6 @@ def _weight(projection: Projection, index: Indices, points: Points) -> list[_Par
         found.append(replace(start, across=across))
     bias = [] if projection.bias is None else _operand(projection.bias, index, points)
     return found + bias
-
-
-def _split(steps: Sequence[Step], index: Indices, points: Points) -> list[tuple[Step, Indices, Points]]:
-    """Which points of a concatenation are in which part of it."""
-    left, found = np.ones(len(points), dtype=bool), []
-    for step in steps:
-        at = points if step.back is None else step.back(points)
-        held = (at != NOWHERE).all(1) & left
-        left &= ~held
-        found.append((step, index[held], at[held]))
-    return found
 
 
 def _last(rank: int) -> Indices:

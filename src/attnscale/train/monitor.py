@@ -24,8 +24,10 @@ from attnscale.train.numbers import records
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
-from attnscale.watching import Layer, Seen, watch
-from attnscale.watching.known.model import Recognised
+from attnscale.watching import Layer, Seen
+from attnscale.watching.known.known_model import KnownModel
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
 
 # Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
 # costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then.
@@ -95,7 +97,7 @@ class Monitor:
         self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
-        self._known: Recognised | None = None
+        self._known: KnownModel | None = None
         self._sampled = 0  # steps
         self._told: set[str] = set()
         self.begin()
@@ -125,7 +127,8 @@ class Monitor:
     def begin(self) -> None:
         """A training step begins."""
         if self.is_due and self._watch is None:
-            self._watch = watch(self.model, self.rows, training=True, seed=self._seed, known=self._known)
+            settings = Settings(self.rows, training=True, seed=self._seed, known=self._known)
+            self._watch = watched(self.model, settings)
             self._seen = self._watch.__enter__()
 
     @property
@@ -211,7 +214,7 @@ class Monitor:
                 "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
             )
         self._sampled += 1
-        self._known = seen.recognised if self._sampled % FOLLOWED else None
+        self._known = seen.known_model if self._sampled % FOLLOWED else None
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:

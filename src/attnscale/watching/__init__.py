@@ -2,6 +2,6 @@
 
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.seen import Seen
-from attnscale.watching.watcher import watch
+from attnscale.watching.watch import watch
 
 __all__ = ["Layer", "Seen", "Wiring", "watch"]

@@ -1,30 +1,23 @@
-"""Sighting: one attention call as it was seen; the sightings of one place become a Layer."""
+"""SeenCall: one attention call as it was seen; the calls of one place become a Layer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.cpu.threads import alone
-from attnscale.measure.dense import rows_of
-from attnscale.measure.pool import Unpooled
-from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype
 from attnscale.tracing.parameters import Origins
+from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.shards import Shard
 
 Factors = NDArray[np.float64]  # a value a head
-BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
 
 @dataclass(eq=False)
-class Sighting:
+class SeenCall:
     """What one call did; the fields of Layer, before calls are merged."""
 
     kind: str
@@ -36,6 +29,7 @@ class Sighting:
     key_len: int
     causal: bool
     softcap: float | None
+    dtype: torch.dtype
     stats: ScoreStats
     scales: Tensor
     query_norm: Tensor
@@ -44,8 +38,7 @@ class Sighting:
     biased: bool = False
     bias_is_scaled: bool = False
     softcap_discarded: bool = False
-    factor_after_softmax: float = 1.0
-    mixes_along_softmax: bool = True
+    over_pairs: bool = False  # its softmax runs over queries and keys at once
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
     gradients: GradientSquares | None = field(default=None, repr=False)
@@ -54,56 +47,14 @@ class Sighting:
     sinks: Tensor | None = field(default=None, repr=False)
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
+    softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
 
+    @property
+    def mixes_along_softmax(self) -> bool:
+        """Whether values are summed over the axis that sums to one."""
+        return self.softmax.mixes_along_axis and not self.over_pairs
 
-@dataclass(frozen=True)
-class Rows:
-    """Scores that can be asked for by row.
-
-    `at(positions)` gives scores, and which of them are visible (None: all), (batch, heads, rows, keys).
-    """
-
-    batch: int
-    heads: int
-    length: int
-    keys: int
-    uneven: bool
-    at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-
-    def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
-        """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
-        sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
-        if sample is None:
-            block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(block)])
-            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
-        scores, visible = self.at(sample.positions)
-        found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
-        highest = bound()  # now, while the scores are there
-        return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
-
-
-def _joined(parts: list[RowSums]) -> RowSums:
-    if len(parts) == 1:
-        return parts[0]
-    names = RowSums.__dataclass_fields__
-    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
-
-
-def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
-    """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all."""
-    if visible is None or length < 2 or visible.shape[-1] < 2:
-        return False
-    keys = visible.shape[-1]
-    last = (positions + (keys - length if keys >= length else 0)).to(visible.device)
-    future = torch.arange(keys, device=visible.device) > last[:, None]
-    if not bool(future.any()):
-        return False
-    own = visible.flatten(0, -3).any(0).gather(-1, last.clamp(0, keys - 1)[:, None])
-    return not bool((visible & future).any()) and bool(own.any())
-
-
-def rms_norm(vectors: Tensor) -> Tensor:
-    """Root mean square of the lengths of (batch, heads, positions, features), a value a head."""
-    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
-    return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
+    @property
+    def origins_of_all(self) -> Origins:
+        """Of its queries and keys, and of the values that its weights went on to mix."""
+        return replace(self.origins, value=self.origins.value or self.softmax.values)

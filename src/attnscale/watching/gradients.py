@@ -3,14 +3,15 @@
 A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale included. Nothing is kept but the sums.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype
-from attnscale.watching.written.axes import Indices
+from attnscale.tracing.coordinates import Indices
 
 
 @dataclass(eq=False)
@@ -74,7 +75,7 @@ def _by_head(gradient: Tensor) -> Tensor:
     return lengths.square().sum(0, dtype=torch.float64)
 
 
-def norm_over(calls: list[GradientSquares | None], name: str) -> Tensor | None:
+def norm_over(calls: Sequence[GradientSquares], name: Literal["query", "key"]) -> Tensor | None:
     """The length of the gradient over all calls, a value a head; None where none was seen."""
-    found = [getattr(call, name) for call in calls if call is not None and getattr(call, name) is not None]
+    found = [squares for call in calls if (squares := getattr(call, name)) is not None]
     return sum(found[1:], found[0]).sqrt() if found else None

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from attnscale.declared import Declared
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
+from attnscale.watching.gradients import GradientSquares, norm_over
 from attnscale.watching.shards import Shard
 
 
@@ -47,13 +49,13 @@ class Layer:
     declared: Declared  # what the model's own configuration says
     wiring: Wiring = field(default_factory=Wiring)
     calls: int = 1
-    query: Tensor | None = field(default=None, repr=False)  # of the last call, where they were to be kept
+    dtype: torch.dtype = torch.float32  # of queries and keys
+    query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
     origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
-    query_gradient: Tensor | None = None  # length of the gradient that reached the queries, where that was followed
-    key_gradient: Tensor | None = None
+    gradients: tuple[GradientSquares, ...] = field(default=(), repr=False)  # of its calls, where they were followed
     shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
 
     @property
@@ -65,6 +67,16 @@ class Layer:
     def scale_expected(self) -> float:
         """What the configuration says, and 1/√d_k where it says nothing."""
         return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
+
+    @property
+    def query_gradient(self) -> Tensor | None:
+        """Length of the gradient that reached the queries so far; None where no backward pass did."""
+        return norm_over(self.gradients, "query")
+
+    @property
+    def key_gradient(self) -> Tensor | None:
+        """Length of the gradient that reached the keys so far."""
+        return norm_over(self.gradients, "key")
 
     @property
     def alignment(self) -> Tensor:

@@ -1,6 +1,7 @@
 """The norms of queries and keys that a model was built with, and whether they take part."""
 
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +34,13 @@ class QueryKeyNorms:
         """A module of the model ran."""
         if name in self.built and isinstance(output, Tensor):
             self._outputs.setdefault(name, []).append(self._ledger.node(output))
+
+    def took(self, args: Iterable[Any]) -> None:
+        """An operation took these as its operands."""
+        for arg in args:
+            for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(item, Tensor):
+                    self._ledger.node(item).used = True
 
     def unused(self, path: str) -> tuple[str, ...]:
         """The norms that belong to the attention at this path and never took part."""

@@ -8,40 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.tracing.place import Place
-from attnscale.watching.known.graph import now
+from attnscale.torch_internals import called_module, recorded_operations
 
 # The line of the model's own code is the first outside these.
-LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent)))
+OWN = Path(__file__).parent.parent
+LIBRARIES = tuple(str(room) + os.sep for room in (Path(torch.__file__).parent, OWN / "watching", OWN / "tracing"))
 
 
 def uncompiled(name: str) -> str:
     """A module path without the wrapper that torch.compile puts round a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
-
-
-class ParameterNames:
-    """Parameters of a model -> their names; under FSDP2 a running module holds others than one at rest."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
-
-    def _now(self) -> dict[int, tuple[Tensor, str]]:
-        named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
-        # a rank that holds some heads of a layer multiplies by its own part of the parameter
-        local = [(name, parameter._local_tensor) for name, parameter in named if hasattr(parameter, "_local_tensor")]
-        return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
-
-    def __call__(self, tensor: Tensor) -> str | None:
-        """The name, the first of several; None for what is no parameter of the model."""
-        if not self._known or (isinstance(tensor, nn.Parameter) and id(tensor) not in self._known):
-            self._known = self._now() | self._known
-        return self._known.get(id(tensor), (tensor, None))[1]
 
 
 class Running:
@@ -81,12 +61,20 @@ class Running:
         """A module path as it is shown: the model itself by its class."""
         return path or self._root
 
-    def place(self) -> Place:
-        """Where the model is now."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    def line_within(self, path: str) -> tuple[str, int] | None:
+        """The line of code, inside the module at this path, that led here; None where all of it is torch's own.
+
+        It tells attentions of one module apart. A line outside the module would tell its callers apart instead.
+        """
+        frame, line = sys._getframe(1), None
+        while frame.f_back is not None:
+            module = called_module(frame)
+            if module is not None and self._names.get(id(module)) == path:
+                return line
+            if line is None and not frame.f_code.co_filename.startswith(LIBRARIES):
+                line = (frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
-        return Place(tuple(self.stack), (frame.f_code.co_filename, frame.f_lineno))
+        return line
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
@@ -111,7 +99,7 @@ class Running:
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
             self.stack.append(name)
-            self.began.append(now())
+            self.began.append(recorded_operations())
             self.called.add(name)
             if not self._entered and self._begins(name):
                 self._entered = len(self.stack)

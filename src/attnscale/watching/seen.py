@@ -9,12 +9,13 @@ from torch import Tensor
 
 from attnscale.declared import Declared
 from attnscale.measure.stats import merged_when_read
-from attnscale.watching.call import Sighting
-from attnscale.watching.gradients import norm_over
-from attnscale.watching.known.model import Recognised, Unmeasured
+from attnscale.watching.call import SeenCall
+from attnscale.watching.known.known_model import KnownModel
+from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
+Line = tuple[str, int] | None  # of the code of a module, where it has any of its own
 HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
 
 
@@ -42,22 +43,22 @@ class Seen:
         self._declare = declare
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
-        self.recognised: Recognised | None = None  # what a later watch() may know the model by
+        self.known_model: KnownModel | None = None  # what a later watcher may know the model by
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
-        self._sites: dict[tuple[object, ...], list[Sighting]] = {}
-        self._unmeasured: list[tuple[str, Unmeasured]] = []
-        self._waiting: list[Unmeasured] = []  # those of them that hold on to tensors
+        self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
+        self._unmeasured: list[tuple[str, WaitingCall]] = []
+        self._waiting: list[WaitingCall] = []  # those of them that hold on to tensors
         self.left_out: list[str] = []  # calls that could not be measured, and why
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: tuple[str, int], sighting: Sighting) -> None:
+    def note(self, path: str, line: Line, call: SeenCall) -> None:
         """Add one call to those of its place."""
-        site = (path, line, sighting.heads, sighting.head_dim)
-        self._sites.setdefault(site, []).append(sighting)
+        site = (path, line, call.heads, call.head_dim)
+        self._sites.setdefault(site, []).append(call)
 
-    def note_later(self, path: str, line: tuple[str, int], call: Unmeasured) -> None:
+    def note_later(self, path: str, line: Line, call: WaitingCall) -> None:
         """Add one call that is not measured yet; where many wait, the first are measured now."""
-        self.note(path, line, call.sighting)
+        self.note(path, line, call.call)
         self._unmeasured.append((path, call))
         self._waiting = [*(each for each in self._waiting if each.held), call]
         while sum(each.held for each in self._waiting) > HELD:
@@ -70,7 +71,7 @@ class Seen:
             if call.failure is not None:
                 self.left_out.append(f"{path}: {call.failure}")
                 self._sites = {
-                    site: [each for each in calls if each is not call.sighting] for site, calls in self._sites.items()
+                    site: [each for each in calls if each is not call.call] for site, calls in self._sites.items()
                 }
         self._unmeasured.clear()
         self._waiting.clear()
@@ -94,7 +95,7 @@ class Seen:
             self._built = (self.calls, layers)
         return self._built[1]
 
-    def _layer(self, name: str, path: str, calls: list[Sighting]) -> Layer:
+    def _layer(self, name: str, path: str, calls: list[SeenCall]) -> Layer:
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
         return Layer(
             name=name,
@@ -107,6 +108,7 @@ class Seen:
             key_len=max(call.key_len for call in calls),
             causal=longest.causal,
             softcap=last.softcap,
+            dtype=last.dtype,
             stats=merged_when_read([call.stats for call in calls]),
             scales=torch.stack([call.scales for call in calls]).mean(0),
             query_norm=_root_mean_square([call.query_norm for call in calls]),
@@ -117,18 +119,17 @@ class Seen:
                 biased=any(call.biased for call in calls),
                 bias_is_scaled=any(call.bias_is_scaled for call in calls),
                 softcap_discarded=any(call.softcap_discarded for call in calls),
-                factor_after_softmax=last.factor_after_softmax,
+                factor_after_softmax=last.softmax.factor_after,
                 mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
                 unused_norms=self.unused_norms(path),
             ),
             calls=len(calls),
             query=longest.query,
             key=longest.key,
-            origins=tuple(call.origins for call in calls),
+            origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),
-            query_gradient=norm_over([call.gradients for call in calls], "query"),
-            key_gradient=norm_over([call.gradients for call in calls], "key"),
+            gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
         )
 

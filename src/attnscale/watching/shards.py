@@ -13,7 +13,7 @@ from torch import Tensor
 from attnscale.measure.pool import Unpooled
 
 if TYPE_CHECKING:
-    from attnscale.watching.call import Sighting
+    from attnscale.watching.call import SeenCall
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TAIL = 8  # queries
@@ -34,14 +34,14 @@ class Shard:
     key_norm: Tensor
 
     @classmethod
-    def of(cls, sighting: "Sighting", query: Tensor, key: Tensor, tail: Tensor) -> "Shard | None":
+    def of(cls, call: "SeenCall", query: Tensor, key: Tensor, tail: Tensor) -> "Shard | None":
         """A call that has just been seen; None where its rows cannot be told apart any more."""
-        rows = sighting.stats.pool
+        rows = call.stats.pool
         if not isinstance(rows, Unpooled):
             return None
         return cls(
-            rows, fingerprint(query), fingerprint(tail), fingerprint(key), sighting.key_len, sighting.scales,
-            sighting.query_norm, sighting.key_norm,
+            rows, fingerprint(query), fingerprint(tail), fingerprint(key), call.key_len, call.scales,
+            call.query_norm, call.key_norm,
         )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from attnscale.torch_internals import in_transform
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _STARTING = Lock()
@@ -21,7 +23,7 @@ _STARTING = Lock()
 
 def usable() -> bool:
     """Whether another thread may touch the tensors: not while torch.compile traces or torch.func transforms."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None
+    return not torch.compiler.is_compiling() and not in_transform()
 
 
 def alone(work: Callable[[], Result]) -> Result:

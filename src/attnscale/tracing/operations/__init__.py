@@ -4,12 +4,13 @@ Operations reach this as ATen's: einsum, matmul and `@` have become bmm and view
 taken as elementwise where its result has the shape of an operand, and as the beginning of a lineage otherwise.
 """
 
-from attnscale.tracing.operations import arithmetic, moving
-from attnscale.tracing.operations.operation import Operation, Result, moved, unknown
+from attnscale.tracing.operations import arithmetic, moving, products, softmaxes
+from attnscale.tracing.operations.operation import Operation, Result, unknown
 
-__all__ = ["Operation", "moved", "read"]
+__all__ = ["READERS", "Operation", "read"]
 
-READERS = moving.READERS | arithmetic.READERS
+# The later know more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
+READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
 
 
 def read(operation: Operation) -> Result:

@@ -2,66 +2,73 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from attnscale.tracing import coordinates
-from attnscale.tracing.lineage import Node, Step
-from attnscale.tracing.operations.operation import Operation, Reader, Result, moved, opaque, widened
+from attnscale.tracing.lineage import Node, Step, moved
+from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
+from attnscale.tracing.roles import Effect, Mixed, Outer, Scores, Weights, about
+
+Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
 
 
-def _times(op: Operation) -> Node:
+def times(op: Operation) -> Node:
+    """A product of elements."""
     return _arithmetic(op, ("times", "times"))
 
 
-def _over(op: Operation) -> Node:
+def over(op: Operation) -> Node:
+    """A quotient of elements."""
     return _arithmetic(op, ("over", "other"))
+
+
+def minus(op: Operation) -> Node:
+    """A difference of elements."""
+    return _arithmetic(op, ("minus", "rminus"))
 
 
 def _plus(op: Operation) -> Node:
     return _arithmetic(op, ("plus", "plus"))
 
 
-def _minus(op: Operation) -> Node:
-    return _arithmetic(op, ("minus", "rminus"))
-
-
 def _reverse_minus(op: Operation) -> Node:
     return _arithmetic(op, ("rminus", "minus"))
 
 
-def _arithmetic(op: Operation, effects: tuple[str, str]) -> Node:
-    """`effects`: what the operation does to its first operand, and to its second."""
+def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
+    """`meant`: what the operation does to its first operand, and to its second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
     if side is None:
         return Node(op.shape)
     main, other = op.ledger.node(operands[side]), operands[1 - side]
-    back = None if main.shape == op.shape else coordinates.broadcast(main.shape, len(op.shape))
-    effect, operand = _effect(op, effects[side], main, other)
-    node = moved(main, op.shape, back, effect, operand)
     second = op.ledger.node(other) if isinstance(other, Tensor) else None
+    effect, operand = _effect(meant[side], main, other, second)
+    node = moved(main, op.shape, widened(main, op.shape), effect, operand)
     if node.steps:
-        _note_operand(node.steps[0], effects[side], second)
-    if second is not None:
-        if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
-            node.outer = (op.args[0], op.args[1])
-        if effect == "shift":
-            node.log_softmax_axis = second.log_sum_axis
-        if effect == "plus" and main.scores is not None and second.scores not in (None, main.scores):
-            node.steps[0].other_scores = second
-        node.learned = main.learned or second.learned
-        node.parameter = main.parameter and (second.parameter or second.shape == ())
-        node.sum_of = main.sum_of if effect in ("plus", "same") else None
-        if main.exponent is not None and effect == "other":
-            node.exponent = main.exponent  # times a mask of zeros and ones
-    elif main.sum_of is not None and effect == "plus":
-        node.sum_of = main.sum_of  # plus a small number against division by zero
+        _note_operand(node.steps[0], meant[side], second)
+        _note_scaled(node)
+    if second is None:
+        return node
+    if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
+        softmax = main.role.softmax if isinstance(main.role, Weights) else None
+        node.role = Outer(op.args[0], op.args[1], softmax)
+    if effect == "plus" and node.steps and isinstance(main.role, Scores) and isinstance(second.role, Scores):
+        node.steps[0].other_scores = second if second.role.of is not main.role.of else None
+    node.learned = main.learned or second.learned
+    node.parameter = main.parameter and (second.parameter or second.shape == ())
     return node
 
 
-def _note_operand(step: Step, meant: str, second: Node | None) -> None:
+def _note_scaled(node: Node) -> None:
+    """The mixed values multiplied by a constant: the scores should have been."""
+    step = node.steps[0]
+    if isinstance(node.role, Mixed) and step.effect in ("times", "over") and isinstance(step.operand, float):
+        node.role.softmax.scaled(step.operand if step.effect == "times" else 1.0 / step.operand)
+
+
+def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
     """What was added to the value or multiplied with it; of a divisor and of a minuend, only what kind it is."""
     if meant in ("plus", "minus"):
         step.added = second
@@ -79,34 +86,38 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
             node = op.ledger.node(operand)
-            followed = node.scores or node.weights or node.exponent or node.mixed
-            ranks[side] = (node.learned, followed is not None, node.shape == op.shape, not node.parameter, -side)
+            followed = node.role is not None and node.role.is_image
+            ranks[side] = (node.learned, followed, node.shape == op.shape, not node.parameter, -side)
     return max(ranks, key=ranks.__getitem__, default=None)
 
 
-def _effect(op: Operation, effect: str, main: Node, other: Any) -> tuple[str, float | Tensor | None]:
-    if not isinstance(other, Tensor):
+def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
+    if second is None:
         number = _number(other)
-        if effect in ("times", "over"):
-            return (effect, number) if number else ("other", None)
-        return ("times", -1.0) if effect == "rminus" else ("plus", number if effect == "plus" else -number)
-    second = op.ledger.node(other)
-    if effect == "rminus":
+        if meant in ("times", "over"):
+            return (meant, number) if number else ("other", None)
+        return ("times", -1.0) if meant == "rminus" else ("plus", number if meant == "plus" else -number)
+    if meant == "rminus":
         return "times", -1.0
-    if effect == "minus" and main.scores is not None and second.about is main.scores and second.scores is None:
+    if meant == "minus" and isinstance(main.role, Scores) and _is_of_its_row(second, main.role):
         return "shift", other
-    if effect in ("plus", "minus"):
+    if meant in ("plus", "minus"):
         return "plus", other if _worth_keeping(other, second) else None
-    after_softmax = main.weights is not None or main.mixed is not None
+    after_softmax = isinstance(main.role, (Weights, Mixed))
     if (
-        effect in ("times", "over")
+        meant in ("times", "over")
         and _even_along_features(other)
         and not (after_softmax and (second.parameter or second.learned))
     ):
-        if second.learned and main.scores is None and other.numel() > 1:
+        if second.learned and not isinstance(main.role, Scores) and other.numel() > 1:
             return "norm", None
-        return effect, other
+        return meant, other
     return "other", None
+
+
+def _is_of_its_row(node: Node, scores: Scores) -> bool:
+    """Whether a tensor is a statistic of these scores, their row maximum for instance."""
+    return node.role is not None and node.role.product is scores.of and not isinstance(node.role, Scores)
 
 
 def _even_along_features(tensor: Tensor) -> bool:
@@ -124,7 +135,10 @@ def _number(value: Any) -> float:
 
 
 def _negative(op: Operation) -> Node:
-    return moved(op.node(), op.shape, None, "times", -1.0)
+    node = moved(op.node(), op.shape, None, "times", -1.0)
+    if node.steps:
+        _note_scaled(node)
+    return node
 
 
 def _fill(op: Operation) -> Node:
@@ -153,27 +167,24 @@ def _scalar(value: Any) -> float:
 
 def _tanh(op: Operation) -> Node:
     node = moved(op.node(), op.shape, None, "tanh")
-    if node.scores is not None:
-        node.scores.capped = True
+    if isinstance(node.role, Scores):
+        node.role.of.capped = True
     return node
 
 
-def _exp(op: Operation) -> Node:
-    node = moved(op.node(), op.shape, None, "exp")
-    if node.about is not None and op.node().scores is not None:
-        node.exponent = op.node() if op.name == "exp" else moved(op.node(), op.shape, None, "times", math.log(2))
-    return node
-
-
-def _reduce(op: Operation) -> Result:
-    parent, axes = op.node(), op.argument(1, "dim")
-    axes = list(range(len(parent.shape))) if axes is None or axes == [] else [axes] if isinstance(axes, int) else axes
-    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, about=parent.about)
-    if op.name == "sum" and parent.exponent is not None and len(axes) == 1:
-        node.sum_of = (parent.exponent, axes[0] % len(parent.shape))
-    if op.name == "logsumexp" and parent.scores is not None and len(axes) == 1:
-        node.log_sum_axis = axes[0] % len(parent.shape)
+def reduced(op: Operation) -> Result:
+    """A sum, a maximum or the like over some dimensions."""
+    parent = op.node()
+    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=about(parent.role))
     return [node, None] if isinstance(op.result, (tuple, list)) else node
+
+
+def reduced_axes(op: Operation) -> list[int]:
+    """The dimensions that a reduction runs over, counted from the first."""
+    rank, axes = len(op.node().shape), op.argument(1, "dim")
+    if axes is None or axes == []:
+        return list(range(rank))
+    return [axis % max(rank, 1) for axis in ([axes] if isinstance(axes, int) else axes)]
 
 
 def _norm(op: Operation) -> Result:
@@ -192,18 +203,16 @@ def _weight_norm(op: Operation) -> Result:
 
 
 READERS: dict[str, Reader] = {
-    "mul": _times,
-    "div": _over,
+    "mul": times,
+    "div": over,
     "add": _plus,
-    "sub": _minus,
+    "sub": minus,
     "rsub": _reverse_minus,
     "neg": _negative,
     "masked_fill": _fill,
     "where": _where,
     "tanh": _tanh,
-    "exp": _exp,
-    "exp2": _exp,
     "_weight_norm_interface": _weight_norm,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm"), _norm),
-    **dict.fromkeys(("sum", "amax", "amin", "max", "mean", "logsumexp", "min", "linalg_vector_norm"), _reduce),
+    **dict.fromkeys(("sum", "amax", "amin", "max", "mean", "min", "linalg_vector_norm"), reduced),
 }

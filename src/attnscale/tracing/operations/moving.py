@@ -6,8 +6,8 @@ from torch.utils.weak import TensorWeakRef
 
 from attnscale.tracing import coordinates
 from attnscale.tracing.coordinates import Map
-from attnscale.tracing.lineage import LONGEST, Node, Step, View, shape_of
-from attnscale.tracing.operations.operation import Operation, Reader, Result, moved, opaque, widened
+from attnscale.tracing.lineage import Node, Step, View, joined, moved, shape_of
+from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
 
 
 def _viewed(op: Operation, back: Map, forth: Map) -> Node:
@@ -71,7 +71,7 @@ def _select(op: Operation) -> Node:
     return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
 
 
-def _split(op: Operation) -> list[Node]:
+def _pieces(op: Operation) -> list[Node]:
     parent, axis, start, nodes = op.node(), op.argument(2, "dim", 0), 0, []
     axis %= max(len(parent.shape), 1)
     for part in op.result:
@@ -147,28 +147,13 @@ def _cat(op: Operation) -> Node:
         stop = start + tensor.shape[axis]
         steps.append(Step(op.ledger.node(tensor), coordinates.piece(axis, start, stop)))
         start = stop
-    return _joined(op, steps)
+    return joined(op.shape, steps)
 
 
 def _stack(op: Operation) -> Node:
     axis = op.argument(1, "dim", 0) % len(op.shape)
-    return _joined(op, [Step(op.ledger.node(t), coordinates.stacked(axis, i)) for i, t in enumerate(op.args[0])])
-
-
-def _joined(op: Operation, steps: list[Step]) -> Node:
-    parents = [step.parent for step in steps]
-    if max((parent.depth for parent in parents), default=0) >= LONGEST:
-        return Node(op.shape, learned=any(parent.learned for parent in parents))
-    return Node(
-        op.shape,
-        steps=tuple(steps),
-        learned=any(parent.learned for parent in parents),
-        parameter=all(parent.parameter for parent in parents),
-        depth=1 + max((parent.depth for parent in parents), default=0),
-        scores=next((parent.scores for parent in parents if parent.scores), None),
-        about=next((parent.about for parent in parents if parent.about), None),
-        weights=next((parent.weights for parent in parents if parent.weights), None),
-    )
+    steps = [Step(op.ledger.node(part), coordinates.stacked(axis, at)) for at, part in enumerate(op.args[0])]
+    return joined(op.shape, steps)
 
 
 def _copy(op: Operation) -> Node:
@@ -194,7 +179,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten"), _reshape_copy),
     **dict.fromkeys(("transpose", "t", "swapaxes", "adjoint", "mT"), _transpose),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _split),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _pieces),
     **dict.fromkeys(("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter"), _written_into),
     "expand": _expand,
     "permute": _permute,

@@ -1,72 +1,114 @@
 """Matrix products of the running model: projections, scores, and values mixed by weights."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from attnscale.tracing import coordinates
 from attnscale.tracing.coordinates import Map, Points, Shape
-from attnscale.tracing.lineage import Ledger, Node, Projection, Step, follow
-from attnscale.tracing.parameters import sampled_origin
-from attnscale.tracing.place import Place
+from attnscale.tracing.following import follow
+from attnscale.tracing.lineage import Node, Projection, Step, moved
+from attnscale.tracing.operations import softmaxes
+from attnscale.tracing.operations.operation import Operation, Reader, Result
+from attnscale.tracing.parameters import Origin, sampled_origin
+from attnscale.tracing.product import Product
+from attnscale.tracing.roles import Exponential, LostWeights, Mixed, MixedByPowers, Outer, Scores, Softmax, Weights
+
+OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two stand
 
 
-@dataclass(eq=False)
-class Product:
-    """A product of two activations, (…, n, d) × (…, d, m): scores perhaps."""
-
-    left: Tensor
-    right: Tensor
-    left_node: Node
-    right_node: Node
-    place: Place
-    node: Node
-    alpha: float = 1.0
-    bias: Tensor | None = None  # added by the same operation
-    learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
-    capped: bool = False  # a tanh was taken of it
-
-
-def read_product(
-    ledger: Ledger,
-    place: Place,
-    operands: tuple[Tensor, Tensor],
-    shape: Shape,
-    alpha: float = 1.0,
-    bias: Tensor | None = None,
-    added: Node | None = None,
-) -> Node:
-    """What a matrix product is, from what its operands are; `bias` is added to scores, `added` to a projection."""
-    left, right = (ledger.node(operand) for operand in operands)
-    node = Node(shape, learned=True)
+def _matrix_product(op: Operation) -> Node:
+    """A projection, scores, or mixed values: what a product is shows by what its operands are."""
+    operands = tuple(op.args[index] for index in OPERANDS[op.name])
+    left, right = (op.ledger.node(operand) for operand in operands)
+    beta = op.kwargs.get("beta", 1.0) if op.name in ("addmm", "baddbmm") else 0.0
+    added = op.node() if beta else None
+    _notice_lost(op, left, right)
     if left.parameter or right.parameter:
-        node = _projected(node, left, right, weight=1 if right.parameter else 0, bias=added)
-        if len(shape) == 3 and node.scores is None:
-            node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias, learned_query=True)
+        node = _projected(op.shape, left, right, weight=1 if right.parameter else 0, bias=added)
+        if len(op.shape) == 3 and node.role is None:
+            _are_scores(op, node, operands, learned_query=True)
         return node
-    for side, operand in enumerate((left, right)):
-        if operand.weights is not None:
-            values = sampled_origin(left, axis=-2) if side else sampled_origin(right, axis=-1)
-            operand.weights.mixes(operand, -2 if side else -1, values)
-            node.mixed = operand.weights
-            return node
-        if operand.exponent is not None:
-            node.mixed_by_powers = (operand, operands[side])
-            return node
-    if len(shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
-        return _projected(node, left, right, weight=0 if right.learned else 1, bias=added)
-    node.learned = left.learned or right.learned
-    if operands[0].shape[-1] < 2:  # every pair of two vectors, as in a table of rotary angles
-        return node
-    node.scores = node.about = Product(*operands, left, right, place, node, alpha, bias)
+    mixed = _mixed(op, (left, right), operands)
+    if mixed is not None:
+        return mixed
+    if len(op.shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
+        return _projected(op.shape, left, right, weight=0 if right.learned else 1, bias=added)
+    node = Node(op.shape, learned=left.learned or right.learned)
+    if operands[0].shape[-1] >= 2:  # else every pair of two vectors, as in a table of rotary angles
+        _are_scores(op, node, operands)
     return node
 
 
-def read_outer_sum(place: Place, parent: Node, nodes: tuple[Node, Node], axis: int, shape: Shape) -> Node | None:
+def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned_query: bool = False) -> None:
+    left, right = operands
+    beta = op.kwargs.get("beta", 1.0)
+    bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
+    nodes = op.ledger.node(left), op.ledger.node(right)
+    product = Product(left, right, *nodes, op.tracer.modules(), node, op.kwargs.get("alpha", 1.0), bias, learned_query)
+    node.role = Scores(product)
+
+
+def _notice_lost(op: Operation, *operands: Node) -> None:
+    """Weights of unknown origin that mix activations: an attention that was not followed."""
+    if all(operand.learned for operand in operands):
+        for operand in operands:
+            if isinstance(operand.role, LostWeights):
+                op.tracer.loses(operand.role.module)
+
+
+def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]) -> Node | None:
+    """Values summed with weights, or with exponentials that are yet to be normalised; None: neither is one."""
+    for side, node in enumerate(nodes):
+        if isinstance(node.role, Weights):
+            values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
+            _mix(node.role.softmax, node, -2 if side else -1, values)
+            return Node(op.shape, learned=True, role=Mixed(node.role.softmax))
+        if isinstance(node.role, Exponential):
+            op.tracer.mix_unnormalised(node.role.of)
+            return Node(op.shape, learned=True, role=MixedByPowers(node.role.of, operands[side], node.role.exponent))
+    return None
+
+
+def _mix(softmax: Softmax, weights: Node, axis: int, values: Origin | None = None) -> None:
+    """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
+    softmax.meets_values(values)
+    if weights.shape[axis] < 2:
+        return
+    points = np.zeros((2, len(weights.shape)), dtype=np.int64)
+    points[1, axis] = 1
+    for trail in follow(weights, points):
+        role = trail.node.role
+        if len(trail.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
+            moves = (trail.points[0] != trail.points[1]).nonzero()[0]
+            softmax.mixes(bool((moves == softmax.axis).any()), float(trail.factor[0]))
+
+
+def _outer_sum(op: Operation) -> Result:
+    """Products, and mixtures of values, written as a multiplication and a sum."""
+    parent, axes = op.node(), op.argument(1, "dim")
+    role = parent.role
+    if not isinstance(role, Outer):
+        return softmaxes.READERS["sum"](op)
+    axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
+    if role.softmax is not None:
+        _mix(role.softmax, parent, axis)
+        return Node(op.shape, learned=True, role=Mixed(role.softmax))
+    nodes = op.ledger.node(role.left), op.ledger.node(role.right)
+    found = None
+    if not op.argument(2, "keepdim", False):
+        found = _product_of_pairs(op.tracer.modules(), parent, nodes, axis, op.shape)
+    return found or softmaxes.READERS["sum"](op)
+
+
+def _product_of_pairs(
+    modules: tuple[str, ...], parent: Node, nodes: tuple[Node, Node], axis: int, shape: Shape
+) -> Node | None:
     """A sum over every pair of elements, (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1), which is a product too."""
-    left, right = (operand.expand(*_aligned(operand, parent.shape)) for operand in parent.outer or ())
+    assert isinstance(parent.role, Outer)
+    pair = (parent.role.left, parent.role.right)
+    left, right = (operand.expand(*_aligned(operand, parent.shape)) for operand in pair)
     rows = [at for at in range(len(parent.shape)) if at != axis and right.shape[at] < parent.shape[at]]
     columns = [at for at in range(len(parent.shape)) if at != axis and left.shape[at] < parent.shape[at]]
     if len(rows) != 1 or len(columns) != 1:
@@ -76,50 +118,47 @@ def read_outer_sum(place: Place, parent: Node, nodes: tuple[Node, Node], axis: i
     lead, count = (math.prod(sizes),), len(sizes)
     operands, lineages = [], []
     for operand, node, order in ((left, nodes[0], (*rows, axis)), (right, nodes[1], (axis, *columns))):
-        back = coordinates.permuted([*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)])
+        turn = [*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)]
         whole = (*sizes, *(operand.shape[at] for at in order))
-        turned = operand.permute(*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)).squeeze(-1)
-        node = _moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
-        node = _moved(node, (*whole, 1), back)
-        node = _moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
+        turned = operand.permute(*turn).squeeze(-1)
+        node = moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
+        node = moved(node, (*whole, 1), coordinates.permuted(turn))
+        node = moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
         operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
         lineages.append(node)
     made = Node((*lead, parent.shape[rows[0]], parent.shape[columns[0]]), learned=True)
-    made.scores = made.about = Product(operands[0], operands[1], lineages[0], lineages[1], place, made)
+    made.role = Scores(Product(operands[0], operands[1], lineages[0], lineages[1], modules, made))
     axes = [*batch, rows[0], columns[0]]
     apart = (*sizes, *made.shape[1:])
-    result = _moved(made, apart, coordinates.reshaped(made.shape, apart))
-    return _moved(result, shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
-
-
-def _moved(node: Node, shape: Shape, back: Map) -> Node:
-    return Node(shape, (Step(node, back),), learned=True, depth=node.depth + 1, scores=node.scores, about=node.about)
+    result = moved(made, apart, coordinates.reshaped(made.shape, apart))
+    return moved(result, shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
 
 
 def _aligned(tensor: Tensor, shape: Shape) -> Shape:
     return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
 
 
-def _projected(node: Node, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
+def _projected(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
     parameter, activation = (right, left) if weight else (left, right)
     axis = -2 if weight else -1
     inputs = (axis % len(parameter.shape),)
-    node.projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias)
-    if activation.shape == node.shape and _runs_over_heads(activation):  # heads that talk to heads
-        node.steps = (Step(activation, effect="other"),)
-        node.scores, node.about, node.weights = activation.scores, activation.about, activation.weights
-    return node
+    projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias)
+    if activation.shape == shape and _runs_over_heads(activation):  # heads that talk to heads
+        return Node(shape, (Step(activation, effect="other"),), True, projection=projection, role=activation.role)
+    return Node(shape, learned=True, projection=projection)
 
 
 def _runs_over_heads(node: Node) -> bool:
     """Whether the last axis of an image of scores, or of weights, leads to other products, not along one."""
+    if node.shape[-1] < 2 or not isinstance(node.role, (Scores, Weights)):
+        return False
     points = np.zeros((2, len(node.shape)), dtype=np.int64)
     points[1, -1] = 1
-    trails = follow(node, points) if node.shape[-1] > 1 and (node.scores or node.weights) else []
+    trails = follow(node, points)
     if len(trails) != 1 or len(trails[0].points) != 2 or trails[0].points.shape[1] < 3:
         return False
-    moved = (trails[0].points[0] != trails[0].points[1]).nonzero()[0]
-    return bool(len(moved)) and int(moved[0]) < trails[0].points.shape[1] - 2
+    moves = (trails[0].points[0] != trails[0].points[1]).nonzero()[0]
+    return bool(len(moves)) and int(moves[0]) < trails[0].points.shape[1] - 2
 
 
 def _zeroed(axis: int) -> Map:
@@ -131,8 +170,10 @@ def _zeroed(axis: int) -> Map:
     return back
 
 
-def convolved(weight: Node, shape: Shape, bias: Node | None) -> Node:
+def _convolution(op: Operation) -> Node:
     """The result of a convolution, whose channels stand second where it has a batch."""
+    weight, shape, given = op.node(1), op.shape, op.argument(2, "bias")
+    bias = None if given is None else op.ledger.node(given)
 
     def channel(points: Points) -> Points:
         at = np.zeros((len(points), len(weight.shape)), dtype=np.int64)
@@ -146,21 +187,8 @@ def convolved(weight: Node, shape: Shape, bias: Node | None) -> Node:
     return Node(shape, learned=True, projection=Projection(weight, channel, weight.shape[1], inputs, bias))
 
 
-def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Which output of which projection each point of a query or key comes from: what tells heads apart."""
-    found: list[tuple[object, ...]] = [()] * len(points)
-    for trail in follow(node, points):
-        for at, key in zip(trail.index, _keys(trail.node, trail.points), strict=True):
-            found[at] = key
-    return found
-
-
-def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
-    if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
-        apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
-        return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
-    keys: list[tuple[object, ...]] = [()] * len(points)
-    for trail in follow(node.projection.weight, node.projection.channel(points)):
-        for at, row in zip(trail.index, trail.points, strict=True):
-            keys[at] = (id(trail.node), *row.tolist())
-    return keys
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(OPERANDS, _matrix_product),
+    "convolution": _convolution,
+    "sum": _outer_sum,
+}

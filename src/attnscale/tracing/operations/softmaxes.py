@@ -1,58 +1,181 @@
-"""A softmax whose input was scores, followed on to the values that its weights mix."""
+"""Every way of writing a softmax: torch's, its logarithm exponentiated, exponentials over their sum.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+A tensor's role says how far it has come: Scores → Exponential → (with its ExponentialSum) Weights, or
+Scores → (less their LogSum) LogWeights → Weights. A new way is a reader here and an attention in tests/zoo.
+"""
 
-import numpy as np
+import math
 
-from attnscale.tracing.lineage import Node, follow
-from attnscale.tracing.parameters import Origin, Origins
+import torch
+from torch import Tensor
+
+from attnscale.tracing.lineage import Node, moved
+from attnscale.tracing.operations import arithmetic
+from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, unknown
+from attnscale.tracing.roles import (
+    Exponential,
+    ExponentialSum,
+    InverseSum,
+    LogSum,
+    LogWeights,
+    LostWeights,
+    Mixed,
+    MixedByPowers,
+    Role,
+    Scores,
+    Softmax,
+    Weights,
+)
+
+KERNELS = ("_softmax", "_safe_softmax")  # torch's own
+SUM_TOLERANCE = 0.02  # of a row of weights from one: half precision rounds a long row by as much
 
 
-class Sighting(Protocol):
-    """What is noted of an attention after its softmax."""
-
-    mixes_along_softmax: bool
-    factor_after_softmax: float
-    origins: Origins
+def _softmax(op: Operation) -> Node:
+    axis = op.argument(1, "dim", -1)
+    softmax = op.tracer.softmax(op.args[0], op.node(), axis, is_sdpa=op.name == "_safe_softmax")  # SDPA's alone
+    return _weights(op, softmax)
 
 
-@dataclass(eq=False)
-class Softmax:
-    """What is known of a softmax once it ran; `axis` is the one it normalises."""
+def _log_softmax(op: Operation) -> Node:
+    softmax = op.tracer.softmax(op.args[0], op.node(), op.argument(1, "dim", -1))
+    return Node(op.shape, learned=op.node().learned, role=LogWeights(softmax))
 
-    sighting: Any  # a Sighting
-    axis: int
-    report: Callable[[Any], None] | None = None
-    waits: bool = False  # it is attention only if its weights go on to mix values
-    mixed: bool = False  # they did; pieces of them may do so several times, multiplied by the same constant
 
-    def ran(self) -> None:
-        """Its weights exist."""
-        if not self.waits:
-            self._report()
+def _weights(op: Operation, softmax: Softmax | None) -> Node:
+    """The output of a softmax; of one that was not followed it is told where its weights mix values."""
+    if softmax is not None:
+        softmax.ran()
+        return Node(op.shape, learned=True, role=Weights(softmax))
+    if any(node.learned for node in op.nodes()):
+        return Node(op.shape, learned=True, role=LostWeights(op.tracer.module))
+    return opaque(op)
 
-    def mixes(self, weights: Node, axis: int, values: Origin | None = None) -> None:
-        """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
-        self._report()
-        self.sighting.origins.value = values
-        if weights.shape[axis] < 2:
-            return
-        points = np.zeros((2, len(weights.shape)), dtype=np.int64)
-        points[1, axis] = 1
-        for trail in follow(weights, points):
-            if len(trail.points) == 2 and trail.node.weights is self:
-                moved = (trail.points[0] != trail.points[1]).nonzero()[0]
-                self.sighting.mixes_along_softmax &= bool((moved == self.axis).any())
-                self.sighting.factor_after_softmax *= 1.0 if self.mixed else float(trail.factor[0])
-                self.mixed = True
 
-    def _report(self) -> None:
-        if self.report is not None:
-            self.report(self.sighting)
-            self.report = None
+def _exponential(op: Operation) -> Node:
+    """Of scores, or of the logarithm of weights: exp(log_softmax(z)), exp(z − logsumexp(z))."""
+    parent = op.node()
+    if isinstance(parent.role, LogWeights) and op.name == "exp":
+        return _weights(op, parent.role.softmax)
+    node = moved(parent, op.shape, None, "exp")
+    if isinstance(parent.role, Scores):
+        exponent = parent if op.name == "exp" else moved(parent, op.shape, None, "times", math.log(2))
+        node.role = Exponential(parent.role.of, exponent)
+    return node
 
-    def scaled(self, factor: float) -> None:
-        """The mixed values were multiplied by a constant."""
-        self.sighting.factor_after_softmax *= factor
+
+def _sum(op: Operation) -> Result:
+    """Σe of exponentials, over one axis."""
+    result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
+    if isinstance(role, Exponential) and len(axes) == 1 and isinstance(result, Node):
+        result.role = ExponentialSum(role.of, role.exponent, axes[0])
+    return result
+
+
+def _log(op: Operation) -> Result:
+    """ln Σe."""
+    role = op.node().role
+    if not isinstance(role, ExponentialSum):
+        return unknown(op)
+    return Node(op.shape, learned=True, role=LogSum(role.of, role.axis))
+
+
+def _log_sum(op: Operation) -> Result:
+    """ln Σe of scores, by one operation."""
+    result, role, axes = arithmetic.reduced(op), op.node().role, arithmetic.reduced_axes(op)
+    if isinstance(role, Scores) and len(axes) == 1 and isinstance(result, Node):
+        result.role = LogSum(role.of, axes[0])
+    return result
+
+
+def _inverse(op: Operation) -> Result:
+    """1/Σe."""
+    role = _role(op, 0)
+    if not isinstance(role, ExponentialSum) or (op.name == "pow" and op.args[1] != -1):
+        return unknown(op)
+    return Node(op.shape, learned=True, role=InverseSum(role.of, role.exponent, role.axis))
+
+
+def _difference(op: Operation) -> Node:
+    """z − ln Σe, the logarithm of weights, where it really is that of the same scores."""
+    node = arithmetic.minus(op)
+    role = _role(op, 1)
+    if not isinstance(role, LogSum) or not node.steps or node.steps[0].effect != "shift":
+        return node
+    axis = role.axis
+    if axis >= op.result.dim() or not _sums_to_one(op.result.detach().exp(), axis):
+        return node
+    softmax = op.tracer.softmax(op.result, node, axis)
+    return node if softmax is None else Node(op.shape, learned=True, role=LogWeights(softmax))
+
+
+def _sums_to_one(weights: Tensor, axis: int) -> bool:
+    sums = weights.sum(axis, dtype=torch.promote_types(weights.dtype, torch.float32))
+    sums = sums[torch.isfinite(sums)]  # a row that sees nothing has none
+    return bool(((sums - 1).abs() < SUM_TOLERANCE).all())
+
+
+def _quotient(op: Operation) -> Node:
+    """e / Σe, or (e @ values) / Σe."""
+    role = _role(op, 1)
+    found = _normalised(op, 0, role) if isinstance(role, ExponentialSum) else None
+    if found is None and _is_weighed(op, 0):
+        found = _weights(op, None)
+    return found or arithmetic.over(op)
+
+
+def _product(op: Operation) -> Node:
+    """e · (1/Σe), either way round."""
+    for side in (0, 1):
+        role = _role(op, side)
+        found = _normalised(op, 1 - side, role) if isinstance(role, InverseSum) else None
+        if found is None and _is_weighed(op, side):
+            found = _weights(op, None)
+        if found is not None:
+            return found
+    return arithmetic.times(op)
+
+
+def _role(op: Operation, side: int) -> Role | None:
+    return op.node(side).role if len(op.args) > side and isinstance(op.args[side], Tensor) else None
+
+
+def _is_weighed(op: Operation, side: int) -> bool:
+    """Whether exponentials meet another number of their row than their sum, √Σe say: weights of no softmax."""
+    powers, other = _role(op, side), _role(op, 1 - side)
+    if not isinstance(powers, Exponential) or other is None or other.product is not powers.of:
+        return False
+    return not other.is_image and tuple(op.args[1 - side].shape) != op.shape
+
+
+def _normalised(op: Operation, top: int, bottom: ExponentialSum | InverseSum) -> Node | None:
+    """Exponentials over their own sum; None where the sum is that of others."""
+    role = _role(op, top)
+    if not isinstance(role, (Exponential, MixedByPowers)) or role.exponent is not bottom.exponent:
+        return None
+    powers = op.args[top] if isinstance(role, Exponential) else role.powers
+    softmax = op.tracer.softmax(powers.reshape(role.exponent.shape).log(), role.exponent, bottom.axis)
+    if isinstance(role, Exponential):
+        return _weights(op, softmax)
+    op.tracer.are_normalised(role.of)
+    if softmax is None:
+        op.tracer.loses(op.tracer.module)
+        return None
+    softmax.ran()
+    return Node(op.shape, learned=True, role=Mixed(softmax))
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(KERNELS, _softmax),
+    "_log_softmax": _log_softmax,
+    "exp": _exponential,
+    "exp2": _exponential,
+    "sum": _sum,
+    "log": _log,
+    "logsumexp": _log_sum,
+    "reciprocal": _inverse,
+    "pow": _inverse,
+    "sub": _difference,
+    "div": _quotient,
+    "mul": _product,
+}

@@ -6,8 +6,9 @@ Reading the graph when a module has run costs its forward nothing, where a mode 
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnscale.watching.kernels.kernel import Kernel
-from attnscale.watching.known.graph import is_legible, kernels_behind, now
+from attnscale.torch_internals import recorded_operations
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.graph import is_legible, kernels_behind
 
 Signature = tuple[object, ...]  # module path, line, kind, heads, key heads, head dimension
 
@@ -20,12 +21,12 @@ class Trace:
     lengths: set[int] = field(default_factory=set)
 
     @property
-    def line(self) -> tuple[str, int]:
+    def line(self) -> tuple[str, int] | None:
         """Where its call stands."""
-        line: tuple[str, int] = self.signature[1]  # type: ignore[assignment]
+        line: tuple[str, int] | None = self.signature[1]  # type: ignore[assignment]
         return line
 
-    def fits(self, kernel: Kernel) -> bool:
+    def fits(self, kernel: KernelCall) -> bool:
         """Whether a kernel has the heads that are known."""
         return self.signature[3:] == (kernel.query.shape[1], kernel.key.shape[1], kernel.query.shape[-1])
 
@@ -34,11 +35,11 @@ class Traces:
     """What a mode saw of each module, held against what the graph tells."""
 
     def __init__(self) -> None:
-        self._running: dict[str, list[tuple[Signature, Kernel, bool]]] = {}  # kernels of the present run
+        self._running: dict[str, list[tuple[Signature, KernelCall, bool]]] = {}  # kernels of the present run
         self._found: dict[str, Trace] = {}
         self._illegible: set[str] = set()
 
-    def saw(self, signature: Signature, kernel: Kernel) -> None:
+    def saw(self, signature: Signature, kernel: KernelCall) -> None:
         """A kernel ran."""
         self._running.setdefault(str(signature[0]), []).append((signature, kernel, is_legible()))
 
@@ -46,7 +47,7 @@ class Traces:
         """The module has run."""
         calls = self._running.pop(path, [])
         if len(calls) == 1 and calls[0][2]:
-            (signature, kernel, _), lengths = calls[0], now() - began
+            (signature, kernel, _), lengths = calls[0], recorded_operations() - began
             behind = list(kernels_behind(output, began))
             trace = self._found.setdefault(path, Trace(signature))
             if len(behind) == 1 and trace.signature == signature and _same(kernel, behind[0]):
@@ -61,7 +62,7 @@ class Traces:
         return {path: trace for path, trace in self._found.items() if path not in self._illegible}
 
 
-def _same(seen: Kernel, told: Kernel) -> bool:
+def _same(seen: KernelCall, told: KernelCall) -> bool:
     pairs = [(seen.query, told.query), (seen.key, told.key)]
     return (seen.scale, seen.is_causal) == (told.scale, told.is_causal) and all(
         type(b) is type(a) and (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attnscale.tracing.coordinates import NOWHERE, Points, grid, reshaped
-from attnscale.tracing.lineage import Node, Step, Trail, follow
-from attnscale.tracing.operations.products import Product, channels
-
-Indices = NDArray[np.int64]
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid, reshaped
+from attnscale.tracing.following import Trail, channels, follow
+from attnscale.tracing.lineage import Node, moved
+from attnscale.tracing.product import Product
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def arrive(node: Node, points: Points, product: Product) -> Arrival:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Axes:
     """The axes of a softmax's input, and what the product holds along them."""
 
     product: Product
@@ -89,8 +88,8 @@ class Layout:
         return self.product.left_node if queries == self.keys_are_right else self.product.right_node
 
 
-def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
-    """The layout of a softmax over this axis of an image of the product; None where it cannot be followed."""
+def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
+    """The axes of a softmax over this axis of an image of the product; None where it cannot be followed."""
     shape, rank = node.shape, len(node.shape)
     if not all(shape):
         return None
@@ -112,11 +111,11 @@ def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
             other_axes.append(other)
         elif len(start) == 3 and far[0] != start[0] and shape[other] > product.node.shape[query_place]:
             apart = _taken_apart(node, other, product.node.shape[query_place])
-            return None if apart is None else find_layout(product, apart, axis + (other < axis))
+            return None if apart is None else find_axes(product, apart, axis + (other < axis))
         else:
             query_axes.append(other)
     columns = keys.at[:, key_place]
-    bare = Layout(
+    bare = Axes(
         product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1,
         over_pairs=_repeats_a_key(keys.at[keys.found], key_place),
     )  # fmt: skip
@@ -125,8 +124,8 @@ def find_layout(product: Product, node: Node, axis: int) -> Layout | None:
 
 def _key_place(at: Points) -> int:
     """Which axis of the product a step along the softmax moves: columns, rows, or (softmax over heads) neither."""
-    moved = (at != at[0]).any(0)
-    return -1 if moved[-1] or not moved.any() else -2 if moved[-2] else -1
+    moves = (at != at[0]).any(0)
+    return -1 if moves[-1] or not moves.any() else -2 if moves[-2] else -1
 
 
 def _repeats_a_key(at: Points, key_place: int) -> bool:
@@ -149,10 +148,10 @@ def _taken_apart(node: Node, axis: int, length: int) -> Node | None:
     if size % length:
         return None
     shape = (*node.shape[:axis], size // length, length, *node.shape[axis + 1 :])
-    return Node(shape, steps=(Step(node, reshaped(node.shape, shape)),), learned=True, scores=node.scores)
+    return moved(node, shape, reshaped(node.shape, shape))
 
 
-def _with_heads(bare: Layout) -> Layout | None:
+def _with_heads(bare: Axes) -> Axes | None:
     count = int(np.prod([bare.shape[axis] for axis in bare.other_axes], dtype=np.int64))
     at = arrive(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
     if not at.found.all():
@@ -161,24 +160,24 @@ def _with_heads(bare: Layout) -> Layout | None:
     groups = _by_head(query, bare)
     owned = _distinct_keys(bare, at.at[groups[0]])
     kv_heads = owned if owned and groups.shape[1] % owned == 0 else groups.shape[1]
-    return Layout(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
+    return Axes(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
 
 
-def _distinct_keys(layout: Layout, at: Points) -> int:
+def _distinct_keys(axes: Axes, at: Points) -> int:
     """Key heads that are no copies: a cache stands before the new keys, padding after them, so both ends are asked."""
     counts = []
-    for column in (layout.first_key, len(layout.columns) - 1):
+    for column in (axes.first_key, len(axes.columns) - 1):
         points = at.copy()
-        points[:, -1 if layout.keys_are_right else -2] = max(layout.columns[column], 0)
-        keys = channels(layout.operand_node(queries=False), layout.operand_points(points, queries=False))
+        points[:, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
+        keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
         counts.append(len(set(keys) - {()}))
     return max(counts)
 
 
-def _by_head(keys: list[tuple[object, ...]], layout: Layout) -> Indices:
+def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
     """(batch, heads): groups of one channel are one head in several batch entries."""
-    sizes = [layout.shape[axis] for axis in layout.other_axes]
-    if len(layout.shape) == 4 and layout.other_axes[-1:] == (1,) and keys[0] != keys[1]:
+    sizes = [axes.shape[axis] for axis in axes.other_axes]
+    if len(axes.shape) == 4 and axes.other_axes[-1:] == (1,) and keys[0] != keys[1]:
         return np.arange(len(keys)).reshape(-1, sizes[-1])  # (batch, heads, queries, keys), as it mostly is
     order: dict[tuple[object, ...], list[int]] = {}
     for group, key in enumerate(keys):

@@ -1,9 +1,12 @@
 """Which scores were hidden by a mask, whatever number the model uses for −∞."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from attnscale.visibility import Visibility
 
 # Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
 NEVER_A_SCORE = -1e8
@@ -25,10 +28,17 @@ def hidden_by(bias: Tensor, gap: float) -> Tensor:
     return bias < bias.amax(-1, keepdim=True) - 0.5 * min(gap, -NEVER_A_SCORE)
 
 
-def infinite(mask: Tensor) -> Tensor:
-    """The mask with −∞ for what it hides."""
-    gap = None if mask.dtype == torch.bool else hiding_gap(mask)
-    if gap is None or math.isinf(gap):
+def shown_by(mask: Tensor) -> Tensor:
+    """Which elements a mask shows, of booleans or of floats that are added."""
+    if mask.dtype == torch.bool:
         return mask
-    high = mask.amax()
-    return mask.masked_fill(mask < high - 0.5 * min(gap, -NEVER_A_SCORE), -math.inf)
+    gap = hiding_gap(mask)
+    if gap is None or math.isinf(gap):
+        return mask != -math.inf
+    return mask >= mask.amax() - 0.5 * min(gap, -NEVER_A_SCORE)
+
+
+def with_infinite_mask(visibility: Visibility) -> Visibility:
+    """The same with −∞ for what its mask hides."""
+    mask = visibility.bias
+    return visibility if mask is None else replace(visibility, mask=mask.masked_fill(~shown_by(mask), -math.inf))

@@ -7,10 +7,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
-import attnscale
 from attnscale.models import CausalTransformer
 from attnscale.watching import watcher
-from attnscale.watching.kernels.kernel import Kernel
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
 from tests.zoo.entry import SelfAttention
 
 MODELS = {
@@ -31,7 +32,7 @@ def failures_raise(monkeypatch):
 
 def run(model, length=13, known=None):
     tokens = torch.randint(0, 17, (2, length), generator=torch.Generator().manual_seed(length))
-    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         output = model(tokens)
         (output if isinstance(output, torch.Tensor) else output[0]).square().sum().backward()
     return seen
@@ -59,10 +60,10 @@ def without_dropout(model):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_known_model_gives_the_numbers_of_following_it(kind):
     model = without_dropout(MODELS[kind]())
-    known = run(model).recognised
+    known = run(model).known_model
     assert known is not None
     again = run(model, 11, known)
-    assert again.recognised is known
+    assert again.known_model is known
     assert_same(again, run(model, 11))
 
 
@@ -77,21 +78,21 @@ class Scaled(SelfAttention):
 
 
 def seen_scale(model, known=None):
-    with attnscale.watch(model, known=known) as seen:
+    with watched(model, Settings(known=known)) as seen:
         model(torch.randn(2, 7, 33))
     return seen
 
 
 def test_a_constant_before_the_kernel_is_remembered():
     model = Scaled(33, 3)
-    known = seen_scale(model).recognised
+    known = seen_scale(model).known_model
     assert next(iter(seen_scale(model, known).layers.values())).scale_applied == pytest.approx(0.25)
 
 
 def test_what_a_tensor_multiplies_is_followed_every_time():
     model = Scaled(33, 3)
     model.__dict__["factor"] = torch.full((3, 1, 1), 0.25)
-    assert seen_scale(model).recognised is None
+    assert seen_scale(model).known_model is None
 
 
 def test_attention_written_out_is_followed_every_time():
@@ -100,7 +101,7 @@ def test_attention_written_out_is_followed_every_time():
             query, key, value = self.project(x)
             return self.merge(torch.softmax(query @ key.mT * self.head_dim**-0.5, -1) @ value)
 
-    assert seen_scale(Eager(33, 3)).recognised is None
+    assert seen_scale(Eager(33, 3)).known_model is None
 
 
 def test_a_module_that_did_not_run_before_is_followed():
@@ -114,12 +115,12 @@ def test_a_module_that_did_not_run_before_is_followed():
             return self.second(x) if self.both else x
 
     model = Sometimes()
-    known = seen_scale(model).recognised
+    known = seen_scale(model).known_model
     model.both = True
     model.second.factor = 0.5
     seen = seen_scale(model, known)
     assert [layer.scale_applied for layer in seen.layers.values()] == pytest.approx([0.25, 0.5])
-    assert seen.recognised is None  # all of it is followed the next time
+    assert seen.known_model is None  # all of it is followed the next time
 
 
 def test_another_call_in_a_known_module_makes_the_next_watch_follow():
@@ -134,12 +135,12 @@ def test_another_call_in_a_known_module_makes_the_next_watch_follow():
             return self.merge(out)
 
     model = Changes(33, 3)
-    known = seen_scale(model).recognised
-    assert seen_scale(model, known).recognised is known
+    known = seen_scale(model).known_model
+    assert seen_scale(model, known).known_model is known
     model.twice = True
     seen = seen_scale(model, known)
     assert len(seen.layers) == 1  # the call it knows
-    assert seen.recognised is None
+    assert seen.known_model is None
 
 
 def test_masks_may_come_and_go():
@@ -151,11 +152,11 @@ def test_masks_may_come_and_go():
             return self.merge(F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask))
 
     model = Masked(33, 3)
-    known = seen_scale(model).recognised
+    known = seen_scale(model).known_model
     model.mask = torch.ones(7, 7, dtype=torch.bool).tril()
-    with attnscale.watch(model, rows=None, known=known) as seen:
+    with watched(model, Settings(rows=None, known=known)) as seen:
         model(torch.randn(2, 7, 33))
-    assert seen.recognised is known
+    assert seen.known_model is known
     (layer,) = seen.layers.values()
     assert layer.stats.count.tolist() == [2 * 28] * 3
 
@@ -163,8 +164,8 @@ def test_masks_may_come_and_go():
 @pytest.fixture
 def operations(monkeypatch):
     """What the mode was shown."""
-    seen, kind_of = [], watcher.kind_of
-    monkeypatch.setattr(watcher, "kind_of", lambda func: seen.append(func) or kind_of(func))
+    seen, traits_of = [], watcher.traits_of
+    monkeypatch.setattr(watcher, "traits_of", lambda func: seen.append(func) or traits_of(func))
     return seen
 
 
@@ -173,11 +174,11 @@ def test_in_training_a_known_kernel_is_read_from_the_graph_and_measured_as_its_g
     kind, operations, monkeypatch
 ):
     model = without_dropout(MODELS[kind]())
-    known = run(model).recognised
+    known = run(model).known_model
     operations.clear()
-    measured, stats = [], Kernel.stats
+    measured, stats = [], KernelCall.stats
     monkeypatch.setattr(
-        Kernel, "stats", lambda *given: measured.append(torch._C._current_graph_task_id() != -1) or stats(*given)
+        KernelCall, "stats", lambda *given: measured.append(torch._C._current_graph_task_id() != -1) or stats(*given)
     )
     run(model, known=known)
     assert not operations
@@ -186,11 +187,11 @@ def test_in_training_a_known_kernel_is_read_from_the_graph_and_measured_as_its_g
 
 def test_what_no_gradient_passes_is_measured_in_the_end():
     model = MODELS["plain"]()
-    known = run(model).recognised
+    known = run(model).known_model
     tokens = torch.zeros(2, 13, dtype=torch.int64)
-    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         model(tokens)
-    with attnscale.watch(model, rows=None, training=True) as followed:
+    with watched(model, Settings(rows=None, training=True)) as followed:
         model(tokens)
     for name, layer in followed.layers.items():
         torch.testing.assert_close(seen.layers[name].stats.std, layer.stats.std)
@@ -199,13 +200,13 @@ def test_what_no_gradient_passes_is_measured_in_the_end():
 
 def test_no_more_waits_to_be_measured_than_may(monkeypatch):
     model = MODELS["plain"]()
-    known = run(model).recognised
+    known = run(model).known_model
     tokens = torch.zeros(2, 13, dtype=torch.int64)
     call = 2 * 2 * 13 * 24 * 4  # bytes of a query and its key
     monkeypatch.setattr("attnscale.watching.seen.HELD", 3 * call)
-    measured, stats = [], Kernel.stats
-    monkeypatch.setattr(Kernel, "stats", lambda *given: measured.append(1) or stats(*given))
-    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+    measured, stats = [], KernelCall.stats
+    monkeypatch.setattr(KernelCall, "stats", lambda *given: measured.append(1) or stats(*given))
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         for _ in range(5):  # of two layers each, and no backward pass
             model(tokens)
         assert len(measured) == 7
@@ -223,18 +224,18 @@ def test_a_query_written_to_after_its_attention_is_left_out():
     model.forward = lambda x: model[1](model[0](x))
     x = torch.randn(2, 7, 33)
 
-    def watched(known=None, overwrite=False):
-        with attnscale.watch(model, training=True, known=known) as seen:
+    def run_watched(known=None, overwrite=False):
+        with watched(model, Settings(training=True, known=known)) as seen:
             model(x)
             if overwrite:
                 model[0].query.detach().zero_()
         return seen
 
-    known = watched().recognised
+    known = run_watched().known_model
     with pytest.warns(UserWarning, match="0: a query or key was written to after its attention"):
-        seen = watched(known, overwrite=True)
+        seen = run_watched(known, overwrite=True)
     assert list(seen.layers) == ["1"]
-    assert seen.recognised is None
+    assert seen.known_model is None
 
 
 class Twice(SelfAttention):
@@ -254,7 +255,7 @@ class Twice(SelfAttention):
 
 def trained(model, known=None):
     x = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0))
-    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         model(x).square().sum().backward()
     return seen
 
@@ -262,7 +263,7 @@ def trained(model, known=None):
 def test_a_module_with_two_kernels_is_seen_by_the_mode(operations):
     model = Twice(33, 3)
     model.chained = True
-    known = trained(model).recognised
+    known = trained(model).known_model
     operations.clear()
     seen = trained(model, known)
     assert operations
@@ -273,18 +274,18 @@ def test_a_module_with_two_kernels_is_seen_by_the_mode(operations):
 @pytest.mark.parametrize("change", ["chained", "discarded"])
 def test_in_training_a_module_that_runs_otherwise_makes_the_next_watch_follow(change):
     model = Twice(33, 3)
-    known = trained(model).recognised
-    assert trained(model, known).recognised is known
+    known = trained(model).known_model
+    assert trained(model, known).known_model is known
     setattr(model, change, True)
-    assert trained(model, known).recognised is None
+    assert trained(model, known).known_model is None
 
 
 def test_a_known_module_that_is_checkpointed_all_at_once_is_counted_once(operations):
     model = Twice(33, 3)
-    known = trained(model).recognised
+    known = trained(model).known_model
     x = torch.randn(2, 7, 33, requires_grad=True)
     operations.clear()
-    with attnscale.watch(model, rows=None, training=True, known=known) as seen:
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         checkpoint(model, x, use_reentrant=False).sum().backward()
     assert operations
     (layer,) = seen.layers.values()

@@ -2,29 +2,36 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.engine import score_stats
+from attnscale.attending.call import Call, fold
+from attnscale.measure.engine import measured
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import grid
-from attnscale.tracing.lineage import Node, follow
-from attnscale.tracing.operations.products import channels
+from attnscale.tracing.following import Way, channels, way
+from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
-from attnscale.watching.call import Factors, Rows, Sighting, looks_causal, rms_norm
+from attnscale.visibility import EVERYTHING, Visibility
+from attnscale.watching.call import Factors, SeenCall
+from attnscale.watching.hiding import shown_by, with_infinite_mask
+from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
-from attnscale.watching.visibility import infinite
 
 PROBED_ROWS = 64  # for norms and masks
+MODIFIED_ROWS = 8  # on which a score modification is asked what it does
+
+ScoreMod = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # scores, positions of their rows -> scores, visible
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCall:
     """One call of a fused kernel: query (batch, heads, q_len, d), key (batch, kv_heads, kv_len, d)."""
 
     kind: str
@@ -33,53 +40,53 @@ class Kernel:
     scale: float
     query_node: Node | None = None  # None: projected inside the kernel
     key_node: Node | None = None
-    mask: Tensor | None = None
-    is_causal: bool = False
+    visibility: Visibility = EVERYTHING
     softcap: float | None = None
     width: int | None = None  # of what was projected, where that is known
     inside: str = ""  # the submodule it stands for, which did not run itself
-    score_mod: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # scores, positions -> scores, visible
+    score_mod: ScoreMod | None = None
     value_node: Node | None = None
     origins: Origins | None = None  # where they are known without following anything
 
-    def sighting(self, rows: int | None, keep: bool) -> Sighting:
+    def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
-        query_way = _way(self.query_node, self.query)
-        key_way = _way(self.key_node, self.key, count_heads=self.key.shape[1] == heads > 1)
+        query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
         group = heads // max(self.key.shape[1], 1)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
-        visible = None if self.mask is None else _visible(self.mask)
-        causal = self.is_causal or (visible is not None and _is_causal(visible, self.query.shape[-2]))
-        multiplier, softcap, stats, bias = self.scale, self.softcap, None, _highest_bias(self.mask)
-        if self.score_mod is not None:
-            stats, multiplier, softcap, bias, causal = self._modified(rows)
-        return Sighting(
+        found = self._plain(rows) if self.score_mod is None else self._modified(self.score_mod, rows)
+        return SeenCall(
             kind=self.kind,
             heads=heads,
-            kv_heads=key_way.channels if self.key.shape[1] == heads else self.key.shape[1],
+            kv_heads=self._kv_heads(),
             head_dim=head_dim,
             model_dims=tuple({width for width in (self.width or query_way.width, heads * head_dim) if width}),
             query_len=self.query.shape[-2],
             key_len=self.key.shape[-2],
-            causal=causal,
-            softcap=softcap,
-            stats=self.stats(rows) if stats is None else stats,
-            scales=torch.from_numpy(multiplier * factor),
+            causal=found.causal,
+            softcap=found.softcap,
+            dtype=self.query.dtype,
+            stats=found.stats,
+            scales=torch.from_numpy(found.multiplier * factor),
             query_norm=projected_norm(self.query, query_way.factor),
             key_norm=projected_norm(self.key, key_way.factor).repeat_interleave(group),
             normalised=query_way.normalised and key_way.normalised,
-            biased=bias is not None,
-            query=self.query[:1].detach() / query_way.as_tensor(self.query) if keep else None,
-            key=self.key[:1].detach() / key_way.as_tensor(self.key) if keep else None,
+            biased=found.bias is not None,
+            query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
+            key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
             origins=self.origins or Origins(*self._origins()),
-            highest_bias=max(0.0, bias or 0.0),
+            highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if query_way.constant and key_way.constant else None,
         )
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the kernel's arguments say that no row sees a later key, its mask aside."""
+        return self.visibility.last in (0, self.key.shape[-2] - self.query.shape[-2])
+
     def highest_bias(self) -> float:
         """The most that its mask adds to a score; never below 0."""
-        return max(0.0, _highest_bias(self.mask) or 0.0)
+        return max(0.0, _highest_bias(self.visibility.bias) or 0.0)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries."""
@@ -99,21 +106,35 @@ class Kernel:
 
     def stats(self, rows: int | None) -> ScoreStats:
         """Of the scores that the kernel's arguments say."""
-        return score_stats(
-            self.query, self.key, scale=self.scale, attn_mask=None if self.mask is None else infinite(self.mask),
-            is_causal=self.is_causal, enable_gqa=True, softcap=self.softcap, rows=rows,
-        )  # fmt: skip
+        with torch.no_grad(), without_autocast(self.query):
+            seen = with_infinite_mask(self.visibility)
+            query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
+            return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
+
+    def _plain(self, rows: int | None) -> "_Found":
+        causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
+        return _Found(self.stats(rows), self.scale, self.softcap, _highest_bias(self.visibility.bias), causal)
+
+    def _kv_heads(self) -> int:
+        """Key heads that are no copies of each other."""
+        heads = self.key.shape[1]
+        if self.query.shape[1] != heads or heads == 1 or not _is_legible(self.key_node, self.key):
+            return heads
+        assert self.key_node is not None
+        keys = channels(self.key_node, _ends(self.key))
+        # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
+        distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
+        return distinct if distinct and heads % distinct == 0 else heads
 
     def _scores(self, positions: Tensor) -> Tensor:
         group = self.query.shape[1] // self.key.shape[1]
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
-    def _modified(self, rows: int | None) -> tuple[Any, float, float | None, float | None, bool]:
-        """Statistics, slope, soft-cap, bias and causality under a score modification, all by asking it."""
-        assert self.score_mod is not None
-        modify, length = self.score_mod, self.query.shape[-2]
-        probe = torch.linspace(0, length - 1, min(8, length)).round().long()
+    def _modified(self, modify: ScoreMod, rows: int | None) -> "_Found":
+        """What a score modification does, all by asking it."""
+        length = self.query.shape[-2]
+        probe = spread_positions(length, MODIFIED_ROWS)
         scores = self._scores(probe)
         at_zero, visible = modify(torch.zeros_like(scores), probe)
         step = 2.0**-6
@@ -123,11 +144,11 @@ class Kernel:
         multiplier = float(slope[shown].double().mean()) if bool(shown.any()) else 1.0
         flat = bool(((high - low)[shown] < 1e20).all()) and bool(shown.any())
         batch, heads = self.query.shape[:2]
-        bare = Rows(
+        by_row = Rows(
             batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self._scores(at), at)
         )
-        return (
-            bare.measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
+        return _Found(
+            by_row.measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
             float(at_zero[shown].max()) if bool((at_zero[shown] != 0).any()) else None,
@@ -135,41 +156,38 @@ class Kernel:
         )
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How the queries, or keys, of a kernel came from their projection, a value a head."""
+class _Found(NamedTuple):
+    """What the scores of a kernel are, by its arguments or by asking its score modification."""
 
-    factor: np.ndarray[Any, np.dtype[np.float64]]
-    normalised: bool
-    width: int | None
-    channels: int  # heads that are not copies of each other
-    constant: bool = False  # the factors are the same at every step
-
-    def as_tensor(self, like: Tensor) -> Tensor:
-        return torch.from_numpy(self.factor).to(like)[:, None, None]
+    stats: ScoreStats
+    multiplier: float
+    softcap: float | None
+    bias: float | None  # the most that is added to a score; None: nothing
+    causal: bool
 
 
-def _way(node: Node | None, tensor: Tensor, count_heads: bool = False) -> _Way:
-    heads, last = tensor.shape[1], tensor.shape[-2] - 1
-    if node is None or len(node.shape) != 4 or not tensor.numel():
-        return _Way(np.ones(heads), False, None, heads)
-    points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
-    points[1::2, 2] = last
-    factor, trails = np.ones(len(points)), follow(node, points)
-    for trail in trails:
-        factor[trail.index] = trail.factor
-    projection = trails[0].node.projection
-    distinct = heads
-    if count_heads:  # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
-        keys = channels(node, points)
-        distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
-    return _Way(
-        factor.reshape(heads, 2).mean(1),
-        all(trail.normalised for trail in trails),
-        None if projection is None else projection.width,
-        distinct if distinct and heads % distinct == 0 else heads,
-        all(trail.constant for trail in trails),
-    )
+def _ends(tensor: Tensor) -> NDArray[np.int64]:
+    """The first feature of every head at the first and the last position, in turns."""
+    points = np.repeat(grid(1, tensor.shape[1], 1, 1), 2, axis=0)
+    points[1::2, 2] = tensor.shape[-2] - 1
+    return points
+
+
+def _is_legible(node: Node | None, tensor: Tensor) -> bool:
+    return node is not None and len(node.shape) == 4 and bool(tensor.numel())
+
+
+def _way(node: Node | None, tensor: Tensor) -> Way:
+    """How the queries, or keys, came from their projection; a factor a head."""
+    heads = tensor.shape[1]
+    if node is None or not _is_legible(node, tensor):
+        return Way(np.ones(heads), False, None, False)
+    found = way(node, _ends(tensor))
+    return replace(found, factor=found.factor.reshape(heads, 2).mean(1))
+
+
+def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
+    return torch.from_numpy(factor).to(like)[:, None, None]
 
 
 def _unpadded(query: Tensor, node: Node | None) -> int:
@@ -195,21 +213,17 @@ def _some(tensor: Tensor) -> Tensor:
     return tensor[:, :, :: max(1, tensor.shape[-2] // PROBED_ROWS)].detach()
 
 
-def _visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else infinite(mask) != -math.inf
-
-
-def _is_causal(visible: Tensor, length: int) -> bool:
-    if visible.shape[-2] == 1 or visible.dim() < 2:
+def _is_causal(mask: Tensor | None, length: int) -> bool:
+    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return False
-    probe = torch.linspace(0, length - 1, min(PROBED_ROWS, length)).round().long()
+    visible, probe = shown_by(mask), spread_positions(length, PROBED_ROWS)
     rows = visible[..., probe.to(visible.device), :]
     return looks_causal(rows.reshape(1, -1, *rows.shape[-2:]), probe, length)
 
 
-def _highest_bias(mask: Tensor | None) -> float | None:
-    """The most that a mask adds to what it shows; None where it adds nothing."""
-    if mask is None or mask.dtype == torch.bool:
+def _highest_bias(bias: Tensor | None) -> float | None:
+    """The most that a mask of floats adds to what it shows; None where it adds nothing."""
+    if bias is None:
         return None
-    shown = infinite(mask)
+    shown = bias.masked_fill(~shown_by(bias), -math.inf)
     return float(shown.max()) if bool(((shown != 0) & (shown != -math.inf)).any()) else None

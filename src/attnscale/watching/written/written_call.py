@@ -12,15 +12,18 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
-from attnscale.tracing.lineage import Node, Trail
-from attnscale.tracing.operations.products import Product, channels
+from attnscale.tracing.following import Trail, Way, channels
+from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
-from attnscale.watching.call import Rows, Sighting, looks_causal, rms_norm
+from attnscale.tracing.product import Product
+from attnscale.tracing.roles import Scores
+from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares, of_product
+from attnscale.watching.hiding import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
+from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
-from attnscale.watching.visibility import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
-from attnscale.watching.written.axes import Layout, arrive, find_layout
-from attnscale.watching.written.operands import Operands, Way
+from attnscale.watching.written.axes import Axes, arrive, find_axes
+from attnscale.watching.written.operands import Operands
 
 PROBED_ROWS = 4
 NORMED_ROWS = 64
@@ -29,61 +32,62 @@ VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them b
 FACTOR_OF_ONE = 1e-6
 
 
-def see_softmax(product: Product, scores: Tensor, node: Node, axis: int) -> "Written | None":
+def written_call(product: Product, scores: Tensor, node: Node, axis: int) -> "WrittenCall | None":
     """The attention this softmax belongs to; None where its input cannot be followed to the product."""
-    layout = find_layout(product, node, axis % max(scores.dim(), 1))
-    if layout is None:
+    axes = find_axes(product, node, axis % max(scores.dim(), 1))
+    if axes is None:
         return None
-    written = Written(layout, scores.detach().reshape(layout.shape))
+    written = WrittenCall(axes, scores.detach().reshape(axes.shape))
     return written if written.probed.arrival.found.all() else None
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCall:
     """One attention written out; `probe` are the positions, of the first batch entry, that are looked at closely."""
 
-    layout: Layout
+    axes: Axes
     scores: Tensor
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return int(self.layout.groups.shape[1])
+        return int(self.axes.groups.shape[1])
 
     @cached_property
     def probe(self) -> Tensor:
         """Positions spread over the queries."""
-        return _spread(self.layout.length, PROBED_ROWS)
+        return spread_positions(self.axes.length, PROBED_ROWS)
 
     @cached_property
     def probed(self) -> Operands:
         """Queries and keys of the probed rows of every head."""
-        return Operands.of(self.layout, self.layout.groups[0], self.probe.numpy())
+        return Operands.of(self.axes, self.axes.groups[0], self.probe.numpy())
 
     @property
     def trail(self) -> Trail:
         """How the first of them went."""
         return self.probed.arrival.trails[0]
 
-    def sighting(self, rows: int | None, keep: bool) -> Sighting:
+    def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
-        layout, (query_way, key_way) = self.layout, self.ways
+        axes, (query_way, key_way) = self.axes, self.ways
         scores, visible = self.rows_at(self.probe)
-        batch, heads = layout.groups.shape
-        by_row = Rows(batch, heads, layout.length, scores.shape[-1], visible is not None, self.rows_at)
+        batch, heads = axes.groups.shape
+        by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
         query_norm, key_norm = self.norms()
         kept = self.kept() if keep and not self._parts else (None, None)
-        return Sighting(
+        return SeenCall(
             kind="eager",
             heads=self.heads,
-            kv_heads=layout.kv_heads,
+            kv_heads=axes.kv_heads,
             head_dim=self.head_dim,
             model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
-            query_len=layout.length,
+            query_len=axes.length,
             key_len=int(self._in_product.sum()),
-            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, layout.length),
+            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, axes.length),
             softcap=self.softcap,
+            dtype=axes.product.left.dtype,
             stats=by_row.measure(rows, self.highest),
             scales=self.scales(scores[0], shown[0]),
             query_norm=query_norm,
@@ -91,8 +95,8 @@ class Written:
             normalised=query_way.normalised and key_way.normalised,
             biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-            softcap_discarded=layout.product.capped and self.softcap is None,
-            mixes_along_softmax=not layout.over_pairs,
+            softcap_discarded=axes.product.capped and self.softcap is None,
+            over_pairs=axes.over_pairs,
             query=kept[0],
             key=kept[1],
             origins=self.origins(),
@@ -108,16 +112,16 @@ class Written:
     @property
     def head_dim(self) -> int:
         """Features that are multiplied; some attentions multiply two kinds of them apart, and add the products."""
-        return int(sum(part.left.shape[-1] for part in (self.layout.product, *self._parts)))
+        return int(sum(part.left.shape[-1] for part in (self.axes.product, *self._parts)))
 
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries: added, and scaled alike."""
-        own, parts = self._query_channel(self.layout.product), []
+        own, parts = self._query_channel(self.axes.product), []
         for node, factor in self.trail.other_scores:
-            product = node.scores
-            if product is None or self._query_channel(product) in (own, ()):
+            if not isinstance(node.role, Scores) or self._query_channel(node.role.of) in (own, ()):
                 continue
+            product = node.role.of
             arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
             total = arrival.factor[0] * factor * product.alpha
             if arrival.found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
@@ -126,13 +130,13 @@ class Written:
 
     def _query_channel(self, product: Product) -> tuple[object, ...]:
         """Where the first query of a product comes from: position terms reuse the query of the scores, parts do not."""
-        node = product.left_node if self.layout.keys_are_right else product.right_node
+        node = product.left_node if self.axes.keys_are_right else product.right_node
         return channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0]
 
     @property
     def biases(self) -> list[tuple[Tensor, float]]:
         """What was added to the scores, and by how much it was multiplied afterwards."""
-        bias = self.layout.product.bias
+        bias = self.axes.product.bias
         own = [] if bias is None else [(bias, float(self.probed.arrival.factor.mean()))]
         return self.trail.biases + own
 
@@ -149,40 +153,39 @@ class Written:
     @property
     def _adds(self) -> bool:
         """Whether anything but the product is in the scores."""
-        return self.trail.added or self.layout.product.bias is not None
+        return self.trail.added or self.axes.product.bias is not None
 
     def scales(self, scores: Tensor, shown: Tensor) -> Tensor:
         """The slope of the softmax's input on q·k, a head at a time."""
         query, key = self.ways
         stated = torch.from_numpy((np.abs(query.factor * key.factor) * self.probed.multiplier).mean(1))
-        if self._adds or self.trail.blended or self.softcap is not None or self.layout.over_pairs:
+        if self._adds or self.trail.blended or self.softcap is not None or self.axes.over_pairs:
             return stated  # what else is in the scores would be taken for a slope
         slope = _slope(self.predicted, scores, shown)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     def gradients(self) -> GradientSquares:
         """What a backward will bring to the operands of the product."""
-        product, groups = self.layout.product, self.layout.groups
-        entries = Operands.of(self.layout, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        product, groups = self.axes.product, self.axes.groups
+        entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
         operands = (product.left, product.right)
-        query, key = operands if self.layout.keys_are_right else reversed(operands)
+        query, key = operands if self.axes.keys_are_right else reversed(operands)
         return of_product(query, key, entries.reshape(groups.shape))
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
-        last = np.arange(max(0, self.layout.length - TAIL), self.layout.length)
+        last = np.arange(max(0, self.axes.length - TAIL), self.axes.length)
         spread, tail = (
-            Operands.of(self.layout, self.layout.groups.ravel(), positions)
-            for positions in (_spread(self.layout.length, NORMED_ROWS).numpy(), last)
+            Operands.of(self.axes, self.axes.groups.ravel(), positions)
+            for positions in (spread_positions(self.axes.length, NORMED_ROWS).numpy(), last)
         )
         return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""
-        some = Operands.of(self.layout, self.layout.groups.ravel(), _spread(self.layout.length, NORMED_ROWS).numpy())
+        some = Operands.of(self.axes, self.axes.groups.ravel(), spread_positions(self.axes.length, NORMED_ROWS).numpy())
         query, key = (
-            rms_norm(vectors.unflatten(0, self.layout.groups.shape)).cpu()
-            / torch.from_numpy(np.abs(way.factor).mean(1))
+            rms_norm(vectors.unflatten(0, self.axes.groups.shape)).cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
             for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
         )
         return query, key
@@ -207,38 +210,38 @@ class Written:
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Queries and keys of the first batch entry as they left their projections: (1, heads, length, features)."""
-        whole = Operands.of(self.layout, self.layout.groups[0], np.arange(self.layout.length))
+        whole = Operands.of(self.axes, self.axes.groups[0], np.arange(self.axes.length))
         query, key = whole.queries(), whole.keys()
         for vectors, way in ((query, self.ways[0]), (key, self.ways[1])):
             vectors /= torch.from_numpy(way.factor.mean(1)).to(vectors)[:, None, None]
-        like = self.layout.product.left.dtype
+        like = self.axes.product.left.dtype
         return query.to(like).unsqueeze(0), key.to(like).unsqueeze(0)
 
     @cached_property
     def _in_product(self) -> Tensor:
         """Which keys are in the product: not a sink that stands beside them."""
-        return torch.from_numpy(self.layout.columns != NOWHERE).to(self.scores.device)
+        return torch.from_numpy(self.axes.columns != NOWHERE).to(self.scores.device)
 
     @cached_property
     def _by_row(self) -> Tensor:
         """A view of the scores: (…other axes…, queries, keys)."""
-        layout = self.layout
-        moving = (*layout.other_axes, *layout.query_axes, layout.key_axis)
-        single = [axis for axis in range(len(layout.shape)) if axis not in moving]
+        axes = self.axes
+        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
+        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
         view = self.scores.permute(*single, *moving)
-        return view.flatten(-1 - len(layout.query_axes), -2) if layout.query_axes else view.unsqueeze(-2)
+        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores of these rows, (batch, heads, rows, keys), and which of them were visible; None: all."""
         chosen = self._by_row.index_select(-2, positions.to(self.scores.device))
-        chosen = chosen.reshape(-1, *chosen.shape[-2:])[torch.from_numpy(self.layout.groups).to(chosen.device)]
+        chosen = chosen.reshape(-1, *chosen.shape[-2:])[torch.from_numpy(self.axes.groups).to(chosen.device)]
         scores = chosen.to(wide_dtype(chosen))
         hidden = scores <= NEVER_A_SCORE
         for fill in self.trail.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
         if self._shifted or self._finite_gaps:
-            rows = Operands.of(self.layout, self.layout.groups.ravel(), positions.numpy())
+            rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
             for gap in self._finite_gaps:
                 hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
@@ -259,12 +262,7 @@ class Written:
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         each = self._by_row.amax((-2, -1)).reshape(-1)
-        return each[torch.from_numpy(self.layout.groups).to(each.device)].amax(0).double()
-
-
-def _spread(length: int, most: int) -> Tensor:
-    """At most so many positions, from the first to the last."""
-    return torch.linspace(0, length - 1, min(most, length)).round().long()
+        return each[torch.from_numpy(self.axes.groups).to(each.device)].amax(0).double()
 
 
 def _slope(predicted: Tensor, scores: Tensor, visible: Tensor) -> Tensor:

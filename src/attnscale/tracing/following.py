@@ -1,0 +1,170 @@
+"""Points of a tensor followed back: to the projection or the product they come from, and what was done on the way."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, broadcast
+from attnscale.tracing.lineage import Node, Step
+from attnscale.tracing.roles import Scores
+
+if TYPE_CHECKING:
+    from attnscale.tracing.product import Product
+
+
+@dataclass(slots=True)
+class Trail:
+    """Points followed back to one node, and what was done to their values on the way."""
+
+    node: Node
+    index: Indices  # which of the points asked for
+    points: Points
+    factor: NDArray[np.float64]
+    shift: NDArray[np.float64]  # what the row's own statistics subtracted, undone
+    counting: bool = True  # no normalisation passed yet: factors count
+    constant: bool = True  # the factors are numbers that the code gives, not tensors
+    caps: list[float] = field(default_factory=list)  # what each tanh on the way is multiplied by afterwards
+    biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
+    fills: list[float] = field(default_factory=list)  # what replaces hidden elements
+    added: bool = False  # something was added, a bias or another product
+    other_scores: "list[tuple[Node, float]]" = field(default_factory=list)  # of the products added, with their factors
+    normalised: bool = False
+    blended: bool = False  # passed an operation whose effect on the value is not known
+
+
+def follow(node: Node, points: Points, product: "Product | None" = None) -> list[Trail]:
+    """Follow points of a node back to where their lineage begins, or to the product they are an image of."""
+    whole = np.arange(len(points))
+    trails = [Trail(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
+    ends = []
+    while trails:
+        trail = trails.pop()
+        while trail.node.steps and (product is None or is_image_of(product, trail.node)):
+            if len(trail.node.steps) > 1:
+                trails += _forked(trail)
+                break
+            _walk(trail, trail.node.steps[0])
+        else:
+            ends.append(trail)
+    return ends
+
+
+def is_image_of(product: "Product", node: Node) -> bool:
+    """Whether each element of a node stands for one of the product."""
+    return isinstance(node.role, Scores) and node.role.of is product
+
+
+def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDArray[np.bool_], Points]]:
+    """Of each part of a concatenation: which points are in it, and where in it those are."""
+    left = np.ones(len(points), dtype=bool)
+    for step in steps:
+        at = points if step.back is None else step.back(points)
+        held = (at != NOWHERE).all(1) & left
+        left &= ~held
+        if held.any():
+            yield step, held, at[held]
+
+
+def _forked(trail: Trail) -> Iterator[Trail]:
+    for step, held, points in parts_of(trail.node.steps, trail.points):
+        yield replace(
+            trail,
+            node=step.parent,
+            index=trail.index[held],
+            points=points,
+            factor=trail.factor[held],
+            shift=trail.shift[held],
+            caps=list(trail.caps),
+            biases=list(trail.biases),
+            fills=list(trail.fills),
+            other_scores=list(trail.other_scores),
+        )
+
+
+def _walk(trail: Trail, step: Step) -> None:
+    if step.effect in ("times", "over") and trail.counting:
+        factor = values_at(step.operand, trail.points)
+        trail.constant = trail.constant and not isinstance(step.operand, Tensor)
+        trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
+    elif step.effect == "plus":
+        trail.added = True
+        if step.other_scores is not None:
+            trail.other_scores.append((step.other_scores, float(np.mean(trail.factor))))
+        if isinstance(step.operand, Tensor):
+            trail.biases.append((step.operand, float(np.mean(trail.factor))))
+    elif step.effect == "fill":
+        trail.fills.append(float(np.mean(trail.factor)) * float(step.operand or 0.0))
+    elif step.effect == "shift":
+        trail.shift = trail.shift + trail.factor * values_at(step.operand, trail.points)
+    elif step.effect == "tanh":
+        trail.caps.append(float(np.mean(trail.factor)))
+    elif step.effect == "norm":
+        trail.counting, trail.normalised = False, True
+    elif step.effect == "other":
+        trail.blended = True
+    points = trail.points if step.back is None else step.back(trail.points)
+    held = (points != NOWHERE).all(1)
+    if not held.all():
+        trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
+        points = points[held]
+    trail.node, trail.points = step.parent, points
+
+
+def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.float64]:
+    """The values of a number, or of a tensor that broadcasts, at these points."""
+    if not isinstance(operand, Tensor):
+        return np.full(len(points), 1.0 if operand is None else float(operand))
+    if operand.numel() == 1:
+        return np.full(len(points), float(operand.detach()))
+    at = broadcast(tuple(operand.shape), points.shape[1])(points)
+    index = tuple(torch.from_numpy(column.copy()).to(operand.device) for column in at.T)
+    return operand.detach()[index].double().cpu().numpy()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How queries, or keys, came from their projection."""
+
+    factor: NDArray[np.float64]  # of each point: what multiplied it since
+    normalised: bool
+    width: int | None  # of what was projected
+    constant: bool  # the factors are the same at every step
+
+
+def way(node: Node, points: Points) -> Way:
+    """Follow points of queries, or of keys, to their projection."""
+    factor, trails = np.ones(len(points)), follow(node, points)
+    for trail in trails:
+        factor[trail.index] = trail.factor
+    projection = trails[0].node.projection
+    return Way(
+        factor,
+        all(trail.normalised for trail in trails),
+        None if projection is None else projection.width,
+        all(trail.constant for trail in trails),
+    )
+
+
+def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
+    """Which output of which projection each point of a query or key comes from: what tells heads apart."""
+    found: list[tuple[object, ...]] = [()] * len(points)
+    for trail in follow(node, points):
+        for at, key in zip(trail.index, _keys(trail.node, trail.points), strict=True):
+            found[at] = key
+    return found
+
+
+def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
+    if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
+        apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
+        return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
+    keys: list[tuple[object, ...]] = [()] * len(points)
+    for trail in follow(node.projection.weight, node.projection.channel(points)):
+        for at, row in zip(trail.index, trail.points, strict=True):
+            keys[at] = (id(trail.node), *row.tolist())
+    return keys

@@ -1,0 +1,47 @@
+"""FlexAttention: scores changed by a function of the user's, and shown by another."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.tracing.lineage import Ledger
+from attnscale.watching.kernels.kernel_call import KernelCall
+
+ARGUMENTS = (
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers", "mask_buffers",
+)  # fmt: skip
+
+
+def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+    """What its two functions do to scores is asked of them."""
+    query, key, value, score_mod, block_mask, scale, _, score_buffers, mask_buffers = (
+        given[name] for name in ARGUMENTS
+    )
+    mask_mod = block_mask[-1]
+
+    def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        batch, heads, _, keys = scores.shape
+        at = [torch.arange(size, device=scores.device) for size in (batch, heads, 0, keys)]
+        at[2] = positions.to(scores.device)
+        score = _over_all(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
+        shown = _over_all(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
+        visible = shown(*at).expand(batch, heads, -1, -1)
+        changed = score(scores, *at)
+        return changed, visible & (changed != -math.inf)
+
+    yield KernelCall(
+        "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
+        value_node=ledger.node(value),
+    )  # fmt: skip
+
+
+def _over_all(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
+    """A function of one score and four indices -> the same for all of them."""
+    lead = (0,) if scored else ()
+    for axis in range(3, -1, -1):
+        indices = tuple(0 if at == axis else None for at in range(4))
+        function = torch.vmap(function, in_dims=(*lead, *indices), out_dims=0)
+    return function

@@ -1,0 +1,25 @@
+"""torch's scaled_dot_product_attention, by any of its kernels, and attnscale's own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnscale.tracing.lineage import Ledger
+from attnscale.visibility import Visibility
+from attnscale.watching.kernels.kernel_call import KernelCall
+
+
+def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+    """(batch, heads, positions, features); causal aligned to the first key."""
+    query, key, scale = given["query"], given["key"], given.get("scale")
+    mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
+    if query.dim() == 4:
+        yield KernelCall(
+            "sdpa",
+            query,
+            key,
+            query.shape[-1] ** -0.5 if scale is None else float(scale),
+            ledger.node(query),
+            ledger.node(key),
+            Visibility.of(mask, bool(given.get("is_causal"))),
+            value_node=ledger.node(given["value"]),
+        )

@@ -1,0 +1,78 @@
+"""What a watched model did, kept to know its attentions again: the next time their kernels alone need be looked at.
+
+Following every operation of a forward takes longer than a GPU takes to run it. What that finds out about a call of a
+fused kernel stays the same from step to step: where its queries and keys come from, and which constants multiply them.
+Only where all of a model's attention was such kernels is it kept; modules that were not seen before are followed.
+Where autograd records a forward, its kernels are read from the graph, and measured as their gradient passes.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from attnscale.measure.stats import Pooled, ScoreStats
+from attnscale.watching.call import SeenCall
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.traces import Signature, Trace
+from attnscale.watching.known.waiting import WaitingCall, measured_again
+
+KINDS = ("sdpa", "flash")
+
+
+def signature(kernel: KernelCall, path: str, line: tuple[str, int] | None) -> Signature:
+    """By what a call is known: where it happens, and its heads. Scale, mask and soft-cap are its own to say."""
+    query, key = kernel.query.shape, kernel.key.shape
+    return (path, line, kernel.kind, query[1], key[1], query[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class KnownModel:
+    """A model that was followed once: the modules that ran, and each kernel call as it was seen."""
+
+    called: frozenset[str]
+    calls: dict[Signature, SeenCall]
+    unused_norms: dict[str, tuple[str, ...]]
+    traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
+
+    @cached_property
+    def attending(self) -> frozenset[str]:
+        """Paths of the modules that call kernels."""
+        return frozenset(str(path) for path, *_ in self.calls)
+
+    def again(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> SeenCall | None:
+        """The same call on other tensors; None where it is not known."""
+        known = self._again(known_by)
+        return None if known is None else measured_again(known, kernel, rows)
+
+    def later(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> WaitingCall | None:
+        """The same call on other tensors, to be measured when there is time for it; None where it is not known."""
+        known = self._again(known_by)
+        return None if known is None else WaitingCall(known, kernel, rows)
+
+    def _again(self, known_by: Signature) -> SeenCall | None:
+        known = self.calls.get(known_by)
+        return None if known is None or known.factors is None else replace(known, softmax=copy(known.softmax))
+
+
+def remembered(
+    called: set[str],
+    seen: dict[Signature, SeenCall],
+    unused_norms: Callable[[str], tuple[str, ...]],
+    traces: Mapping[str, Trace],
+) -> KnownModel | None:
+    """What to know a model by; None where anything but its tensors may change from step to step."""
+    if not all(call.kind in KINDS and call.factors is not None and not call.biased for call in seen.values()):
+        return None
+    calls = {
+        place: replace(call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None)
+        for place, call in seen.items()
+    }
+    return KnownModel(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen}, traces)
+
+
+def _forgotten(heads: int) -> ScoreStats:
+    def pool() -> Pooled:
+        raise AssertionError("the statistics of a step are not kept for the next")
+
+    return ScoreStats(heads, exact=False, pool=pool)

@@ -1,0 +1,88 @@
+"""Recognition: what is known of a model already, and what is learned of it while it is followed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from attnscale.torch_internals import recorded_operations
+from attnscale.watching.call import SeenCall
+from attnscale.watching.gradients import of_kernel
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.graph import is_legible, kernels_behind
+from attnscale.watching.known.known_model import KnownModel, remembered
+from attnscale.watching.known.traces import Signature, Traces
+from attnscale.watching.known.waiting import WaitingCall
+from attnscale.watching.settings import Settings
+
+
+class Recognition:
+    """Decides which modules a mode must look into, and whether the model can be known again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.known, self._settings = settings.known, settings
+        self.only_known = False  # nothing but known kernels is looked at in the module that is running
+        self._attending = frozenset() if self.known is None else self.known.attending
+        self._can_be_known = True  # so far: all attention was kernels
+        self._calls: dict[Signature, SeenCall] = {}  # kernels that were followed
+        self._traces = Traces()
+
+    def give_up(self) -> None:
+        """Something ran that the model cannot be known by: all of it is followed the next time."""
+        self._can_be_known = False
+
+    def begins(self, name: str) -> bool:
+        """Whether to look at what runs in a module: a kernel that is known, or all of a module that is not."""
+        if self.known is None:
+            return True
+        self.only_known = name in self._attending
+        if self._settings.reads_graph and name in self.known.traces and is_legible():
+            return False  # its kernel is read from the graph when it has run
+        return self.only_known or name not in self.known.called
+
+    def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None) -> None:
+        """A kernel was followed."""
+        if call is not None:
+            self._calls[known_by] = call
+            if self._settings.reads_graph:
+                self._traces.saw(known_by, kernel)
+
+    def again(self, kernel: KernelCall, known_by: Signature) -> SeenCall | None:
+        """A known call on other tensors; None where it is not known."""
+        return None if self.known is None else self.known.again(kernel, known_by, self._settings.rows)
+
+    def ran(
+        self, name: str, output: Any, began: int, is_watched: bool
+    ) -> tuple[tuple[str, int] | None, WaitingCall] | None:
+        """A module has run; the line and the call of its kernel, where the graph alone tells of it."""
+        if not self._settings.reads_graph:
+            return None
+        if self.known is None:
+            self._traces.ran(name, output, began)
+            return None
+        if name not in self.known.traces or is_watched or not is_legible():
+            return None
+        return self._from_graph(self.known, name, output, began)
+
+    def _from_graph(
+        self, known: KnownModel, name: str, output: Any, began: int
+    ) -> tuple[tuple[str, int] | None, WaitingCall] | None:
+        """The kernel of a known module; measured when its gradient passes, when a GPU has work."""
+        trace = known.traces[name]
+        if recorded_operations() - began not in trace.lengths:  # it does not run as it did
+            self.give_up()
+        kernel = next(kernels_behind(output, began), None)
+        call = None
+        if kernel is not None and trace.fits(kernel):
+            call = known.later(kernel, trace.signature, self._settings.rows)
+        if kernel is None or call is None:
+            self.give_up()
+            return None
+        call.call.gradients = of_kernel(kernel.query, kernel.key, call.measure)
+        return trace.line, call
+
+    def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:
+        """What a later watcher may know the model by; None where all of it must be followed."""
+        if not self._can_be_known:
+            return None
+        if self.known is None:
+            return remembered(called, self._calls, unused_norms, self._traces.legible)
+        return None if self._calls else self.known  # something new is followed with all the rest, the next time

@@ -1,0 +1,63 @@
+"""Calls of known kernels on new tensors: measured at once, or when there is time for it."""
+
+from dataclasses import replace
+
+import torch
+
+from attnscale.numerics import without_autocast
+from attnscale.torch_internals import version_of
+from attnscale.watching.call import SeenCall
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.kernels.kernel_call import projected_norm
+
+
+class WaitingCall:
+    """A call that is known and was not measured yet.
+
+    That can wait until its gradient passes, since autograd holds query and key until then, and a GPU has work to do.
+    """
+
+    def __init__(self, call: SeenCall, kernel: KernelCall, rows: int | None) -> None:
+        self.call, self._rows = call, rows
+        self.failure: str | None = None
+        query, key = kernel.query.detach(), kernel.key.detach()  # without their graph
+        self._kernel: KernelCall | None = replace(kernel, query=query, key=key)
+        self._versions = _versions(self._kernel)
+        stores = {store.data_ptr(): store.nbytes() for store in (query.untyped_storage(), key.untyped_storage())}
+        self.held = sum(stores.values())  # bytes that wait with it
+
+    def measure(self) -> None:
+        """Measure it, once; what was written to since is told as a failure."""
+        kernel, self._kernel, self.held = self._kernel, None, 0
+        if kernel is None:
+            return
+        if self._versions != _versions(kernel):
+            self.failure = "a query or key was written to after its attention, and is left out"
+            return
+        try:
+            with torch.no_grad(), without_autocast(kernel.query):
+                measured_again(self.call, kernel, self._rows)
+        except Exception as error:  # inside a backward pass, which must go on
+            self.failure = f"{type(error).__name__}: {error}"
+
+
+def _versions(kernel: KernelCall) -> list[int]:
+    return [version_of(tensor) for tensor in (kernel.query, kernel.key, kernel.visibility.mask) if tensor is not None]
+
+
+def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> SeenCall:
+    """A call that was seen before, with the numbers of this time."""
+    assert call.factors is not None
+    query, key = call.factors
+    group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
+    key_norm = projected_norm(kernel.key, key)
+    call.causal = (
+        kernel.is_causal if kernel.visibility.mask is None else call.causal
+    )  # to look at a mask is to wait for a GPU
+    call.softcap, call.highest_bias = kernel.softcap, kernel.highest_bias()
+    call.query_len, call.key_len = kernel.query.shape[-2], kernel.key.shape[-2]
+    call.stats = kernel.stats(rows)
+    call.scales = torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group))
+    call.query_norm = projected_norm(kernel.query, query)
+    call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)
+    return call

@@ -1,0 +1,81 @@
+"""Reporter: every attention call, measured as the settings say, and noted under the place where it happened."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from attnscale.measure.sampling import same_rows
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.roles import Scores, Softmax
+from attnscale.watching.call import SeenCall
+from attnscale.watching.gradients import of_kernel
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.known_model import signature
+from attnscale.watching.known.recognition import Recognition
+from attnscale.watching.running import Running
+from attnscale.watching.seen import Seen
+from attnscale.watching.settings import Settings
+from attnscale.watching.shards import Shard
+from attnscale.watching.written.written_call import WrittenCall, written_call
+
+
+class Reporter:
+    """What a watcher hands on, a call at a time."""
+
+    def __init__(self, settings: Settings, running: Running, seen: Seen, recognition: Recognition) -> None:
+        self._settings, self._running, self._seen, self._recognition = settings, running, seen, recognition
+        self.softmaxes = 0  # of anything
+
+    def kernel(self, call: KernelCall) -> Softmax | None:
+        """A kernel ran; None where it was not known, and nothing that made its operands was followed."""
+        path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
+        line = self._running.line_within(self._running.stack[-1])
+        known_by = signature(call, self._running.stack[-1], line)
+        if self._recognition.only_known:
+            seen = self._measured(call, lambda: self._recognition.again(call, known_by))
+        else:
+            seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
+            self._recognition.saw(known_by, call, seen)
+        if seen is None:
+            self._recognition.give_up()
+            return None
+        if self._settings.training:
+            seen.gradients = of_kernel(call.query, call.key)
+        self._seen.note(path, line, seen)
+        return seen.softmax
+
+    def softmax(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
+        """A softmax was written out; None where its input cannot be followed to a product."""
+        self.softmaxes += 1
+        self._recognition.give_up()
+        axis %= max(scores.dim(), 1)
+        product = node.role.of if isinstance(node.role, Scores) else None
+        call = None if product is None else written_call(product, scores, node, axis)
+        if product is None or call is None:
+            return None
+        path = _common(product.modules, self._running.stack)
+        line = self._running.line_within(path)
+        seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
+        assert seen is not None
+        seen.kind = "sdpa" if is_sdpa else seen.kind
+        if self._settings.training:
+            seen.gradients = call.gradients()
+        seen.softmax = Softmax(axis, lambda: self._seen.note(path, line, seen), waits=product.learned_query)
+        return seen.softmax
+
+    def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:
+        if self._settings.training and not torch.is_grad_enabled():
+            self._seen.without_gradients = True
+        seed = self._settings.seed
+        with nullcontext() if seed is None else same_rows(seed):
+            seen = measure()
+        if seed is not None and seen is not None:
+            seen.shard = Shard.of(seen, *call.some())
+        return seen
+
+
+def _common(first: tuple[str, ...], second: list[str]) -> str:
+    """The innermost module that was running at both times."""
+    return [a for a, b in zip(first, second, strict=False) if a == b][-1]

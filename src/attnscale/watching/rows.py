@@ -1,0 +1,76 @@
+"""Scores that can be asked for by row, and what some of them tell."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnscale.measure.cpu.threads import alone
+from attnscale.measure.dense import rows_of
+from attnscale.measure.pool import Unpooled
+from attnscale.measure.row_sums import RowSums
+from attnscale.measure.sampling import sample_positions
+from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import wide_dtype
+
+BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`at(positions)` gives scores, and which of them are visible (None: all), (batch, heads, rows, keys)."""
+
+    batch: int
+    heads: int
+    length: int
+    keys: int
+    uneven: bool
+    at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+    def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
+        """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
+        sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
+        if sample is None:
+            block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
+            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(block)])
+            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
+        scores, visible = self.at(sample.positions)
+        found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
+        highest = bound()  # now, while the scores are there
+        return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
+
+
+def _joined(parts: list[RowSums]) -> RowSums:
+    if len(parts) == 1:
+        return parts[0]
+    names = RowSums.__dataclass_fields__
+    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
+
+
+def spread_positions(length: int, most: int) -> Tensor:
+    """At most so many positions, from the first to the last.
+
+    >>> spread_positions(100, 4).tolist()
+    [0, 33, 66, 99]
+    """
+    return torch.linspace(0, length - 1, min(most, length)).round().long()
+
+
+def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
+    """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all."""
+    if visible is None or length < 2 or visible.shape[-1] < 2:
+        return False
+    keys = visible.shape[-1]
+    last = (positions + (keys - length if keys >= length else 0)).to(visible.device)
+    future = torch.arange(keys, device=visible.device) > last[:, None]
+    if not bool(future.any()):
+        return False
+    own = visible.flatten(0, -3).any(0).gather(-1, last.clamp(0, keys - 1)[:, None])
+    return not bool((visible & future).any()) and bool(own.any())
+
+
+def rms_norm(vectors: Tensor) -> Tensor:
+    """Root mean square of the lengths of (batch, heads, positions, features), a value a head."""
+    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
+    return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()

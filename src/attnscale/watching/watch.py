@@ -1,0 +1,48 @@
+"""watch(model): see every attention of a running model, with no edit to it.
+
+One mode between the model and torch's kernels sees each operation after it ran, and follows tensors from projections
+to products to softmaxes. Nothing is replaced, so outputs stay as they are to the last bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from torch import nn
+
+from attnscale.errors import InputError
+from attnscale.watching.held import WHILE_WATCHING
+from attnscale.watching.seen import Seen
+from attnscale.watching.settings import DEFAULT_ROWS, Settings
+from attnscale.watching.watcher import Watcher
+
+
+def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> AbstractContextManager[Seen]:
+    """See every attention that runs inside the model, whatever computes it.
+
+    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the longest
+    call. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
+
+    >>> from torch import nn
+    >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
+    >>> x = torch.randn(1, 10, 64)
+    >>> with watch(layer) as seen:
+    ...     _ = layer(x, x, x)
+    >>> round(1 / seen.layers["MultiheadAttention"].scale_applied ** 2)
+    32
+    """
+    return watched(model, Settings(rows, keep))
+
+
+@contextmanager
+def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
+    """See every attention that runs inside the model, as the settings say."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
+    watcher = Watcher(model, settings)
+    with ExitStack() as stack:
+        for change in WHILE_WATCHING:
+            stack.enter_context(change)
+        watcher.running.attach()
+        stack.callback(watcher.running.detach)
+        yield watcher.seen
+    watcher.conclude()
