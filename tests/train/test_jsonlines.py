@@ -13,9 +13,9 @@ import pytest
 
 from attnscale.errors import SettingError
 from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
-from attnscale.train import jsonlines as module
 from attnscale.train.log import beside
 from attnscale.train.room import thin_files
+from attnscale.train.sinks import jsonlines as module
 from attnscale.train.thinning import thin
 
 
@@ -55,7 +55,8 @@ def test_a_file_of_one_torn_line_begins_anew(tmp_path):
 
 WRITER = """
 import os, sys
-from attnscale.train import JsonLines, LayerRecord, Record, jsonlines
+from attnscale.train import JsonLines, LayerRecord, Record
+from attnscale.train.sinks import jsonlines
 def slowly(handle, line):
     for at in range(0, len(line), 64):
         os.write(handle, line[at : at + 64])

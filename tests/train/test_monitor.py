@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import attnscale
 from attnscale import Monitor
 from attnscale.errors import InputError, SettingError
-from attnscale.train.record import NUMBERS, Record
+from attnscale.measure.statistics import logged
+from attnscale.train.record import Record
 
 from .training import batch, loss_of, small_model
 
@@ -43,7 +44,7 @@ def test_the_first_step_and_every_so_many_after_it_are_recorded():
     monitor.close()
     assert [record.step for record in records] == [0, 3, 6]
     assert list(records[0].layers) == LAYERS
-    assert set(records[0].layers[LAYERS[0]].numbers) == set(NUMBERS)
+    assert set(records[0].layers[LAYERS[0]].numbers) == set(logged())
     assert all(len(values) == 3 for values in records[0].layers[LAYERS[0]].numbers.values())
     assert monitor.last is records[-1]
 
@@ -86,7 +87,7 @@ def test_a_step_in_micro_batches_is_a_step_on_the_whole_batch():
     for name in LAYERS:
         first, second = whole.last.layers[name], parts.last.layers[name]
         assert first.rows == second.rows
-        for number in NUMBERS:
+        for number in logged():
             assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4), number
 
 

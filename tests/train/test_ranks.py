@@ -10,8 +10,9 @@ import torch
 import torch.multiprocessing as mp
 
 import attnscale
+from attnscale.measure.statistics import logged
 from attnscale.train import read_log
-from attnscale.train.record import NUMBERS, Record
+from attnscale.train.record import Record
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
 
 from . import rank_runs
@@ -36,7 +37,7 @@ def assert_same(found, expected, rel=1e-4):
         assert list(left.layers) == list(right.layers)
         for name, layer in right.layers.items():
             assert left.layers[name].rows == layer.rows
-            for number in NUMBERS:
+            for number in logged():
                 assert left.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=rel), (
                     name,
                     number,
@@ -68,7 +69,7 @@ def test_a_rank_that_saw_nothing_changes_nothing(tmp_path):
     assert found.ranks == 3
     for name, layer in expected.layers.items():
         assert found.layers[name].rows == layer.rows
-        for number in set(NUMBERS):
+        for number in set(logged()):
             assert found.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=1e-4), number
 
 

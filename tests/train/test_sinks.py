@@ -1,24 +1,22 @@
 """The other sinks: TensorBoard read back, a stand-in for W&B, the table as it is drawn."""
 
-import io
 import sys
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from attnscale.diagnose import Finding
 from attnscale.errors import SettingError
+from attnscale.measure.statistics import logged
+from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record
-from attnscale.train.live_table import LiveTable
-from attnscale.train.record import NUMBERS
 from attnscale.train.sinks import sink_from
 
 ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 1500.", 1500.0, 1000.0, "Clip it.")
 
 
 def record(step=50, **more):
-    numbers = {name: [0.25, 0.75] for name in NUMBERS} | {"max": [7.0, 1500.0]}
+    numbers = {name: [0.25, 0.75] for name in logged()} | {"max": [7.0, 1500.0]}
     return Record(step, 0.0, {"blocks.0": LayerRecord(64, numbers)}, [ALARM], **more)
 
 
@@ -64,20 +62,25 @@ def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
         sink_from("wandb")
 
 
-def test_the_table_shows_layers_and_alarms():
-    screen = io.StringIO()
-    table = LiveTable(Console(file=screen, width=80, force_terminal=True, color_system=None))
+@pytest.fixture
+def screen(capsys, monkeypatch):
+    """What a terminal of 80 columns and no colours was sent."""
+    for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    return lambda: capsys.readouterr().out
+
+
+def test_the_table_shows_layers_and_alarms(screen):
+    table = LiveTable()
     table(record())
     table.close()
-    drawn = screen.getvalue()
+    drawn = screen()
     assert "step 50" in drawn
-    assert "1.5e+03" in drawn
+    assert "1,500" in drawn
     assert "blocks.0, head 1: The largest score is 1500." in drawn
     assert isinstance(sink_from("table"), LiveTable)
 
 
-def test_only_rank_zero_of_ranks_that_are_not_merged_is_drawn():
-    screen = io.StringIO()
-    table = LiveTable(Console(file=screen, width=80, force_terminal=True, color_system=None))
-    table(record(rank=3))
-    assert screen.getvalue() == ""
+def test_only_rank_zero_of_ranks_that_are_not_merged_is_drawn(screen):
+    LiveTable()(record(rank=3))
+    assert screen() == ""

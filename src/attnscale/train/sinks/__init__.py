@@ -1,43 +1,47 @@
-"""Sinks: where records go. Any callable that takes a Record is one; some have names."""
+"""Sinks: where records go. Any callable that takes a Record is one; those in SINKS have names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from attnscale.errors import SettingError
-from attnscale.train.jsonlines import JsonLines
-from attnscale.train.record import NUMBERS, Record
+from attnscale.train.record import Record
+from attnscale.train.sinks.jsonlines import JsonLines
 
 Sink = Callable[[Record], None]
-NAMED = "a path of a .jsonl file, 'tensorboard:DIR', 'wandb', 'table', or any callable"
+
+# How a sink is asked for, with its argument in capitals where it takes one, and the class that is made then and not
+# before: some need packages that nobody else does, and one stands in a room that is built on this one.
+SINKS = {
+    "tensorboard:DIR": "attnscale.train.sinks.tensorboard:TensorBoard",
+    "wandb": "attnscale.train.sinks.wandb:WeightsAndBiases",
+    "table": "attnscale.show.live_table:LiveTable",
+}
+LOGS = (".jsonl", ".json")  # what the path of a log ends in
 
 
 def sink_from(given: str | Path | Sink) -> Sink:
-    """The sink of a name: a path of a .jsonl file, `tensorboard:DIR`, `wandb`, `table`; a callable is one already."""
+    """The sink of a name in SINKS, or of the path of a .jsonl file; a callable is one already."""
     if callable(given):
         return given
     if not isinstance(given, (str, Path)):
-        raise SettingError(f"Expected a sink as {NAMED}, got {type(given).__name__}.")
-    kind, _, argument = str(given).partition(":")
-    if kind == "tensorboard" and argument:
-        from attnscale.train.tensorboard import TensorBoard
-
-        return TensorBoard(argument)
-    if given == "wandb":
-        from attnscale.train.wandb import WeightsAndBiases
-
-        return WeightsAndBiases()
-    if given == "table":
-        from attnscale.train.live_table import LiveTable
-
-        return LiveTable()
-    if isinstance(given, Path) or str(given).endswith((".jsonl", ".json")):
+        raise SettingError(f"Expected a sink as {known_sinks()}, got {type(given).__name__}.")
+    name, _, argument = str(given).partition(":")
+    for written, home in SINKS.items():
+        known, _, takes = written.partition(":")
+        if isinstance(given, str) and name == known and bool(argument) == bool(takes):
+            return _made(home, *[argument] * bool(takes))
+    if isinstance(given, Path) or given.endswith(LOGS):
         return JsonLines(given)
-    raise SettingError(f"Expected a sink as {NAMED}, got {given!r}.")
+    raise SettingError(f"Expected a sink as {known_sinks()}, got {given!r}.")
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """`attnscale/LAYER/NUMBER` and its value over the heads, for tools that draw curves."""
-    for layer, found in record.layers.items():
-        for name in NUMBERS:
-            if name in found.numbers:
-                yield f"attnscale/{layer}/{name}", found.whole(name)
+def known_sinks() -> str:
+    """Every way to ask for a sink, in words."""
+    return ", ".join(["a path of a .jsonl file", *map(repr, SINKS)]) + ", or any callable"
+
+
+def _made(home: str, *arguments: str) -> Sink:
+    module, _, name = home.partition(":")
+    sink: Sink = getattr(import_module(module), name)(*arguments)
+    return sink
