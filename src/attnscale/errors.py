@@ -9,7 +9,17 @@
     └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for
         └── UnknownRuleError
 
-Every message finishes the sentence: what was expected, what came, what to do.
+What is told and stops nothing, as a tree:
+
+    AttnscaleWarning                everything this library warns of; a UserWarning
+    ├── NotFollowedWarning          operations or modules that watching could not follow, and left out
+    ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
+    ├── LostRankWarning             a rank that did not answer, and is not waited for again
+    ├── SinkWarning                 a sink that failed, or a log that could not be written or thinned
+    └── DamagedFileWarning          a kept result that could not be read, and is computed again
+
+Every message finishes the sentence: what was expected, what came, what to do. Code tells errors and warnings apart by
+their classes, never by their words.
 """
 
 
@@ -43,3 +53,27 @@ class SettingError(AttnscaleError):
 
 class UnknownRuleError(SettingError):
     """No rule of that name is in the catalogue."""
+
+
+class AttnscaleWarning(UserWarning):
+    """Base of every warning given on purpose."""
+
+
+class NotFollowedWarning(AttnscaleWarning):
+    """Operations or modules that watching could not follow, and left out."""
+
+
+class NotRecordedWarning(AttnscaleWarning):
+    """A training step, or a part of one, that is not in its record."""
+
+
+class LostRankWarning(AttnscaleWarning):
+    """A rank that did not answer, and is not waited for again."""
+
+
+class SinkWarning(AttnscaleWarning):
+    """A sink that failed, or a log that could not be written or thinned."""
+
+
+class DamagedFileWarning(AttnscaleWarning):
+    """A kept result that could not be read, and is computed again."""

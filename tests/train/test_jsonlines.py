@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from attnscale.errors import SettingError
+from attnscale.errors import SettingError, SinkWarning
 from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
 from attnscale.train.log import beside
 from attnscale.train.room import thin_files
@@ -99,7 +99,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write", write)
     sink = JsonLines(path)
     sink(record(0))
-    with pytest.warns(UserWarning, match="No space left on device. Training goes on"):
+    with pytest.warns(SinkWarning, match="No space left on device. Training goes on"):
         list(map(sink, map(record, range(1, 5))))
     kept = [found.step for found in read_log(path).records]
     assert kept == list(range(len(kept)))
@@ -116,7 +116,7 @@ def test_a_device_that_is_full_is_told_once(tmp_path):
     path = tmp_path / "scores.jsonl"
     path.symlink_to("/dev/full")
     sink = JsonLines(path)
-    with pytest.warns(UserWarning, match="No space left on device") as told:
+    with pytest.warns(SinkWarning, match="No space left on device") as told:
         list(map(sink, map(record, range(2))))
     assert len(told) == 1
 

@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from attnscale.errors import LostRankWarning
+
 FOREVER = timedelta(days=365)
 TAGS = 2**24  # rounds told apart, so that what a late rank sends is not taken for the next step's
 
@@ -129,6 +131,7 @@ class Ranks:
             warnings.warn(
                 f"Rank {self._members[rank]} did not answer rank {self._members[self.rank]} within {self.timeout:g} s "
                 f"and is left out of the score statistics from now on ({str(error).splitlines()[0][:120]}).",
+                LostRankWarning,
                 stacklevel=2,
             )
             return False

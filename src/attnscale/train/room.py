@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 
+from attnscale.errors import SinkWarning
 from attnscale.train.log import beside, files_of, lines_of, parsed
 from attnscale.train.record import Record
 from attnscale.train.thinning import folded, thin
@@ -57,7 +58,8 @@ class Thinner:
             return True
         self._process = None
         if status:
-            warnings.warn(f"{self.path} could not be thinned and goes on growing; it is tried again.", stacklevel=6)
+            told = f"{self.path} could not be thinned and goes on growing; it is tried again."
+            warnings.warn(told, SinkWarning, stacklevel=6)
         else:
             self._next_try = 0.0
         return False

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
+from attnscale.errors import SinkWarning
 from attnscale.train.log import files_of
 from attnscale.train.record import Record
 from attnscale.train.room import Thinner
@@ -58,6 +59,7 @@ class JsonLines:
             warnings.warn(
                 f"Could not write {self.path}: {error.strerror or error}. Training goes on; records are left out until "
                 "it can be written again.",
+                SinkWarning,
                 stacklevel=3,
             )
 
