@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnscale.declared import declared
-from attnscale.errors import InputError, SettingError
+from attnscale.errors import InputError, NotFollowedWarning, SettingError
 from attnscale.measure.sampling import same_rows
 from attnscale.torch_internals import BIAS_CLASS_UNDER_MODES, QUIET_ABOUT_HOOKS, UNCOMPILED
 from attnscale.tracing.lineage import Ledger, Node, shape_of
@@ -374,14 +374,14 @@ class Watcher(TorchDispatchMode):
             elif not self.calls:  # something new is followed with all the rest, the next time
                 self.seen.recognised = self.known
         if self.failures:
-            warnings.warn(
-                f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}", stacklevel=4
-            )
+            told = f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}"
+            warnings.warn(told, NotFollowedWarning, stacklevel=4)
         left_out = [path for path in map(self.running.shown, self.seen.unfollowed) if path not in self.seen.layers]
         if left_out and self.seen.calls:
             warnings.warn(
                 f"{len(left_out)} modules mix values by a softmax that could not be followed to a product of queries "
                 f"and keys, and are left out: {', '.join(left_out)}",
+                NotFollowedWarning,
                 stacklevel=4,
             )
         if self.seen.calls:
