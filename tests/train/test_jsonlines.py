@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -241,3 +242,10 @@ def test_a_large_log_is_set_aside_at_once_and_thinned_by_another_process(tmp_pat
     assert max(found.layers["layer"].whole("max") for found in records) == 1e3
     sink(record(80))  # the process is waited for
     assert slowest < 0.5
+
+
+def test_a_number_of_a_record_is_the_mean_of_the_layers_that_have_it():
+    layers = {name: LayerRecord(7, {"max": [value, 0.5]}) for name, value in (("a", 2.0), ("b", 4.0))}
+    layers |= {"c": LayerRecord(7, {"max": [math.inf]}), "d": LayerRecord(7, {"spread": [1.0]})}
+    assert Record(0, 0.0, layers).whole("max") == 3.0
+    assert math.isnan(Record(0, 0.0, layers).whole("top1"))

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.lab.demo import TwinTraining, mean_of
+from attnscale.lab.demo import TwinTraining
 from attnscale.lab.training import Step
 from attnscale.lab.twins import Twins
 from attnscale.measure.statistics import STATISTICS
@@ -55,7 +55,7 @@ class LiveTwins:
             losses = smoothed([loss for _, loss in self._training.losses[name]])
             curves = [Text.assemble(f"{losses[-1]:5.2f} ", (curve(losses, max(losses)), "cyan"))]
             for statistic in FOLLOWED:
-                course = [mean_of(record, statistic.name) for record in self._training.records[name]]
+                course = [record.whole(statistic.name) for record in self._training.records[name]]
                 curves.append(Text.assemble(f"{course[-1]:4.0%} ", (curve(course, 1.0), "cyan")))
             table.add_row(Text(name, style="bold"), *curves)
         return table
@@ -64,7 +64,7 @@ class LiveTwins:
         told = []
         for name in self._training.models:
             loss = smoothed([loss for _, loss in self._training.losses[name]])[-1]
-            entropy, gain = (mean_of(self._training.records[name][-1], one.name) for one in FOLLOWED)
+            entropy, gain = (self._training.records[name][-1].whole(one.name) for one in FOLLOWED)
             told.append(f"{name}: loss {loss:.2f}, entropy {entropy:.0%}, gradient {gain:.0%}")
         return f"step {step:3d}  {'  |  '.join(told)}"
 

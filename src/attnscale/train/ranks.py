@@ -53,7 +53,7 @@ def _wait(work: dist.Work | None, seconds: float) -> None:
 class Ranks:
     """The ranks of a training run, as a tree with rank 0 at its root."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.timeout = timeout
         members = None if group is None else dist.get_process_group_ranks(group)
         # a group of some ranks is made by those alone: others of the job may make one of their own at the same time

@@ -38,6 +38,16 @@ class Record:
     rank: int | None = None  # whose record it is, where ranks were not merged
     until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
 
+    @property
+    def last_step(self) -> int:
+        """The last step that it stands for."""
+        return self.step if self.until is None else self.until
+
+    def whole(self, name: str) -> float:
+        """The mean over all layers of which the number is known and finite; NaN where there is none."""
+        known = [value for layer in self.layers.values() if math.isfinite(value := layer.whole(name))]
+        return math.fsum(known) / len(known) if known else math.nan
+
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON takes it: numbers of five digits, null for one that is NaN or infinite."""
         plain: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}

@@ -38,7 +38,7 @@ def _fold_narrow(records: list[Record]) -> list[Record]:
 
 
 def _width(first: Record, second: Record) -> int:
-    return (second.step if second.until is None else second.until) - first.step + 1
+    return second.last_step - first.step + 1
 
 
 def folded(first: Record, second: Record) -> Record:
@@ -51,7 +51,7 @@ def folded(first: Record, second: Record) -> Record:
         first.alarms + second.alarms,
         min(first.ranks, second.ranks),
         first.rank,
-        second.step if second.until is None else second.until,
+        second.last_step,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnscale.diagnose.forecast import Ceiling, Growth, growth
+from attnscale.train.log import without_repeats
 from attnscale.train.record import LayerRecord
 
 WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
@@ -33,12 +34,7 @@ class Trend:
 
 def latest(samples: Iterable[Sample]) -> list[Sample]:
     """The last of them in order of steps; those that a resumed run repeats are taken from it."""
-    kept: list[Sample] = []
-    for sample in samples:
-        while kept and kept[-1].step >= sample.step:
-            kept.pop()
-        kept.append(sample)
-    return kept[-WINDOW:]
+    return without_repeats(samples, lambda sample: sample.step)[-WINDOW:]
 
 
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:

@@ -152,9 +152,7 @@ def _growth_notice(run: Run) -> str:
 
 
 def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
-    first, last = (
-        _mean(layer.whole(statistic.name) for layer in record.layers.values()) for record in (records[0], records[-1])
-    )
+    first, last = (record.whole(statistic.name) for record in (records[0], records[-1]))
     return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."
 
 

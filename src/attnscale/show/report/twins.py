@@ -62,12 +62,7 @@ def _notes(twins: Twins) -> Iterator[Note]:
 
 
 def _told(record: Record, statistic: Statistic) -> str:
-    return formatted(statistic, _whole(record, statistic.name))
-
-
-def _whole(record: Record, metric: str) -> float:
-    values = [value for layer in record.layers.values() if math.isfinite(value := layer.whole(metric))]
-    return math.fsum(values) / len(values) if values else math.nan
+    return formatted(statistic, record.whole(statistic.name))
 
 
 def _learning(twins: Twins) -> Iterator[Section]:
@@ -145,7 +140,7 @@ def _layers(twins: Twins) -> Iterator[Section]:
 def _ends(runs: tuple[TwinRun, ...]) -> Table:
     columns = mapped()
     rows = tuple(
-        Row((run.name, when, *(number(_whole(run.records[index], entry.name)) for entry in columns)))
+        Row((run.name, when, *(number(run.records[index].whole(entry.name)) for entry in columns)))
         for run in runs
         if run.records
         for when, index in (("first", 0), ("last", -1))
