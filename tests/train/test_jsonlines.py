@@ -204,7 +204,7 @@ from attnscale.train import room
 moment, calls = sys.argv[2], []
 def kill(*args, **kwargs):
     os.kill(os.getpid(), 9)
-if moment == "write": room.json.dumps = lambda *a, **k: kill() if len(calls) > 5 else calls.append(1) or "{}"
+if moment == "write": room.line_of = lambda record: kill() if len(calls) > 5 else calls.append(1) or b"{}\\n"
 if moment == "fsync": os.fsync = kill
 if moment == "replace": pathlib.Path.replace = kill
 if moment == "unlink": pathlib.Path.unlink = kill
