@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,9 @@ SRC = Path(attnscale.__file__).parent
 
 # A room imports only what stands before it.
 ROOMS = (
-    "errors", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility", "inputs",
-    "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "diagnose", "acting", "train",
-    "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
+    "errors", "plain", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
+    "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "diagnose", "acting",
+    "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
 )  # fmt: skip
 
 
@@ -49,6 +50,28 @@ def test_every_module_stands_in_a_room():
 def test_imports_go_one_way(path):
     allowed = ROOMS[: ROOMS.index(room(path)) + 1]
     assert set(imported_rooms(path)) <= set(allowed)
+
+
+def named_homes(path):
+    """Classes that a module names as text, "attnscale.room.module:Class", to be imported when they are asked for."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and re.fullmatch(r"attnscale(\.\w+)+:\w+", str(node.value)):
+            yield node.value.split(".")[1]
+
+
+def test_only_named_sinks_reach_for_a_room_that_comes_later():
+    reaching = {
+        (str(path.relative_to(SRC)), later)
+        for path in SRC.rglob("*.py")
+        for later in named_homes(path)
+        if ROOMS.index(later) > ROOMS.index(room(path))
+    }
+    assert reaching == {("train/sinks/__init__.py", "show")}
+
+
+def test_training_loads_nothing_that_only_shows():
+    code = "import sys, attnscale; attnscale.Monitor; print([n for n in sys.modules if n.startswith('attnscale.show')])"
+    assert python(code).strip() == "[]"
 
 
 def test_the_public_names():

@@ -1,13 +1,15 @@
-"""Pages completed from the code they describe, so that they cannot drift: rules, findings, commands."""
+"""Pages completed from the code they describe, so that they cannot drift: rules, findings, statistics, commands."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
 
 from attnscale.cli import app
 from attnscale.diagnose import CODES
+from attnscale.measure.statistics import STATISTICS, Statistic, of_scores
 from attnscale.rules.listing import catalogue
 
 
@@ -24,6 +26,15 @@ def with_rules(markdown: str) -> str:
 def with_findings(markdown: str) -> str:
     """Under each code's heading what it says; a section for every code that has none."""
     return _under_headings(markdown, {code: f"**{_sentence(meaning)}**" for code, meaning in CODES.items()})
+
+
+def with_statistics(markdown: str) -> str:
+    """In place of the comment that names it, each table: what ScoreStats has, and what a log keeps besides."""
+    of_layers = [entry for entry in STATISTICS.values() if entry.attribute is None]
+    tables = {"statistics": of_scores().values(), "statistics of a log": of_layers}
+    for name, entries in tables.items():
+        markdown = markdown.replace(f"<!-- {name} -->", _statistics(entries))
+    return markdown
 
 
 def with_commands(markdown: str) -> str:
@@ -45,6 +56,27 @@ def _under_headings(markdown: str, facts: dict[str, str]) -> str:
 
 def _inserted(fact: str) -> Callable[[re.Match[str]], str]:
     return lambda match: f"{match[0]}\n\n{fact}\n"
+
+
+def _statistics(entries: Iterable[Statistic]) -> str:
+    rows = [f"| {_names(each)} | {each.meaning} | {_values(each)} | {each.reading} |" for each in entries]
+    return "\n".join(["| name | what it is | values | read it as |", "|---|---|---|---|", *rows])
+
+
+def _names(entry: Statistic) -> str:
+    same = entry.attribute in (entry.name, None)
+    return f"`{entry.name}`" if same else f"`{entry.attribute}` (in logs and tables *{entry.name}*)"
+
+
+def _values(entry: Statistic) -> str:
+    low, high = entry.range
+    if math.isinf(low):
+        told = "any"
+    elif math.isinf(high):
+        told = f"≥ {low:g}"
+    else:
+        told = f"{low:g} to {high:g}"
+    return f"{told} {entry.unit}".strip()
 
 
 def _command(command: Any, group: typer.Context) -> str:

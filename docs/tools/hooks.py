@@ -10,12 +10,13 @@ from latex2mathml.converter import convert
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from docs.tools.generated import with_commands, with_findings, with_rules
+from docs.tools.generated import with_commands, with_findings, with_rules, with_statistics
 from docs.tools.results import with_results
 
 COMPLETED = {
     "rules.md": with_rules,
     "findings.md": with_findings,
+    "guides/statistics.md": with_statistics,
     "command-line.md": with_commands,
     "results/index.md": with_results,
 }

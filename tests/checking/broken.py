@@ -1,9 +1,12 @@
 """Models to check, each wrong in its own way: written to a folder, and named as broken:<name>."""
 
 import math
+import warnings
 
 import torch
 from torch import nn
+
+from attnscale.errors import NotFollowedWarning
 
 D_MODEL, HEADS, LENGTH = 44, 2, 23
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -98,3 +101,13 @@ def too_large():
             return torch.empty(2**60)
 
     return Huge(), x()
+
+
+def warns():
+    class Warns(Stack):
+        def forward(self, x):
+            warnings.warn("A thing that could not be followed is the model's own affair.", stacklevel=1)
+            warnings.warn("Two modules\n were left out", NotFollowedWarning, stacklevel=1)
+            return super().forward(x)
+
+    return Warns(GOOD), x()

@@ -54,6 +54,10 @@ def test_the_expected_spread_is_that_of_independent_queries_and_keys():
     assert line_of(declared, []).expected_spread == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
 
 
+def test_what_watching_could_not_follow_is_noted_and_what_the_model_warns_of_is_not():
+    assert check_model(Request(f"{BROKEN}warns")).notes == ("Two modules were left out.",)
+
+
 def test_the_layer_in_focus_is_the_one_found_worst_or_the_widest():
     assert check_model(Request(f"{BROKEN}unscaled")).focus == "layers.0"
     fine = check_model(Request(f"{BROKEN}healthy"))

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from attnscale.diagnose import Finding
+from attnscale.measure.statistics import logged
 from attnscale.train import JsonLines, LayerRecord, Record, read_log
-from attnscale.train.record import NUMBERS
 
 from .test_cli import run
 
@@ -19,7 +19,7 @@ def log(tmp_path):
     for step in range(0, 1000, 50):
         layers = {
             f"blocks.{index}.attention": LayerRecord(
-                64, {name: [0.5, 0.5] for name in NUMBERS} | {"max": [largest, 1.0], "max_bound": [2 * largest, 2.0]}
+                64, {name: [0.5, 0.5] for name in logged()} | {"max": [largest, 1.0], "max_bound": [2 * largest, 2.0]}
             )
             for index, largest in enumerate((5.0, 5.0 * math.exp(0.004 * step)))
         }

@@ -13,6 +13,7 @@ import pytest
 import attnscale
 from attnscale.cli import app
 from attnscale.diagnose import CODES
+from attnscale.measure.statistics import STATISTICS
 from attnscale.rules.listing import catalogue
 from docs.tools.blocks import ROOT
 from docs.tools.generated import with_findings, with_rules
@@ -111,6 +112,14 @@ def test_every_finding_code_has_its_cause_its_fix_and_an_example_that_produces_i
 def test_a_new_rule_or_code_gets_a_section_without_a_word_being_written():
     assert "## `inverse_sqrt`" in with_rules("# Rules\n")
     assert with_findings("# Findings\n").count("\n## ") == len(CODES)
+
+
+def test_every_statistic_is_in_the_guide_with_what_it_means(site):
+    guide = html.unescape(re.sub(r"<[^>]+>", "", page(site, "guides/statistics.html")))
+    for entry in STATISTICS.values():
+        assert entry.name in guide
+        assert entry.meaning in guide, entry.name
+    assert "<!-- statistics" not in page(site, "guides/statistics.html")
 
 
 def test_every_command_and_option_is_on_the_page_of_the_command_line(site):

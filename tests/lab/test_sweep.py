@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from attnscale.errors import DamagedFileWarning
 from attnscale.lab import running
 from attnscale.lab.cell import Cell
 from attnscale.lab.running import SweepError, run_cell
@@ -86,7 +87,7 @@ def test_a_damaged_cell_is_set_aside_and_run_again_and_said(tmp_path, whole, dam
     swept(tmp_path)
     path = Store(tmp_path).path(SMALL.cells(seeds=1)[0])
     path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.warns(UserWarning, match=f"{path.name} was damaged; it is set aside as {path.stem}.damaged"):
+    with pytest.warns(DamagedFileWarning, match=f"{path.name} was damaged; it is set aside as {path.stem}.damaged"):
         assert findings(swept(tmp_path)) == whole
     assert path.with_suffix(".damaged").exists()
     assert findings(swept(tmp_path)) == whole  # and the new one is sound

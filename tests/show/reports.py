@@ -9,7 +9,8 @@ from attnscale.checking import Checked
 from attnscale.diagnose import Finding, diagnose
 from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
 from attnscale.lab.twins import TwinRun, Twins
-from attnscale.train.record import NUMBERS, LayerRecord, Record
+from attnscale.measure.statistics import logged
+from attnscale.train.record import LayerRecord, Record
 from tests.diagnose.layers import layer_of
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -42,7 +43,7 @@ def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.004, step
         maxima = [5.0] * (len(names) - 1) + [growing]
         layers = {
             name: LayerRecord(
-                64, {key: [0.5, 0.25] for key in NUMBERS} | {"max": [value, 1.0], "max_bound": [2 * value, 2.0]}
+                64, {key: [0.5, 0.25] for key in logged()} | {"max": [value, 1.0], "max_bound": [2 * value, 2.0]}
             )
             for name, value in zip(names, maxima, strict=True)
         }

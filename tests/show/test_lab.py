@@ -1,7 +1,9 @@
 import io
+import os
+from contextlib import redirect_stdout
+from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.result import Check, Result, Table
@@ -17,9 +19,9 @@ TABLE = Table(
 
 
 def printed(show, *arguments, width=80):
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    show(*arguments, console)
-    return console.file.getvalue()
+    with mock.patch.dict(os.environ, COLUMNS=str(width)), redirect_stdout(io.StringIO()) as screen:
+        show(*arguments)
+    return screen.getvalue()
 
 
 def test_a_result_fits_eighty_columns_and_breaks_no_word():

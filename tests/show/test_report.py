@@ -15,7 +15,7 @@ from attnscale.lab.result import Curve
 from attnscale.show.report.check import check_report
 from attnscale.show.report.densities import density_of
 from attnscale.show.report.freezing import spread_of
-from attnscale.show.report.heads import METRICS
+from attnscale.show.report.heads import mapped
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.parts import Page, Table, Terms, kind_of
 from attnscale.show.report.run import run_report
@@ -40,7 +40,7 @@ def test_a_check_has_every_part():
     assert [section.name for section in page.sections] == [
         "layers", "heads", "scores", "freezing", "what-if", "method",
     ]  # fmt: skip
-    assert list(figure(page, "head-map").views) == list(METRICS)
+    assert list(figure(page, "head-map").views) == [statistic.long for statistic in mapped()]
     what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
     assert what_if.columns == ("scale by", *COLUMNS)
     assert what_if.groups[0][1][0].current
@@ -73,10 +73,10 @@ def test_what_is_wrong_stands_before_the_facts():
 
 def test_the_map_has_the_statistics_of_every_head():
     found = checked(("a", "b"))
-    for title, metric in METRICS.items():
-        view = figure(check_report(found), "head-map").views[title]
+    for statistic in mapped():
+        view = figure(check_report(found), "head-map").views[statistic.long]
         for row, layer in zip(view.values, found.audit.layers.values(), strict=True):
-            assert row == pytest.approx(getattr(layer.stats, metric.statistic).tolist())
+            assert row == pytest.approx(statistic.of(layer.stats).tolist())
         assert view.errors is view.bounds is None  # every row was looked at
 
 
@@ -240,7 +240,7 @@ def test_twins_stand_side_by_side_on_one_scale(audited):
     assert [series.name for series in figure(page, "losses").views["loss"].series] == ["scaled", "unscaled"]
     one, other = (figure(page, f"heads-{index}") for index in range(2))
     assert other.follows == one.name
-    for title in METRICS:
+    for title in (statistic.long for statistic in mapped()):
         ranges = [(view.low, view.high, view.log) for view in (one.views[title], other.views[title])]
         assert ranges[0] == ranges[1]
     assert "scaled: from 3.000 to" in page.notes[0].message

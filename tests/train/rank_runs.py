@@ -94,7 +94,7 @@ def one_rank_dies(rank, world, folder, how):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             monitor.step()
-        told += [str(warning.message) for warning in caught]
+        told += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
     monitor.close()
     Path(f"{folder}/told{rank}.json").write_text(json.dumps(told))
     while rank == 0 and not all(Path(f"{folder}/told{other}.json").exists() for other in (1, 3)):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,11 +12,11 @@ import warnings
 
 import pytest
 
-from attnscale.errors import SettingError
+from attnscale.errors import SettingError, SinkWarning
 from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
-from attnscale.train import jsonlines as module
 from attnscale.train.log import beside
 from attnscale.train.room import thin_files
+from attnscale.train.sinks import jsonlines as module
 from attnscale.train.thinning import thin
 
 
@@ -55,7 +56,8 @@ def test_a_file_of_one_torn_line_begins_anew(tmp_path):
 
 WRITER = """
 import os, sys
-from attnscale.train import JsonLines, LayerRecord, Record, jsonlines
+from attnscale.train import JsonLines, LayerRecord, Record
+from attnscale.train.sinks import jsonlines
 def slowly(handle, line):
     for at in range(0, len(line), 64):
         os.write(handle, line[at : at + 64])
@@ -98,7 +100,7 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write", write)
     sink = JsonLines(path)
     sink(record(0))
-    with pytest.warns(UserWarning, match="No space left on device. Training goes on"):
+    with pytest.warns(SinkWarning, match="No space left on device. Training goes on"):
         list(map(sink, map(record, range(1, 5))))
     kept = [found.step for found in read_log(path).records]
     assert kept == list(range(len(kept)))
@@ -115,7 +117,7 @@ def test_a_device_that_is_full_is_told_once(tmp_path):
     path = tmp_path / "scores.jsonl"
     path.symlink_to("/dev/full")
     sink = JsonLines(path)
-    with pytest.warns(UserWarning, match="No space left on device") as told:
+    with pytest.warns(SinkWarning, match="No space left on device") as told:
         list(map(sink, map(record, range(2))))
     assert len(told) == 1
 
@@ -202,7 +204,7 @@ from attnscale.train import room
 moment, calls = sys.argv[2], []
 def kill(*args, **kwargs):
     os.kill(os.getpid(), 9)
-if moment == "write": room.json.dumps = lambda *a, **k: kill() if len(calls) > 5 else calls.append(1) or "{}"
+if moment == "write": room.line_of = lambda record: kill() if len(calls) > 5 else calls.append(1) or b"{}\\n"
 if moment == "fsync": os.fsync = kill
 if moment == "replace": pathlib.Path.replace = kill
 if moment == "unlink": pathlib.Path.unlink = kill
@@ -240,3 +242,10 @@ def test_a_large_log_is_set_aside_at_once_and_thinned_by_another_process(tmp_pat
     assert max(found.layers["layer"].whole("max") for found in records) == 1e3
     sink(record(80))  # the process is waited for
     assert slowest < 0.5
+
+
+def test_a_number_of_a_record_is_the_mean_of_the_layers_that_have_it():
+    layers = {name: LayerRecord(7, {"max": [value, 0.5]}) for name, value in (("a", 2.0), ("b", 4.0))}
+    layers |= {"c": LayerRecord(7, {"max": [math.inf]}), "d": LayerRecord(7, {"spread": [1.0]})}
+    assert Record(0, 0.0, layers).whole("max") == 3.0
+    assert math.isnan(Record(0, 0.0, layers).whole("top1"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from attnscale.measure.statistics import logged
 from attnscale.train import read_log
-from attnscale.train.record import NUMBERS
 
 from . import key_runs
 
@@ -31,7 +31,7 @@ def layers(folder, name):
 def assert_same(found, whole, left_out=frozenset(OF_SOME_KEYS)):
     for left, right in zip(found, whole, strict=True):
         assert left.rows == right.rows
-        for number in {*NUMBERS} & {*right.numbers} - left_out:
+        for number in {*logged()} & {*right.numbers} - left_out:
             assert left.numbers[number] == pytest.approx(right.numbers[number], rel=2e-4), number
         assert left.numbers["max_bound"] >= left.numbers["max"]
         assert left.numbers["key_norm"] == pytest.approx(right.numbers["key_norm"], rel=0.05)

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscale
 from attnscale import Monitor
-from attnscale.errors import InputError, SettingError
-from attnscale.train.record import NUMBERS, Record
+from attnscale.errors import InputError, NotRecordedWarning, SettingError, SinkWarning
+from attnscale.measure.statistics import logged
+from attnscale.train.record import Record
 
 from .training import batch, loss_of, small_model
 
@@ -43,7 +44,7 @@ def test_the_first_step_and_every_so_many_after_it_are_recorded():
     monitor.close()
     assert [record.step for record in records] == [0, 3, 6]
     assert list(records[0].layers) == LAYERS
-    assert set(records[0].layers[LAYERS[0]].numbers) == set(NUMBERS)
+    assert set(records[0].layers[LAYERS[0]].numbers) == set(logged())
     assert all(len(values) == 3 for values in records[0].layers[LAYERS[0]].numbers.values())
     assert monitor.last is records[-1]
 
@@ -86,7 +87,7 @@ def test_a_step_in_micro_batches_is_a_step_on_the_whole_batch():
     for name in LAYERS:
         first, second = whole.last.layers[name], parts.last.layers[name]
         assert first.rows == second.rows
-        for number in NUMBERS:
+        for number in logged():
             assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4), number
 
 
@@ -128,7 +129,7 @@ def test_checkpointed_rows_are_counted_once(reentrant):
 
     model = Checkpointed()
     monitor = Monitor(model, every=1, rows=None)
-    with pytest.warns(UserWarning, match="use_reentrant=False") if reentrant else nullcontext() as told:
+    with pytest.warns(NotRecordedWarning, match="use_reentrant=False") if reentrant else nullcontext() as told:
         train(model, monitor, 2)
     assert len(told or ()) == int(reentrant)
     assert [layer.rows for layer in monitor.last.layers.values()] == [4 * 3 * 13] * 2
@@ -241,7 +242,7 @@ def test_scores_that_are_nan_raise_an_error_and_are_null_in_the_log():
 def test_a_step_in_which_the_model_did_not_run_is_told_once_and_not_recorded():
     model, records = small_model(), []
     monitor = Monitor(model, every=1, sinks=[records.append])
-    with pytest.warns(UserWarning, match="no module of it was called"):
+    with pytest.warns(NotRecordedWarning, match="no module of it was called"):
         monitor.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -256,7 +257,7 @@ def test_a_model_without_attention_is_told():
     model = nn.Linear(3, 3)
     monitor = Monitor(model)
     model(torch.ones(1, 3)).sum().backward()
-    with pytest.warns(UserWarning, match="Expected attention in the watched model, but saw none"):
+    with pytest.warns(NotRecordedWarning, match="Expected attention in the watched model, but saw none"):
         monitor.step()
 
 
@@ -266,7 +267,7 @@ def test_a_sink_that_fails_does_not_stop_training_nor_the_other_sinks():
 
     model, records = small_model(), []
     monitor = Monitor(model, every=1, sinks=[broken, records.append])
-    with pytest.warns(UserWarning, match="ConnectionError: gone"):
+    with pytest.warns(SinkWarning, match="ConnectionError: gone"):
         train(model, monitor, 2)
     assert len(records) == 2
     monitor.close()

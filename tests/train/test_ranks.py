@@ -10,8 +10,9 @@ import torch
 import torch.multiprocessing as mp
 
 import attnscale
+from attnscale.measure.statistics import logged
 from attnscale.train import read_log
-from attnscale.train.record import NUMBERS, Record
+from attnscale.train.record import Record
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
 
 from . import rank_runs
@@ -36,7 +37,7 @@ def assert_same(found, expected, rel=1e-4):
         assert list(left.layers) == list(right.layers)
         for name, layer in right.layers.items():
             assert left.layers[name].rows == layer.rows
-            for number in NUMBERS:
+            for number in logged():
                 assert left.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=rel), (
                     name,
                     number,
@@ -68,7 +69,7 @@ def test_a_rank_that_saw_nothing_changes_nothing(tmp_path):
     assert found.ranks == 3
     for name, layer in expected.layers.items():
         assert found.layers[name].rows == layer.rows
-        for number in set(NUMBERS):
+        for number in set(logged()):
             assert found.layers[name].numbers[number] == pytest.approx(layer.numbers[number], rel=1e-4), number
 
 
@@ -94,7 +95,7 @@ def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
     assert records[0].ranks == 4
     assert records[1].ranks == records[2].ranks == 2  # rank 3 reports to rank 2, and keeps to itself from then on
     told = json.loads((tmp_path / "told0.json").read_text())
-    assert [sentence for sentence in told if "Rank 2 did not answer rank 0 within 3 s" in sentence]
+    assert [sentence for sentence in told if "LostRankWarning: Rank 2 did not answer rank 0 within 3 s" in sentence]
     assert len(told) == 1
     alone = read_log(tmp_path / "scores.rank3.jsonl").records
     assert [(record.step, record.ranks, record.rank) for record in alone] == [(1, 1, 3), (2, 1, 3)]

@@ -1,24 +1,28 @@
 """The other sinks: TensorBoard read back, a stand-in for W&B, the table as it is drawn."""
 
-import io
+import inspect
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
+from attnscale import Monitor
 from attnscale.diagnose import Finding
 from attnscale.errors import SettingError
+from attnscale.measure.statistics import logged
+from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record
-from attnscale.train.live_table import LiveTable
-from attnscale.train.record import NUMBERS
-from attnscale.train.sinks import sink_from
+from attnscale.train.sinks import SINKS, sink_from
+
+from .training import batch, loss_of, small_model
 
 ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 1500.", 1500.0, 1000.0, "Clip it.")
 
 
 def record(step=50, **more):
-    numbers = {name: [0.25, 0.75] for name in NUMBERS} | {"max": [7.0, 1500.0]}
+    numbers = {name: [0.25, 0.75] for name in logged()} | {"max": [7.0, 1500.0]}
     return Record(step, 0.0, {"blocks.0": LayerRecord(64, numbers)}, [ALARM], **more)
 
 
@@ -64,20 +68,77 @@ def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
         sink_from("wandb")
 
 
-def test_the_table_shows_layers_and_alarms():
-    screen = io.StringIO()
-    table = LiveTable(Console(file=screen, width=80, force_terminal=True, color_system=None))
+@pytest.fixture
+def screen(capsys, monkeypatch):
+    """What a terminal of 80 columns and no colours was sent."""
+    for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    return lambda: capsys.readouterr().out
+
+
+def test_the_table_shows_layers_and_alarms(screen):
+    table = LiveTable()
     table(record())
     table.close()
-    drawn = screen.getvalue()
+    drawn = screen()
     assert "step 50" in drawn
-    assert "1.5e+03" in drawn
+    assert "1,500" in drawn
     assert "blocks.0, head 1: The largest score is 1500." in drawn
     assert isinstance(sink_from("table"), LiveTable)
 
 
-def test_only_rank_zero_of_ranks_that_are_not_merged_is_drawn():
-    screen = io.StringIO()
-    table = LiveTable(Console(file=screen, width=80, force_terminal=True, color_system=None))
-    table(record(rank=3))
-    assert screen.getvalue() == ""
+def test_only_rank_zero_of_ranks_that_are_not_merged_is_drawn(screen):
+    LiveTable()(record(rank=3))
+    assert screen() == ""
+
+
+MLFLOW = """
+class MLflow:
+    written = []
+
+    def __init__(self, experiment):
+        self.experiment = experiment
+
+    def __call__(self, record):
+        self.written.append((self.experiment, record.step))
+"""
+
+
+def test_a_new_sink_is_one_file_and_one_line(tmp_path, monkeypatch):
+    (tmp_path / "sink_for_mlflow.py").write_text(MLFLOW, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(SINKS, "mlflow:EXPERIMENT", "sink_for_mlflow:MLflow")
+    model = small_model()
+    monitor = Monitor(model, sinks=["mlflow:first"])
+    loss_of(model, batch()).backward()
+    monitor.step()
+    monitor.close()
+    assert monitor.sinks[0].written == [("first", 0)]
+    with pytest.raises(SettingError, match=r"'table', 'mlflow:EXPERIMENT', or any callable, got 'mlflow'\."):
+        Monitor(model, sinks=["mlflow"])
+
+
+@pytest.mark.parametrize("given", ["wandb:project", "table:wide", "tensorboard:", "tensorboard", "scores.csv", "x:y"])
+def test_a_sink_that_is_none_is_told_every_way_to_name_one(given):
+    with pytest.raises(SettingError) as told:
+        sink_from(given)
+    assert all(repr(written) in str(told.value) for written in SINKS)
+    assert str(told.value).endswith(f"got {given!r}.")
+
+
+@pytest.mark.parametrize("written", SINKS)
+def test_every_named_sink_is_where_it_is_said_to_be_and_takes_what_its_name_says(written):
+    module, _, name = SINKS[written].partition(":")
+    taken = inspect.signature(getattr(import_module(module), name)).parameters
+    assert len(taken) == written.count(":")
+    assert all(parameter.default is parameter.empty for parameter in taken.values())
+
+
+def test_a_path_is_a_log_whatever_it_is_called(tmp_path):
+    assert sink_from(tmp_path / "table").path == tmp_path / "table"
+    assert sink_from("wandb.jsonl").path.name == "wandb.jsonl"
+
+
+def test_the_readme_names_every_sink():
+    readme = Path("README.md").read_text(encoding="utf-8")
+    assert all(f"`{written}`" in readme for written in SINKS)

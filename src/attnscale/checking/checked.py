@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from attnscale.checking.grouped import Group, grouped
 from attnscale.checking.line import MEANINGS, Line, line_of
 from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
+from attnscale.plain import plain
 
 WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length
 
@@ -91,7 +92,7 @@ class Checked:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON takes it: None where a number is not finite."""
         audit = self.audit.to_dict()
-        layers = {line.name: audit["layers"][line.name] | asdict(line) for line in self.lines}
+        layers = {line.name: audit["layers"][line.name] | line.to_dict() for line in self.lines}
         tried = None if self.asked is None or self.what_if is None else self.what_if.to_dict()["rows"]
         found: dict[str, Any] = plain(
             {
@@ -107,15 +108,6 @@ class Checked:
             }
         )
         return found
-
-
-def plain(value: Any) -> Any:
-    """The same with None for every number that JSON has no word for."""
-    if isinstance(value, dict):
-        return {name: plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _count(number: int, what: str) -> str:

@@ -1,13 +1,14 @@
 """Line: one layer of the table."""
 
 import math
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from attnscale.diagnose import Finding
 from attnscale.diagnose.finding import severity_rank
 from attnscale.diagnose.verdict import layer_verdict
+from attnscale.measure.statistics import Place, in_place
 from attnscale.watching import Layer
 
 UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
@@ -26,17 +27,18 @@ class Line:
     name: str
     heads: int
     head_dim: int
-    spread: float
+    statistics: Mapping[str, float]  # those of Place.CHECK
     expected_spread: float  # were q and k of these norms independent, and multiplied by the expected scale
     scale: float
     expected_scale: float
-    entropy_ratio: float
-    top1: float
-    saturated: float
-    gradient_gain: float
     verdict: str
     severity: str | None  # of the worst finding about it
     code: str | None  # of that finding
+
+    @property
+    def spread(self) -> float:
+        """The one statistic that a layer is known by."""
+        return self.statistics["spread"]
 
     @property
     def judgement(self) -> str:
@@ -45,23 +47,24 @@ class Line:
             return self.code
         return EXCUSED.get(self.verdict, self.verdict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The line as one flat table of plain values."""
+        flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
+        return flat | dict(self.statistics)
+
 
 def line_of(layer: Layer, findings: list[Finding]) -> Line:
     """The line of a layer; `findings` are those about it."""
-    stats, verdict = layer.stats, layer_verdict(layer)
+    verdict = layer_verdict(layer)
     worst = max(findings, key=lambda finding: severity_rank(finding.severity), default=None)
     return Line(
         name=layer.name,
         heads=layer.heads,
         head_dim=layer.head_dim,
-        spread=_mean(stats.std),
+        statistics={entry.name: entry.whole(layer.stats) for entry in in_place(Place.CHECK)},
         expected_spread=expected_spread(layer),
         scale=layer.scale_applied,
         expected_scale=layer.scale_expected,
-        entropy_ratio=_mean(stats.entropy_ratio),
-        top1=_mean(stats.top1),
-        saturated=_mean(stats.saturated),
-        gradient_gain=_mean(stats.gradient_gain),
         verdict=UNSEEN if verdict is None else verdict.verdict,
         severity=None if worst is None else worst.severity,
         code=None if worst is None else worst.code,
@@ -70,9 +73,5 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
 
 def expected_spread(layer: Layer) -> float:
     """|a| ‖q‖ ‖k‖ / √d_k: what a·q·k spreads by for independent directions of these norms, a the expected scale."""
-    norms = _mean(layer.query_norm.double() * layer.key_norm.double())
+    norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
     return abs(layer.scale_expected) * norms / math.sqrt(layer.head_dim)
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().nanmean())

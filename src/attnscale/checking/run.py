@@ -1,11 +1,13 @@
 """Load, run once, diagnose."""
 
 import warnings
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from attnscale.checking.checked import Checked
 from attnscale.diagnose import Audit, diagnose, is_trained
+from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
@@ -19,7 +21,7 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
         loaded = load_model(request)
         audit = _watched(loaded, rows, request)
         request.report("diagnosing")
-        notes = (*loaded.notes, *(_own(warning) for warning in heard if _is_own(warning)))
+        notes = (*loaded.notes, *_unfollowed(heard))
         checked = Checked(loaded.title, loaded.fed, request.device, rows, notes, audit, what_if)
         if what_if is not None:
             _ = checked.what_if  # a layer that was not seen is told now
@@ -34,10 +36,8 @@ def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:
     return diagnose(seen.layers, trained=is_trained(loaded.model))
 
 
-def _is_own(warning: warnings.WarningMessage) -> bool:
+def _unfollowed(heard: Iterable[warnings.WarningMessage]) -> Iterator[str]:
     """What watching says of itself is passed on; what a model's own code warns of is not about its attention."""
-    return "could not be followed" in str(warning.message)
-
-
-def _own(warning: warnings.WarningMessage) -> str:
-    return f"{' '.join(str(warning.message).split()).rstrip('.')}."
+    for warning in heard:
+        if issubclass(warning.category, NotFollowedWarning):
+            yield f"{' '.join(str(warning.message).split()).rstrip('.')}."

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Ceiling, Crossing, Growth
+from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, forecast
 from attnscale.diagnose.verdict import DEAD_GAIN, EXPLODING
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
@@ -78,8 +78,8 @@ def _exploding(vital: Vital) -> Iterator[Finding]:
 def _forecast(vital: Vital, growth: Growth) -> Iterator[Finding]:
     """Growth that is certain, and harmful within as many steps as it was watched for."""
     limit = next_threshold(max(vital.max, HARMFUL / 2))
-    crossing = None if limit is None or not growth.is_growing else growth.passes(limit)
-    if crossing is None or crossing.step - growth.step > growth.span or not vital.ceiling.allows(crossing):
+    crossing = forecast(growth, vital.ceiling, limit)
+    if crossing is None or crossing.step - growth.step > growth.span:
         return
     known = next(known for threshold, _, known in EXPLODING if threshold == limit)
     yield _finding(

@@ -87,6 +87,14 @@ class Ceiling:
         return self.bound is None or self.bound.highest_at(crossing.step) >= crossing.threshold
 
 
+def forecast(growing: Growth | None, ceiling: Ceiling, threshold: float | None) -> Crossing | None:
+    """When a score that grows for certain will pass a threshold; None where what keeps it down keeps it below."""
+    if growing is None or not growing.is_growing or threshold is None:
+        return None
+    crossing = growing.passes(threshold)
+    return crossing if crossing is not None and ceiling.allows(crossing) else None
+
+
 def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
     """Fit the growth of a positive series; None where fewer than six of its samples are positive and finite.
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from attnscale.errors import SettingError
 from attnscale.measure.engine import score_stats
+from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype
 from attnscale.operator import attention
+from attnscale.plain import plain
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
@@ -23,7 +25,13 @@ TINY = 1e-300  # what a zero norm is divided by
 CLIP = 100.0  # Kimi K2's QK-Clip
 CURRENT = "current"
 AskVisible: TypeAlias = Callable[[], Tensor | None]
-COLUMNS = {"scale": 8, "spread": 8, "entropy": 8, "of ln n": 8, "top-1": 7, "gain": 7, "max": 8, "change": 8}
+TRIED = ("spread", "entropy", "entropy_ratio", "top1", "gradient_gain", "max")
+# Heading and width, 80 with the name; the last line of a short heading will do, as the entropy stands beside its share.
+COLUMNS = (
+    {"scale": 8}
+    | {STATISTICS[name].short.split("\n")[-1]: 7 if name in ("top1", "gradient_gain") else 8 for name in TRIED}
+    | {"change": 8}
+)
 NAME_WIDTH = 18  # of 80 columns; LearnedTemperature just fits
 
 
@@ -37,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table; statistics are means over heads, the maximum is the largest."""
+    """One line of the table; heads become one number as the catalogue of statistics says."""
 
     name: str
     scale: float  # what q·k is multiplied by, on average: a rule that normalises counts by the norms it leaves
@@ -70,7 +78,7 @@ class WhatIf:
 
     def to_dict(self) -> dict[str, Any]:
         """The table as JSON takes it."""
-        return {"rows": [{name: _plain(value) for name, value in asdict(row).items()} for row in self.rows]}
+        return {"rows": [plain(asdict(row)) for row in self.rows]}
 
     def __str__(self) -> str:
         return "\n".join([_line("", COLUMNS), *(_line(row.name, row.numbers()) for row in self.rows)])
@@ -169,13 +177,8 @@ class _Trial:
         return Outcome(
             name=name,
             scale=self._multiplier(candidate),
-            spread=_over_heads(stats.std),
-            entropy=_over_heads(stats.entropy),
-            entropy_ratio=_over_heads(stats.entropy_ratio),
-            top1=_over_heads(stats.top1),
-            gradient_gain=_over_heads(stats.gradient_gain),
-            max=float(stats.max.max()),
             change=_norm(output.double() - current.double()) / max(_norm(current), TINY),
+            **{statistic: STATISTICS[statistic].whole(stats) for statistic in TRIED},
         )
 
     def _multiplier(self, candidate: Candidate) -> float:
@@ -220,10 +223,6 @@ def _for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // found, dim=-3) if tensor.dim() > 2 else tensor
 
 
-def _over_heads(values: Tensor) -> float:
-    return float(values.nanmean())
-
-
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor)))
 
@@ -233,7 +232,3 @@ def _line(name: str, cells: Iterable[str]) -> str:
     return f"{shown:{NAME_WIDTH}}" + "".join(
         f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)
     )
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

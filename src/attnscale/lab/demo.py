@@ -1,7 +1,6 @@
 """The demo: two models alike to the last weight, one of which divides its scores by √d_k, learn the same thing."""
 
 import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -110,10 +109,10 @@ def explanation(demo: Demo, records: dict[str, list[Record]], unscaled_loss: flo
     with_scale, without = SCALES
     expected = expected_softmax(math.sqrt(demo.head_dim), keys)
     spread, gain, entropy = (
-        {name: mean_of(record, number) for name, record in first.items()}
+        {name: record.whole(number) for name, record in first.items()}
         for number in ("spread", "gradient_gain", "entropy_ratio")
     )
-    end = {name: mean_of(record, "gradient_gain") for name, record in last.items()}
+    end = {name: record.whole("gradient_gain") for name, record in last.items()}
     side = "past" if spread[without] > freezing_point(keys) else "under"
     paragraphs = [
         f"Before the first step the unscaled scores spread by {spread[without]:.1f}, close to "
@@ -134,11 +133,6 @@ def explanation(demo: Demo, records: dict[str, list[Record]], unscaled_loss: flo
             "belongs to which key."
         )
     return tuple(paragraphs)
-
-
-def mean_of(record: Record, number: str) -> float:
-    """A number of a record over all layers."""
-    return statistics.fmean(layer.whole(number) for layer in record.layers.values())
 
 
 def _audited(model: torch.nn.Module, tokens: torch.Tensor) -> Audit:

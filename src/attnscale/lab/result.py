@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from attnscale.plain import finite, plain
+
 Value = str | float | int | bool | None
 
 
@@ -80,19 +82,10 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; each plot says its kind."""
         plots = [{"kind": type(plot).__name__.lower(), **asdict(plot)} for plot in self.plots]
-        plain: dict[str, Any] = _finite({**asdict(self), "plots": plots})
-        return plain
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for every number that JSON has no word for."""
-    if isinstance(value, Mapping):
-        return {name: _finite(own) for name, own in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_finite(own) for own in value]
-    return column([value])[0] if isinstance(value, float) else value
+        found: dict[str, Any] = plain({**asdict(self), "plots": plots})
+        return found
 
 
 def column(values: Sequence[float]) -> tuple[float | None, ...]:
     """Numbers for a curve or a table: None where one is not finite, which JSON has no word for."""
-    return tuple(value if value == value and abs(value) != float("inf") else None for value in map(float, values))
+    return tuple(finite(float(value)) for value in values)

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from attnscale.errors import SettingError
+from attnscale.errors import DamagedFileWarning, SettingError
 from attnscale.files import write_whole
 from attnscale.lab.cell import Cell, Outcome, digest_of
 
@@ -83,7 +83,8 @@ class Store:
             number += 1
         with suppress(FileNotFoundError):  # another process has done so
             path.replace(aside)
-            warnings.warn(f"{path.name} was damaged; it is set aside as {aside.name} and run again.", stacklevel=3)
+            told = f"{path.name} was damaged; it is set aside as {aside.name} and run again."
+            warnings.warn(told, DamagedFileWarning, stacklevel=3)
 
 
 def _verified(found: dict[str, Any], cell: Cell) -> Stored:

@@ -1,11 +1,11 @@
 """Twins: training runs alike but for one thing, side by side; what `attnscale demo` shows."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnscale.diagnose import Audit
+from attnscale.plain import plain
 from attnscale.train.record import Record
 
 
@@ -38,7 +38,7 @@ class Twins:
             "runs": [
                 {
                     "name": run.name,
-                    "losses": [[step, loss if math.isfinite(loss) else None] for step, loss in run.losses],
+                    "losses": plain(run.losses),
                     "records": [record.to_dict() for record in run.records],
                     "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
                 }

@@ -6,7 +6,6 @@ from the head's mean, which a merge moves (Chan et al. 1979): n, Σ(s − μ), �
 by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
+from attnscale.measure.statistics import of_scores
 from attnscale.measure.uncertainty import Uncertainty, packed_size
 from attnscale.measure.uncertainty import merged as merged_uncertainty
+from attnscale.plain import plain
 
 # What is summed over rows; the first three are moved by a merge.
 SUMS = (
@@ -31,10 +32,6 @@ DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
     "mean": "scores",
     "variance": "scores",
 }
-SHOWN = (
-    "rows", "count", "mean", "variance", "std", "max", "max_bound",
-    "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
-)  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound")
 NUMERATOR = {"mean": "deviations", "variance": "squares"}
 
@@ -186,8 +183,9 @@ class ScoreStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, one list a statistic; None where a head has no rows to tell it from."""
-        plain = {name: _plain(getattr(self, name)) for name in SHOWN}
-        return {"heads": self.heads, "exact": self.exact, **plain}
+        return {"heads": self.heads, "exact": self.exact} | {
+            name: plain(getattr(self, name).tolist()) for name in of_scores()
+        }
 
     def _sum(self, name: str) -> Tensor:
         return self.pooled.sums[:, SUMS.index(name)]
@@ -274,7 +272,3 @@ def _unpack(packed: Tensor) -> Pooled:
         sums=sums,
         uncertainty=Uncertainty.unpacked(rest, len(SUMS)),
     )
-
-
-def _plain(values: Tensor) -> list[float | int | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -9,9 +9,9 @@ from rich.text import Text
 from attnscale.rules.listing import Entry
 
 
-def show_catalogue(entries: Sequence[Entry], console: Console | None = None) -> None:
+def show_catalogue(entries: Sequence[Entry]) -> None:
     """Print every rule with its formula, what it is for and where it comes from."""
-    console = console or Console()
+    console = Console()
     table = Table("rule", "use it for", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     for entry in entries:
         rule = Group(Text(entry.call, style="bold"), Text(f"  {entry.formula}"))

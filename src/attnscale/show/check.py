@@ -7,17 +7,18 @@ from rich.text import Text
 
 from attnscale.checking import Checked, Group, Line
 from attnscale.diagnose.what_if import COLUMNS
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern, pattern, printable, ranges
-from attnscale.show.numbers import number, share
+from attnscale.show.numbers import number
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 CONCLUSIONS = {"error": "bold red", "warning": "bold yellow"}
-HEADINGS = ("spread", "expected\nspread", "scale", "entropy\nof ln n", "top-1", "satu-\nrated", "grad.\ngain")
 
 
-def show_check(checked: Checked, console: Console | None = None) -> None:
+def show_check(checked: Checked) -> None:
     """Print the table of layers, the findings, and the conclusion. Names are data: nothing in them is markup."""
-    console = console or Console()
+    console = Console()
     console.print(Text(printable(checked.title), style="bold"))
     console.print(Text(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}"))
     for title, members in by_pattern(line.name for line in checked.lines):
@@ -33,10 +34,16 @@ def show_check(checked: Checked, console: Console | None = None) -> None:
     console.print(Text(checked.conclusion, style=CONCLUSIONS.get(checked.audit.worst or "", "bold green")))
 
 
-def cells(line: Line) -> tuple[str, ...]:
-    """The numbers of a layer, in the order of HEADINGS."""
-    shares = (line.entropy_ratio, line.top1, line.saturated, line.gradient_gain)
-    return number(line.spread), number(line.expected_spread), number(line.scale), *map(share, shares)
+def columns() -> list[Column[Line]]:
+    """What is told of a layer: the spread beside the one expected, the scale, and the other statistics."""
+    spread, *others = (_column(entry) for entry in in_place(Place.CHECK))
+    expected = Column[Line]("expected\nspread", "expected spread", lambda line: number(line.expected_spread))
+    scale = Column[Line].of(STATISTICS["scale"], lambda line: line.scale)
+    return [spread, expected, scale, *others]
+
+
+def _column(entry: Statistic) -> Column[Line]:
+    return Column.of(entry, lambda line: line.statistics[entry.name])
 
 
 def place(group: Group) -> str:
@@ -51,14 +58,14 @@ def place(group: Group) -> str:
 
 def _print_layers(checked: Checked, title: str, numbers: dict[str, str], console: Console) -> None:
     table = Table("layer", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    columns = zip(HEADINGS, *map(cells, checked.lines), strict=True)  # of all sections, so that they align
-    for heading, *entries in columns:
-        table.add_column(heading, justify="right", min_width=max(map(len, entries)))
+    for column in columns():
+        width = max(len(column.cell(line)) for line in checked.lines)  # of all sections, so that they align
+        table.add_column(column.short, justify="right", min_width=width)
     table.add_column("verdict", overflow="fold")
     for line in checked.lines:
         if line.name in numbers:
             verdict = Text(line.judgement, style=STYLES.get(line.severity or "", "green"))
-            table.add_row(Text(numbers[line.name] or "·"), *cells(line), verdict)
+            table.add_row(Text(numbers[line.name] or "·"), *(column.cell(line) for column in columns()), verdict)
     console.print()
     console.print(Text(printable(title), style="dim"))
     console.print(table)

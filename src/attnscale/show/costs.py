@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def show_costs(costs: Sequence[dict[str, Any]], console: Console | None = None) -> None:
+def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     """Print each case with its variants, as ratios to plain SDPA: on the device alone, and called from Python."""
-    console = console or Console()
+    console = Console()
     for title, group in groupby(costs, key=_title):
         console.print(f"\n{title}", style="bold", highlight=False)
         table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))

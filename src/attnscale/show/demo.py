@@ -9,15 +9,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.lab.demo import TwinTraining, mean_of
+from attnscale.lab.demo import TwinTraining
 from attnscale.lab.training import Step
 from attnscale.lab.twins import Twins
+from attnscale.measure.statistics import STATISTICS
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 14  # of a curve, in characters
 SMOOTH = 10  # steps over which a loss is averaged: single batches jump
 TOLD = 50  # steps between two lines where nothing can be redrawn
-WAYS = {"entropy_ratio": "entropy of ln n", "gradient_gain": "gradient gain"}
+FOLLOWED = (STATISTICS["entropy_ratio"], STATISTICS["gradient_gain"])
 
 
 class LiveTwins:
@@ -48,13 +49,13 @@ class LiveTwins:
     def _table(self, step: int) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", title_style="dim")
         table.title = f"step {step} of {self._training.demo.steps}"
-        for heading in ("", "loss", *WAYS.values()):
+        for heading in ("", "loss", *(statistic.long for statistic in FOLLOWED)):
             table.add_column(heading, no_wrap=True)
         for name in self._training.models:
             losses = smoothed([loss for _, loss in self._training.losses[name]])
             curves = [Text.assemble(f"{losses[-1]:5.2f} ", (curve(losses, max(losses)), "cyan"))]
-            for number in WAYS:
-                course = [mean_of(record, number) for record in self._training.records[name]]
+            for statistic in FOLLOWED:
+                course = [record.whole(statistic.name) for record in self._training.records[name]]
                 curves.append(Text.assemble(f"{course[-1]:4.0%} ", (curve(course, 1.0), "cyan")))
             table.add_row(Text(name, style="bold"), *curves)
         return table
@@ -63,7 +64,7 @@ class LiveTwins:
         told = []
         for name in self._training.models:
             loss = smoothed([loss for _, loss in self._training.losses[name]])[-1]
-            entropy, gain = (mean_of(self._training.records[name][-1], number) for number in WAYS)
+            entropy, gain = (self._training.records[name][-1].whole(one.name) for one in FOLLOWED)
             told.append(f"{name}: loss {loss:.2f}, entropy {entropy:.0%}, gradient {gain:.0%}")
         return f"step {step:3d}  {'  |  '.join(told)}"
 

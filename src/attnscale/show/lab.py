@@ -16,9 +16,9 @@ from attnscale.show.numbers import DIGITS, shown
 ERROR_DIGITS = 2
 
 
-def show_experiments(experiments: Iterable[Experiment], console: Console | None = None) -> None:
+def show_experiments(experiments: Iterable[Experiment]) -> None:
     """Print what can be run."""
-    console = console or Console()
+    console = Console()
     grid = Grid("experiment", "question", "cells", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.columns[-1].justify = "right"
     for experiment in experiments:
@@ -27,9 +27,9 @@ def show_experiments(experiments: Iterable[Experiment], console: Console | None 
     console.print("\nRun one with 'attnscale lab NAME', or a small version of it with --quick.", highlight=False)
 
 
-def show_result(result: Result, console: Console | None = None) -> None:
+def show_result(result: Result) -> None:
     """Print the tables, what was checked, and the conclusion."""
-    console = console or Console()
+    console = Console()
     console.print(Text(f"{result.experiment}: {result.question}", style="bold"))
     for table in result.tables:
         console.print()

@@ -13,9 +13,9 @@ STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
 LARGE = 1e9  # from here on a float is shown with an exponent
 
 
-def show_ledger(claims: Sequence[Claim], console: Console | None = None) -> None:
+def show_ledger(claims: Sequence[Claim]) -> None:
     """Print the claims source by source, then how many hold, and those that do not."""
-    console = console or Console()
+    console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.file]
         if own:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from attnscale.measure.statistics import Statistic
+
 SMALL = 0.01  # below, a digit less keeps a column narrow
 LARGE, HUGE = 1e3, 1e6  # between, 47,400 is narrower than 4.74e+04, and read at once
 DIGITS = 4  # of a number in a table of results
@@ -21,6 +23,11 @@ def number(value: float, digits: int = 3) -> str:
 def share(value: float) -> str:
     """A number between 0 and 1."""
     return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def formatted(statistic: Statistic, value: float) -> str:
+    """A value of a statistic, in the format that the catalogue gives it."""
+    return share(value) if statistic.format == "share" else number(value)
 
 
 def shown(value: Any, digits: int = DIGITS) -> str:

@@ -1,5 +1,7 @@
 """A recorded training run in the terminal."""
 
+import math
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -8,19 +10,20 @@ from rich.text import Text
 from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.verdict import EXPLODING
+from attnscale.measure.statistics import Place, Statistic, in_place
 from attnscale.show.check import STYLES
+from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern, printable
-from attnscale.show.numbers import number, share
+from attnscale.show.numbers import number
 from attnscale.train.run import LayerRun, Run
 
-HEADINGS = ("max\nat first", "max\nnow", "in 1,000\nsteps", "spread", "entropy\nof ln n", "grad.\ngain", "will pass")
 STEPS = 1000  # a growth is told over
 LAST = EXPLODING[0][0]  # published threshold
 
 
-def show_run(run: Run, console: Console | None = None) -> None:
+def show_run(run: Run) -> None:
     """Print the layers with their growth and forecast, then the alarms. Names are data: nothing in them is markup."""
-    console = console or Console()
+    console = Console()
     damaged = f", {run.damaged} damaged lines left out" if run.damaged else ""
     console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records{damaged}", style="bold"))
     layers = {layer.name: layer for layer in run.layers}
@@ -47,26 +50,36 @@ def conclusion(run: Run) -> str:
     return f"{alarms}; {printable(name)} will be the first to pass {crossing.threshold:,.0f}, {told(crossing)}."
 
 
-def cells(layer: LayerRun) -> tuple[str, ...]:
-    """The numbers of a layer, in the order of HEADINGS."""
-    growth, crossing, now = layer.growth, layer.crossing, layer.numbers
-    return (
-        number(layer.first_max),
-        number(layer.last_max),
-        "–" if growth is None else f"× {growth.factor(STEPS):.3g}",
-        number(now["spread"]),
-        share(now["entropy_ratio"]),
-        share(now["gradient_gain"]),
-        "–" if crossing is None else f"{crossing.threshold:g} at {crossing.step:.0f}",
-    )
+def columns() -> list[Column[LayerRun]]:
+    """What is told of a layer: its largest score and where that goes, about the statistics of the last record."""
+    return [
+        Column("max\nat first", "max at first", lambda layer: number(layer.first_max)),
+        Column("max\nnow", "max now", lambda layer: number(layer.last_max)),
+        Column("in 1,000\nsteps", "in 1,000 steps", _factor),
+        *(_column(entry) for entry in in_place(Place.RUN)),
+        Column("will pass", "will pass", _crossing),
+    ]
+
+
+def _column(entry: Statistic) -> Column[LayerRun]:
+    return Column.of(entry, lambda layer: layer.numbers.get(entry.name, math.nan))
+
+
+def _factor(layer: LayerRun) -> str:
+    return "–" if layer.growth is None else f"× {layer.growth.factor(STEPS):.3g}"
+
+
+def _crossing(layer: LayerRun) -> str:
+    return "–" if layer.crossing is None else f"{layer.crossing.threshold:g} at {layer.crossing.step:.0f}"
 
 
 def _print_layers(title: str, members: list[tuple[str, LayerRun]], worst: dict[str, str], console: Console) -> None:
     table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+    for column in columns():
+        table.add_column(column.short, justify="right")
     for index, layer in members:
-        table.add_row(Text(index or "·", style=STYLES.get(worst.get(layer.name, ""), "green")), *cells(layer))
+        style = STYLES.get(worst.get(layer.name, ""), "green")
+        table.add_row(Text(index or "·", style=style), *(column.cell(layer) for column in columns()))
     console.print()
     console.print(Text(printable(title), style="dim"))
     console.print(table)

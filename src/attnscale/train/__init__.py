@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from attnscale.train.jsonlines import JsonLines
 from attnscale.train.log import Log, read_log
 from attnscale.train.monitor import Monitor
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.run import LayerRun, Run, summarise
+from attnscale.train.sinks.jsonlines import JsonLines
 
 if TYPE_CHECKING:
     from attnscale.train.huggingface import ScoreCallback

@@ -6,10 +6,10 @@ from typing import Any
 from attnscale.diagnose.alarm import Thresholds, Vital, alarms
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Ceiling, Growth, growth
+from attnscale.diagnose.forecast import Ceiling, Growth
 from attnscale.train.record import LayerRecord
+from attnscale.train.trend import Sample, latest, trend
 
-WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
 
 
@@ -18,7 +18,7 @@ class History:
 
     def __init__(self, limits: Thresholds) -> None:
         self.limits = limits
-        self._series: dict[str, list[tuple[int, float, float]]] = {}  # step, largest score, its bound
+        self._series: dict[str, list[Sample]] = {}
         self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
         self._standing: set[tuple[str, str, str]] = set()
 
@@ -26,11 +26,10 @@ class History:
         """Remember a sampled step; the alarms that were not standing before."""
         standing, new = set(), []
         for name, layer in layers.items():
-            series = self._series.setdefault(name, [])
-            series[:] = [entry for entry in series if entry[0] < step][1 - WINDOW :]  # a resumed run repeats steps
-            series.append((step, layer.whole("max"), layer.whole("max_bound")))
+            self._series[name] = latest([*self._series.get(name, ()), Sample.of(step, layer)])
             self._began.setdefault(name, _factors(layer))
-            for alarm in alarms(self._vital(name, layer), self.growth(name), self.limits):
+            found = trend(self._series[name], layer.softcap)
+            for alarm in alarms(self._vital(name, layer, found.ceiling), found.growth, self.limits):
                 key = (name, alarm.code, f"{alarm.severity} {alarm.expected}")
                 standing.add(key)
                 if key not in self._standing:
@@ -40,13 +39,7 @@ class History:
 
     def growth(self, layer: str) -> Growth | None:
         """The growth of a layer's largest score over the latest samples."""
-        series = self._series.get(layer, [])
-        return growth([step for step, *_ in series], [value for _, value, _ in series])
-
-    def ceiling(self, name: str, layer: LayerRecord) -> Ceiling:
-        """What keeps the scores of a layer down."""
-        series = self._series.get(name, [])
-        return Ceiling(layer.softcap, growth([step for step, *_ in series], [bound for *_, bound in series]))
+        return trend(self._series.get(layer, []), None).growth
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for a checkpoint."""
@@ -59,13 +52,13 @@ class History:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() gave, also by way of JSON."""
         self._series = {
-            name: [(int(step), float(value), float(bound[0]) if bound else math.nan) for step, value, *bound in entries]
+            name: [Sample(int(step), float(value), float(*bound or [math.nan])) for step, value, *bound in entries]
             for name, entries in state["series"].items()
         }
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
         self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
 
-    def _vital(self, name: str, layer: LayerRecord) -> Vital:
+    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling) -> Vital:
         largest = layer.numbers["max"]
         seen = [head for head, value in enumerate(largest) if not math.isnan(value)]
         change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
@@ -77,7 +70,7 @@ class History:
             layer.whole("gradient_gain"),
             layer.broken,
             "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
-            self.ceiling(name, layer),
+            ceiling,
         )
 
 

@@ -6,12 +6,15 @@ last, so that a thinning that was killed at any moment loses nothing and counts 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,23 @@ def files_of(path: Path) -> list[Path]:
 
 def read_log(path: str | Path) -> Log:
     """Read a log; lines that are no records are counted, and steps that a resumed run repeated are taken from it."""
-    records: list[Record] = []
-    damaged = 0
-    for _, line in lines_of(Path(path)):
-        record = parsed(line)
-        if record is None:
-            damaged += bool(line.strip())
-            continue
-        while records and records[-1].step >= record.step:
-            records.pop()
-        records.append(record)
-    return Log(records, damaged)
+    found = [parsed(line) for _, line in lines_of(Path(path)) if line.strip()]
+    records = [record for record in found if record is not None]
+    return Log(without_repeats(records, lambda record: record.step), len(found) - len(records))
+
+
+def without_repeats(entries: Iterable[Entry], step: Callable[[Entry], int]) -> list[Entry]:
+    """In order of steps: those that a resumed run repeats are taken from it.
+
+    >>> without_repeats([(0, "a"), (5, "b"), (10, "c"), (5, "d")], lambda entry: entry[0])
+    [(0, 'a'), (5, 'd')]
+    """
+    kept: list[Entry] = []
+    for entry in entries:
+        while kept and step(kept[-1]) >= step(entry):
+            kept.pop()
+        kept.append(entry)
+    return kept
 
 
 def lines_of(path: Path) -> Iterator[tuple[tuple[Path, int], bytes]]:
@@ -62,6 +71,12 @@ def lines_of(path: Path) -> Iterator[tuple[tuple[Path, int], bytes]]:
                     at += len(line)
     except OSError as error:
         raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
+
+
+def line_of(record: Record) -> bytes:
+    """A record as a line of a log."""
+    text = json.dumps(record.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode()
 
 
 def parsed(line: bytes) -> Record | None:

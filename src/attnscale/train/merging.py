@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from attnscale.errors import AttnscaleWarning, LostRankWarning, NotRecordedWarning
 from attnscale.train import keys
 from attnscale.train.ranks import Combined, Ranks
 from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes
@@ -31,7 +32,7 @@ class Merging:
     key_group: dist.ProcessGroup | None
     is_wanted: bool
     timeout: float
-    tell: Callable[[str], None]
+    tell: Callable[[AttnscaleWarning], None]
     _ranks: Ranks | None = None
     _key_ranks: Ranks | None = None
 
@@ -78,20 +79,26 @@ class Merging:
             own, lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads))
         )
         if combined.ranks < self._key_ranks.size:
-            self.tell("A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on.")
+            told = "A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on."
+            self.tell(LostRankWarning(told))
             return {}
         pieces = keys.from_bytes(combined.payload)
         if pieces and all(piece.shards == 1 for piece in pieces.values()):
             self.tell(
-                "Expected ranks of key_group, or several calls on one, with the same queries and other keys, and found "
-                "none: every call is counted as rows of its own. Queries must be the same to the last bit."
+                NotRecordedWarning(
+                    "Expected ranks of key_group, or several calls on one, with the same queries and other keys, and "
+                    "found none: every call is counted as rows of its own. Queries must be the same to the last bit."
+                )
             )
         if self._key_ranks.rank > 0:
             return {}
         left_out = keys.in_parts(pieces)
         if left_out:
             self.tell(
-                f"Left out: {', '.join(left_out)}, called with all of their queries and with the last of them alone, "
-                "as by a ring that balances causal work; rows are put together over calls with the same queries only."
+                NotRecordedWarning(
+                    f"Left out: {', '.join(left_out)}, called with all of their queries and with the last of them "
+                    "alone, as by a ring that balances causal work; rows are put together over calls with the same "
+                    "queries only."
+                )
             )
         return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})

@@ -17,7 +17,14 @@ from torch import nn
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Growth
-from attnscale.errors import AttnscaleError, InputError, SettingError
+from attnscale.errors import (
+    AttnscaleError,
+    AttnscaleWarning,
+    InputError,
+    NotRecordedWarning,
+    SettingError,
+    SinkWarning,
+)
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
@@ -99,7 +106,7 @@ class Monitor:
         self._seen: Seen | None = None
         self._known: KnownModel | None = None
         self._sampled = 0  # steps
-        self._told: set[str] = set()
+        self._told: set[tuple[type[AttnscaleWarning], str]] = set()
         self.begin()
 
     @property
@@ -154,7 +161,7 @@ class Monitor:
         try:
             recording()
         except Exception as error:  # the run is worth more than its log
-            self._tell(f"A sampled step could not be recorded: {type(error).__name__}: {error}")
+            self._tell(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
 
     def __enter__(self) -> "Monitor":
         self.begin()
@@ -174,7 +181,7 @@ class Monitor:
         leaving, self._watch, self._seen = self._watch, None, None
         if leaving is not None:
             with warnings.catch_warnings(), suppress(AttnscaleError):  # nothing was seen, and nothing was asked
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore", AttnscaleWarning)
                 leaving.__exit__(None, None, None)
 
     def close(self) -> None:
@@ -206,12 +213,14 @@ class Monitor:
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
-            self._tell(f"Nothing was recorded of a sampled step. {error}")
+            self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
         if seen.without_gradients:
             self._tell(
-                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
-                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+                NotRecordedWarning(
+                    "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
+                    "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+                )
             )
         self._sampled += 1
         self._known = seen.known_model if self._sampled % FOLLOWED else None
@@ -263,9 +272,12 @@ class Monitor:
             try:
                 sink(record)
             except Exception as error:
-                self._tell(f"A sink failed and is tried again at the next record: {type(error).__name__}: {error}")
+                told = f"A sink failed and is tried again at the next record: {type(error).__name__}: {error}"
+                self._tell(SinkWarning(told))
 
-    def _tell(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            warnings.warn(sentence, stacklevel=4)
+    def _tell(self, warning: AttnscaleWarning) -> None:
+        """Warn of each thing once."""
+        told = (type(warning), str(warning))
+        if told not in self._told:
+            self._told.add(told)
+            warnings.warn(warning, stacklevel=4)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from attnscale.train.record import NUMBERS, LayerRecord
+from attnscale.measure.statistics import STATISTICS, logged
+from attnscale.train.record import LayerRecord
 from attnscale.train.tally import ROWS, Tally, unpack
 
 
@@ -25,10 +26,7 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     query_norm, key_norm = query_norm.sqrt(), key_norm.sqrt()
     gradients, ranks = whole.added[:, :2].sqrt(), whole.added[:, 2]
     size = (stats.variance + stats.mean.square()).sqrt()
-    found = {
-        "spread": stats.std,
-        "max": torch.where(rows > 0, stats.max, torch.nan),
-        "max_bound": torch.where(rows > 0, stats.max_bound, torch.nan),
+    of_layer = {
         "scale": scale,
         "query_norm": query_norm,
         "key_norm": key_norm,
@@ -38,7 +36,8 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     }
     broken = ((rows > 0) & ~torch.isfinite(stats.std)).split(heads)
     looked_at = whole.pooled.rows.split(heads)
-    lists = {name: (found[name] if name in found else getattr(stats, name)).split(heads) for name in NUMBERS}
+    of_head = {name: of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in logged().items()}
+    lists = {name: torch.where(rows > 0, values, torch.nan).split(heads) for name, values in of_head.items()}
     return {
         layer: LayerRecord(int(looked_at[index].sum()), _known(lists, index), int(broken[index].sum()))
         for index, layer in enumerate(layers)
@@ -46,9 +45,9 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
 
 
 def _known(lists: Mapping[str, Sequence[Tensor]], index: int) -> dict[str, list[float]]:
-    """Of one layer; gradients only where there are some."""
+    """Of one layer; what may be unknown, as gradients may, only where a head has it."""
     values = {name: parts[index].tolist() for name, parts in lists.items()}
-    return {name: found for name, found in values.items() if not name.endswith("gradient") or _any(found)}
+    return {name: found for name, found in values.items() if not STATISTICS[name].may_be_unknown or _any(found)}
 
 
 def _any(values: list[float]) -> bool:

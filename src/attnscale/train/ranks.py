@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from attnscale.errors import LostRankWarning
+
 FOREVER = timedelta(days=365)
 TAGS = 2**24  # rounds told apart, so that what a late rank sends is not taken for the next step's
 
@@ -51,7 +53,7 @@ def _wait(work: dist.Work | None, seconds: float) -> None:
 class Ranks:
     """The ranks of a training run, as a tree with rank 0 at its root."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self.timeout = timeout
         members = None if group is None else dist.get_process_group_ranks(group)
         # a group of some ranks is made by those alone: others of the job may make one of their own at the same time
@@ -129,6 +131,7 @@ class Ranks:
             warnings.warn(
                 f"Rank {self._members[rank]} did not answer rank {self._members[self.rank]} within {self.timeout:g} s "
                 f"and is left out of the score statistics from now on ({str(error).splitlines()[0][:120]}).",
+                LostRankWarning,
                 stacklevel=2,
             )
             return False

@@ -6,23 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnscale.diagnose.finding import Finding
+from attnscale.measure.statistics import STATISTICS, logged
+from attnscale.plain import rounded
 
-# What is kept of every head, and how heads become one number of their layer.
-NUMBERS = {
-    "spread": "mean",
-    "max": "max",
-    "max_bound": "max",
-    "entropy_ratio": "mean",
-    "top1": "mean",
-    "saturated": "mean",
-    "gradient_gain": "mean",
-    "scale": "mean",
-    "query_norm": "mean",
-    "key_norm": "mean",
-    "alignment": "mean",
-    "query_gradient": "max",
-    "key_gradient": "max",
-}
 DIGITS = 5  # of a number in a log
 
 
@@ -36,11 +22,8 @@ class LayerRecord:
     softcap: float | None = None  # which no score passes
 
     def whole(self, name: str) -> float:
-        """The number of the layer: the largest of its heads, or their mean."""
-        known = [value for value in self.numbers.get(name, ()) if not math.isnan(value)]
-        if not known:
-            return math.nan
-        return max(known) if NUMBERS.get(name) == "max" else math.fsum(known) / len(known)
+        """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""
+        return STATISTICS[name].over_heads(self.numbers[name]) if name in self.numbers else math.nan
 
 
 @dataclass(frozen=True)
@@ -54,6 +37,16 @@ class Record:
     ranks: int = 1  # whose rows are in it
     rank: int | None = None  # whose record it is, where ranks were not merged
     until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it stands for."""
+        return self.step if self.until is None else self.until
+
+    def whole(self, name: str) -> float:
+        """The mean over all layers of which the number is known and finite; NaN where there is none."""
+        known = [value for layer in self.layers.values() if math.isfinite(value := layer.whole(name))]
+        return math.fsum(known) / len(known) if known else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON takes it: numbers of five digits, null for one that is NaN or infinite."""
@@ -83,7 +76,7 @@ class Record:
 
 def _layer(plain: Mapping[str, Any]) -> LayerRecord:
     numbers = {
-        key: [math.nan if value is None else float(value) for value in plain[key]] for key in NUMBERS if key in plain
+        key: [math.nan if value is None else float(value) for value in plain[key]] for key in logged() if key in plain
     }
     softcap = plain.get("softcap")
     return LayerRecord(
@@ -92,7 +85,6 @@ def _layer(plain: Mapping[str, Any]) -> LayerRecord:
 
 
 def _short(value: float) -> float | None:
-    if not math.isfinite(value):
-        return None
-    short = float(f"{value:.{DIGITS}g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+    """To DIGITS digits, and whole where that is shorter."""
+    short = rounded(value, DIGITS)
+    return int(short) if short is not None and short.is_integer() and abs(short) < 1e15 else short

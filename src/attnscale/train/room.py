@@ -5,7 +5,6 @@ FILE.older.jsonl beside the old one and puts it in place at once, then removes w
 it leaves a log that reads the same, and the next try begins where this one began.
 """
 
-import json
 import os
 import sys
 import warnings
@@ -13,7 +12,8 @@ from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 
-from attnscale.train.log import beside, files_of, lines_of, parsed
+from attnscale.errors import SinkWarning
+from attnscale.train.log import beside, files_of, line_of, lines_of, parsed, without_repeats
 from attnscale.train.record import Record
 from attnscale.train.thinning import folded, thin
 
@@ -57,7 +57,8 @@ class Thinner:
             return True
         self._process = None
         if status:
-            warnings.warn(f"{self.path} could not be thinned and goes on growing; it is tried again.", stacklevel=6)
+            told = f"{self.path} could not be thinned and goes on growing; it is tried again."
+            warnings.warn(told, SinkWarning, stacklevel=6)
         else:
             self._next_try = 0.0
         return False
@@ -70,7 +71,7 @@ def thin_files(path: Path) -> None:
     try:
         with part.open("wb") as file:
             for record in _thinned(aside):
-                file.write(json.dumps(record.to_dict(), separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+                file.write(line_of(record))
             file.flush()
             os.fsync(file.fileno())
         part.replace(older)
@@ -80,24 +81,24 @@ def thin_files(path: Path) -> None:
 
 
 def _thinned(aside: Path) -> Iterator[Record]:
-    index: list[tuple[Record, tuple[Path, int]]] = []
-    log = aside.with_name(aside.name.replace(".aside", "", 1))
-    for place, line in lines_of(log):
-        record = parsed(line) if place[0] != log else None
-        if record is None:
-            continue
-        while index and index[-1][0].step >= record.step:
-            index.pop()
-        index.append((Record(record.step, record.time, {}, until=record.until), place))
+    index = without_repeats(_index(aside), lambda entry: entry[0].step)
     kept = iter(index)
     for group in thin([record for record, _ in index]):
-        last = group.step if group.until is None else group.until
         members = []
         for record, place in kept:
             members.append(_read(place))
-            if (record.step if record.until is None else record.until) >= last:
+            if record.last_step >= group.last_step:
                 break
         yield reduce(folded, members)
+
+
+def _index(aside: Path) -> Iterator[tuple[Record, tuple[Path, int]]]:
+    """The records of what is being thinned without their layers, and where each is."""
+    log = aside.with_name(aside.name.replace(".aside", "", 1))
+    for place, line in lines_of(log):
+        record = parsed(line) if place[0] != log else None
+        if record is not None:
+            yield Record(record.step, record.time, {}, until=record.until), place
 
 
 def _read(place: tuple[Path, int]) -> Record:

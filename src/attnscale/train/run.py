@@ -7,9 +7,11 @@ from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, worst
-from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, growth
-from attnscale.train.history import WINDOW
-from attnscale.train.record import NUMBERS, Record
+from attnscale.diagnose.forecast import Crossing, Growth, forecast
+from attnscale.measure.statistics import logged
+from attnscale.plain import plain
+from attnscale.train.record import Record
+from attnscale.train.trend import Sample, latest, trend
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Run:
             "records": self.records,
             "damaged_lines": self.damaged,
             "worst": self.worst,
-            "layers": [_finite(asdict(layer)) for layer in self.layers],
+            "layers": [plain(asdict(layer)) for layer in self.layers],
             "alarms": [{"step": step, **alarm.to_dict()} for step, alarm in self.alarms],
         }
 
@@ -63,21 +65,11 @@ def summarise(records: Sequence[Record], damaged: int = 0) -> Run:
 
 
 def _layer_run(name: str, records: Sequence[Record]) -> LayerRun:
-    maxima = [record.layers[name].whole("max") for record in records]
-    found = growth([record.step for record in records[-WINDOW:]], maxima[-WINDOW:])
-    threshold = next_threshold(maxima[-1])
-    crossing = found.passes(threshold) if found is not None and found.is_growing and threshold is not None else None
+    samples = [Sample.of(record.step, record.layers[name]) for record in records]
     last = records[-1].layers[name]
-    bounds = [record.layers[name].whole("max_bound") for record in records[-WINDOW:]]
-    ceiling = Ceiling(last.softcap, growth([record.step for record in records[-WINDOW:]], bounds))
-    crossing = crossing if crossing is not None and ceiling.allows(crossing) else None
-    numbers = {number: last.whole(number) for number in NUMBERS if number in last.numbers}
-    known = [value for value in maxima if not math.isnan(value)]
-    return LayerRun(name, maxima[0], maxima[-1], max(known, default=math.nan), numbers, found, crossing)
-
-
-def _finite(plain: Any) -> Any:
-    """The same with None for a number that JSON has no word for."""
-    if isinstance(plain, dict):
-        return {key: _finite(value) for key, value in plain.items()}
-    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+    found = trend(latest(samples), last.softcap)
+    first_max, last_max = samples[0].largest, samples[-1].largest
+    highest = max((sample.largest for sample in samples if not math.isnan(sample.largest)), default=math.nan)
+    numbers = {number: last.whole(number) for number in logged() if number in last.numbers}
+    crossing = forecast(found.growth, found.ceiling, next_threshold(last_max))
+    return LayerRun(name, first_max, last_max, highest, numbers, found.growth, crossing)

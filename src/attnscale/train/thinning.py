@@ -8,11 +8,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from attnscale.measure.statistics import STATISTICS
 from attnscale.train.record import LayerRecord, Record
 
 KEPT = 4  # one record in four, the newest, is left alone
-# Which end of a number is the bad one. All others count as bad when they are large.
-BAD_WHEN_SMALL = frozenset({"entropy_ratio", "gradient_gain"})
 
 
 def thin(records: Sequence[Record]) -> list[Record]:
@@ -39,7 +38,7 @@ def _fold_narrow(records: list[Record]) -> list[Record]:
 
 
 def _width(first: Record, second: Record) -> int:
-    return (second.step if second.until is None else second.until) - first.step + 1
+    return second.last_step - first.step + 1
 
 
 def folded(first: Record, second: Record) -> Record:
@@ -52,7 +51,7 @@ def folded(first: Record, second: Record) -> Record:
         first.alarms + second.alarms,
         min(first.ranks, second.ranks),
         first.rank,
-        second.step if second.until is None else second.until,
+        second.last_step,
     )
 
 
@@ -69,7 +68,7 @@ def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord
 def _extremes(name: str, first: list[float] | None, second: list[float] | None) -> list[float]:
     if first is None or second is None or len(first) != len(second):
         return second or first or []
-    worse = min if name in BAD_WHEN_SMALL else max
+    worse = min if STATISTICS[name].bad == "small" else max
     return [
         second[head] if math.isnan(value) else value if math.isnan(second[head]) else worse(value, second[head])
         for head, value in enumerate(first)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from attnscale.declared import Declared
+from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
 from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
 
-COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected", "spread", "entropy", "top-1", "gain")
+COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # and then those of Place.SEEN
 Line = tuple[str, int] | None  # of the code of a module, where it has any of its own
 HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
 
@@ -134,8 +135,9 @@ class Seen:
         )
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(_cells(layer) for layer in self.layers.values())]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
+        rows = [columns, *(_cells(layer) for layer in self.layers.values())]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
         lines = (
             "  ".join(
                 cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
@@ -150,9 +152,8 @@ def _root_mean_square(norms: list[Tensor]) -> Tensor:
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:
-    stats = layer.stats
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
-    means = (float(values.nanmean()) for values in (stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain))
-    numbers = (layer.scale_applied, layer.scale_expected, *means)
+    statistics = (entry.whole(layer.stats) for entry in in_place(Place.SEEN))
+    numbers = (layer.scale_applied, layer.scale_expected, *statistics)
     shown = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
     return layer.name, layer.kind, heads, str(layer.head_dim), *shown

@@ -1,14 +1,18 @@
 """The report of `attnscale check`."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from attnscale.checking import Checked, Group, Line
 from attnscale.diagnose.what_if import COLUMNS
-from attnscale.show.check import HEADINGS, cells, place
+from attnscale.show.check import columns, place
+from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern
 from attnscale.show.report.densities import densities
 from attnscale.show.report.facts import facts_of_layers
 from attnscale.show.report.freezing import freezing
 from attnscale.show.report.heads import map_of_layers
-from attnscale.show.report.method import errors_of, words
+from attnscale.show.report.method import errors_of, words_of_models
 from attnscale.show.report.parts import MATTER, Block, Note, Page, Row, Section, Table, render
 
 
@@ -46,22 +50,23 @@ def note_of(group: Group) -> Note:
 def table_of(lines: tuple[Line, ...]) -> Table:
     """Layer by layer."""
     by_name = {line.name: line for line in lines}
-    headings = tuple(_unfolded(heading) for heading in HEADINGS)
+    shown = columns()
     groups = tuple(
-        (title, tuple(_row(index or "·", by_name[name]) for index, name in members))
+        (title, tuple(_row(index or "·", by_name[name], shown) for index, name in members))
         for title, members in by_pattern(by_name)
     )
-    return Table(("layer", *headings, "verdict"), groups, text=frozenset({0, len(headings) + 1}))
+    headings = ("layer", *map(unbroken, shown), "verdict")
+    return Table(headings, groups, text=frozenset({0, len(headings) - 1}))
 
 
-def _row(index: str, line: Line) -> Row:
-    return Row((index, *cells(line), line.judgement), line.name, line.severity or "fine")
+def unbroken(column: Column[Any]) -> str:
+    """The heading of a column, in which top-1 does not break."""
+    return column.long.replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
-def _unfolded(heading: str) -> str:
-    """A heading of the terminal's table without its line breaks and abbreviations; top-1 does not break at all."""
-    whole = heading.replace("-\n", "").replace("grad.", "gradient").replace("\n", " ")
-    return whole.replace("-", "\N{NON-BREAKING HYPHEN}")
+def _row(index: str, line: Line, shown: Iterable[Column[Line]]) -> Row:
+    cells = (column.cell(line) for column in shown)
+    return Row((index, *cells, line.judgement), line.name, line.severity or "fine")
 
 
 def _layers(checked: Checked) -> Section:
@@ -103,5 +108,5 @@ def _method(checked: Checked) -> Section:
         f"One forward pass on {checked.fed}, on {checked.device}; {rows} was looked at. By its norms and biases the "
         f"model is {state}."
     )
-    blocks: tuple[Block, ...] = (" ".join([told, *checked.notes]), errors_of(checked.audit.layers), words())
+    blocks: tuple[Block, ...] = (" ".join([told, *checked.notes]), errors_of(checked.audit.layers), words_of_models())
     return Section("method", "How it was measured", blocks)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.verdict import EXPLODING
+from attnscale.measure.statistics import STATISTICS, Statistic
 from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Number, Series, short
-from attnscale.show.report.heads import METRICS, Metric
+from attnscale.show.report.heads import mapped
 from attnscale.show.report.names import legend
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run
@@ -15,45 +16,42 @@ from attnscale.train.run import LayerRun, Run
 CURVES = 6  # layers with a curve of their own: more could not be told apart
 POINTS = 300  # of a curve
 FORECAST = 25  # points of a forecast
+MARGIN = 1.02  # of an axis, so that a curve at its end is seen
 BEYOND = 1.5  # times the highest score: limits up to there are shown
 Reduce = Callable[[Sequence[float]], float]
 
 
 def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
-    """Every metric over the steps: the layers that matter, the range of all, and where the largest score is going."""
+    """Every statistic over the steps: the layers that matter, the range of all, where the largest score is going."""
     chosen = sorted(run.layers, key=_matters)[:CURVES]
     chosen = [layer for layer in run.layers if layer in chosen]
     views = {}
-    for title, metric in METRICS.items():
-        series = [*_range(records, metric, len(run.layers)), *_curves(records, metric, chosen)]
-        if metric.recorded == "max":
+    for statistic in mapped():
+        series = [*_range(records, statistic, len(run.layers)), *_curves(records, statistic, chosen)]
+        if statistic.name == "max":
             series += _forecasts(chosen)
             series += _thresholds(series)
-        positive = all(value > 0 for one in series for value in one.y if value is not None)
-        log = metric.high is None and positive
-        bounds = None if metric.high is None else (0.0, 1.02)
-        notice = _growth_notice(run) if metric.recorded == "max" else _change_notice(title, metric, records)
-        views[title] = Chart(tuple(series), Axis("step"), Axis(title, log=log, range=bounds), notice)
-    order = ("largest score", *(title for title in views if title != "largest score"))
-    return Figure(name, {title: views[title] for title in order})
+        notice = _growth_notice(run) if statistic.name == "max" else _change_notice(statistic, records)
+        views[statistic.long] = Chart(tuple(series), Axis("step"), _axis(statistic, series), notice)
+    first = STATISTICS["max"].long
+    return Figure(name, {first: views.pop(first), **views})
 
 
 def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
-    """Every metric of every run: the mean of its layers, from the lowest to the highest."""
+    """Every statistic of every run: the mean of its layers, from the lowest to the highest."""
     views = {}
-    for title, metric in METRICS.items():
+    for statistic in mapped():
         series, ends = [], []
         for tone, (run, records) in enumerate(runs):
-            layers = [[record.layers[layer].whole(metric.recorded) for layer in record.layers] for record in records]
+            layers = [[record.layers[layer].whole(statistic.name) for layer in record.layers] for record in records]
             steps = [record.step for record in records]
             mean = [_mean(values) for values in layers]
             low, high = ([edge(_known(values), default=math.nan) for values in layers] for edge in (min, max))
             series.append(_thinned(Series(run, steps, mean, low, high, tone=tone, mode="both")))
             known = [value for value in mean if math.isfinite(value)]
             ends += [f"{run}: {number(known[0])} at first, {number(known[-1])} at the end"] if known else []
-        positive = all(value > 0 for one in series for value in (*one.y, *one.low) if value is not None)
-        axis = Axis(title, log=metric.high is None and positive, range=None if metric.high is None else (0.0, 1.02))
-        views[title] = Chart(tuple(series), Axis("step"), axis, f"Mean of the layers. {'; '.join(ends)}.")
+        axis, notice = _axis(statistic, series), f"Mean of the layers. {'; '.join(ends)}."
+        views[statistic.long] = Chart(tuple(series), Axis("step"), axis, notice)
     return Figure(name, views)
 
 
@@ -70,27 +68,35 @@ def learning_curves(name: str, runs: Sequence[tuple[str, Sequence[tuple[int, flo
     return Figure(name, {"loss": Chart(tuple(series), Axis("step"), Axis("loss"), f"{'; '.join(ends)}.")})
 
 
+def _axis(statistic: Statistic, series: Sequence[Series]) -> Axis:
+    """All of its range where that ends, else a logarithm where values and bands allow one."""
+    if statistic.highest is not None:
+        return Axis(statistic.long, range=(0.0, MARGIN * statistic.highest))
+    values = [value for one in series for value in (*one.y, *one.low) if value is not None]
+    return Axis(statistic.long, log=all(value > 0 for value in values))
+
+
 def _matters(layer: LayerRun) -> tuple[float, float]:
     """The first to pass a threshold first, then by the largest score."""
     crossing = math.inf if layer.crossing is None else layer.crossing.step
     return crossing, -layer.last_max if math.isfinite(layer.last_max) else 0.0
 
 
-def _curves(records: Sequence[Record], metric: Metric, chosen: Sequence[LayerRun]) -> Iterable[Series]:
+def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[LayerRun]) -> Iterable[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
         seen = [record for record in records if layer.name in record.layers]
-        values = [record.layers[layer.name].whole(metric.recorded) for record in seen]
+        values = [record.layers[layer.name].whole(statistic.name) for record in seen]
         steps = [record.step for record in seen]
         mode = "both" if len(steps) <= 40 else "lines"
         series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
-        yield _thinned(series, max if metric.recorded == "max" else _mean)
+        yield _thinned(series, max if statistic.heads == "max" else _mean)
 
 
-def _range(records: Sequence[Record], metric: Metric, layers: int) -> list[Series]:
+def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
     if layers <= CURVES:
         return []
-    values = [[layer.whole(metric.recorded) for layer in record.layers.values()] for record in records]
+    values = [[layer.whole(statistic.name) for layer in record.layers.values()] for record in records]
     low, high = ([edge(_known(found), default=math.nan) for found in values] for edge in (min, max))
     steps = [record.step for record in records]
     return [_thinned(Series(f"all {layers} layers, lowest to highest", steps, low=low, high=high, tone="ink"))]
@@ -145,11 +151,9 @@ def _growth_notice(run: Run) -> str:
     )
 
 
-def _change_notice(title: str, metric: Metric, records: Sequence[Record]) -> str:
-    first, last = (
-        _mean(layer.whole(metric.recorded) for layer in record.layers.values()) for record in (records[0], records[-1])
-    )
-    return f"Over all layers the mean {title} went from {number(first)} to {number(last)}."
+def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
+    first, last = (record.whole(statistic.name) for record in (records[0], records[-1]))
+    return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."
 
 
 def _thinned(series: Series, reduce: Reduce | None = None) -> Series:

@@ -1,10 +1,11 @@
 """Figures: numbers, names and what to notice; report.js draws them. Names are data: plotly would read tags in them."""
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from attnscale.plain import rounded
 
 Number = float | int | None
 LABEL = 22  # characters of a name beside an axis or in a legend; hovering shows all of it
@@ -103,9 +104,9 @@ def in_full(name: str) -> str:
     return "<br>".join(shown(name[start : start + LINE]) for start in range(0, max(len(name), 1), LINE))
 
 
-def rounded(values: Sequence[Number]) -> list[Number]:
+def short_numbers(values: Sequence[Number]) -> list[Number]:
     """Numbers of a few digits; None where there is none, or none that JSON knows."""
-    return [None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}") for value in values]
+    return [None if value is None else rounded(value, DIGITS) for value in values]
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
@@ -126,10 +127,10 @@ def _chart(chart: Chart) -> dict[str, Any]:
 def _series(series: Series) -> dict[str, Any]:
     return {
         "name": shown(series.name),
-        "x": rounded(series.x),
-        "y": rounded(series.y),
-        "low": rounded(series.low),
-        "high": rounded(series.high),
+        "x": short_numbers(series.x),
+        "y": short_numbers(series.y),
+        "low": short_numbers(series.low),
+        "high": short_numbers(series.high),
         "mode": series.mode,
         "tone": series.tone,
         "dashed": series.dashed,
@@ -141,9 +142,9 @@ def _series(series: Series) -> dict[str, Any]:
 def _heat(heat: Heat) -> dict[str, Any]:
     return {
         "kind": "heat",
-        "values": [rounded(row) for row in heat.values],
-        "errors": None if heat.errors is None else [rounded(row) for row in heat.errors],
-        "bounds": None if heat.bounds is None else [rounded(row) for row in heat.bounds],
+        "values": [short_numbers(row) for row in heat.values],
+        "errors": None if heat.errors is None else [short_numbers(row) for row in heat.errors],
+        "bounds": None if heat.bounds is None else [short_numbers(row) for row in heat.bounds],
         "x": _axis(heat.x),
         "y": _axis(heat.y),
         "unit": shown(heat.unit),

@@ -1,12 +1,13 @@
-"""The map of layers and heads: one metric at a time."""
+"""The map of layers and heads: one statistic at a time."""
 
-import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from torch import Tensor
 
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.plain import finite, plain
 from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Figure, Heat, Number
 from attnscale.show.report.names import ticks
@@ -16,30 +17,19 @@ from attnscale.watching import Layer
 OUTLIERS = 20.0  # times the median: from here on colours follow the logarithm
 
 
-@dataclass(frozen=True)
-class Metric:
-    """What can be shown of a head: its name in ScoreStats and in a log, and its range, None for that of the values."""
-
-    statistic: str
-    recorded: str
-    high: float | None
-    extreme: str  # which end is worth naming, "highest" or "lowest"
-
-
-METRICS = {
-    "spread": Metric("std", "spread", None, "highest"),
-    "entropy of ln n": Metric("entropy_ratio", "entropy_ratio", 1.0, "lowest"),
-    "top-1 weight": Metric("top1", "top1", 1.0, "highest"),
-    "gradient gain": Metric("gradient_gain", "gradient_gain", 1.0, "lowest"),
-    "largest score": Metric("max", "max", None, "highest"),
-}
 Values = Sequence[Sequence[Number]]
+
+
+def mapped() -> list[Statistic]:
+    """What can be shown of a head, one at a time: means first, extremes last."""
+    return sorted(in_place(Place.MAP), key=lambda entry: entry.heads == "max")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One metric of every layer and head; the errors or upper bounds that come of having looked at some rows only."""
+    """One statistic of every layer and head; errors or upper bounds where only some rows were looked at."""
 
+    statistic: Statistic
     values: Values
     errors: Values | None = None
     bounds: Values | None = None
@@ -47,73 +37,71 @@ class Grid:
 
 def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
     """The map of what was watched."""
-    return map_of(name, tuple(layers), {title: _grid(layers.values(), metric) for title, metric in METRICS.items()})
+    return map_of(name, tuple(layers), [_grid(layers.values(), entry) for entry in mapped()])
 
 
 def map_of_record(name: str, record: Record) -> Figure:
     """The map of one sampled step."""
-    grids = {
-        title: Grid([record.layers[layer].numbers.get(metric.recorded, []) for layer in record.layers])
-        for title, metric in METRICS.items()
-    }
+    grids = [
+        Grid(entry, [record.layers[layer].numbers.get(entry.name, []) for layer in record.layers]) for entry in mapped()
+    ]
     return map_of(name, tuple(record.layers), grids)
 
 
-def map_of(
-    name: str, names: tuple[str, ...], grids: Mapping[str, Grid], highest: Mapping[str, float] | None = None
-) -> Figure:
-    """A map, each metric in the range of its values, or up to the `highest` of several maps."""
-    width = max((len(row) for grid in grids.values() for row in grid.values), default=0)
+def map_of(name: str, names: tuple[str, ...], grids: Sequence[Grid]) -> Figure:
+    """A map, each statistic in its range, or in that of the values where it has no highest."""
+    width = max((len(row) for grid in grids for row in grid.values), default=0)
     views = {}
-    for title, grid in grids.items():
-        metric, values = METRICS[title], _padded(grid.values, width)
+    for grid in grids:
+        statistic, values = grid.statistic, _padded(grid.values, width)
         known = [value for row in values for value in row if value is not None]
-        high = metric.high or (highest or {}).get(title) or max(known, default=1.0) or 1.0
-        log = metric.high is None and bool(known) and min(known) > 0 and high > OUTLIERS * statistics.median(known)
-        views[title] = Heat(
+        high = statistic.highest or max(known, default=1.0) or 1.0
+        log = statistic.highest is None and bool(known) and min(known) > 0 and high > OUTLIERS * median(known)
+        views[statistic.long] = Heat(
             values=values,
             x=Axis("head"),
             y=Axis("layer", ticks=ticks(names)),
-            unit=title,
+            unit=statistic.long,
             rows=names,
             low=min(known) if log else min(0.0, *known) if known else 0.0,
             high=high,
             log=log,
-            notice=_notice(title, metric, names, values),
+            notice=_notice(statistic, names, values),
             errors=None if grid.errors is None else _padded(grid.errors, width),
             bounds=None if grid.bounds is None else _padded(grid.bounds, width),
         )
     return Figure(name, views, choose="Colour heads by")
 
 
-def _grid(layers: Iterable[Layer], metric: Metric) -> Grid:
+def _grid(layers: Iterable[Layer], statistic: Statistic) -> Grid:
     seen = [layer.stats for layer in layers]
-    values = [_numbers(getattr(stats, metric.statistic)) for stats in seen]
+    values = [_numbers(statistic.of(stats)) for stats in seen]
     if all(stats.exact for stats in seen):
-        return Grid(values)
-    if metric.statistic == "max":
-        return Grid(values, bounds=[_numbers(stats.max_bound) for stats in seen])
-    return Grid(values, errors=[_numbers(stats.stderr(metric.statistic)) for stats in seen])
+        return Grid(statistic, values)
+    if statistic.bounded_by:
+        return Grid(statistic, values, bounds=[_numbers(STATISTICS[statistic.bounded_by].of(stats)) for stats in seen])
+    if not statistic.has_error or statistic.attribute is None:
+        return Grid(statistic, values)
+    return Grid(statistic, values, errors=[_numbers(stats.stderr(statistic.attribute)) for stats in seen])
 
 
-def _notice(title: str, metric: Metric, names: Sequence[str], values: Values) -> str:
+def _notice(statistic: Statistic, names: Sequence[str], values: Values) -> str:
     known = [
         (value, row, head) for row, heads in enumerate(values) for head, value in enumerate(heads) if value is not None
     ]
     if not known:
-        return f"No head has a {title} that is a number."
-    value, row, head = max(known) if metric.extreme == "highest" else min(known)
-    middle = statistics.median(value for value, _, _ in known)
+        return f"No head has a {statistic.long} that is a number."
+    extreme, (value, row, head) = ("highest", max(known)) if statistic.bad == "large" else ("lowest", min(known))
+    middle = median(value for value, _, _ in known)
     return (
-        f"The {metric.extreme} {title} is {number(value)}, of head {head} in {names[row]}; half of the heads are above "
-        f"{number(middle)}."
+        f"The {extreme} {statistic.long} is {number(value)}, of head {head} in {names[row]}; half of the heads are "
+        f"above {number(middle)}."
     )
 
 
 def _numbers(values: Tensor) -> list[Number]:
-    return [value if math.isfinite(value) else None for value in values.double().tolist()]
+    return list(map(finite, values.double().tolist()))
 
 
 def _padded(values: Values, width: int) -> Values:
-    finite = ([value if value is not None and math.isfinite(value) else None for value in row] for row in values)
-    return [row + [None] * (width - len(row)) for row in finite]
+    return [[*plain(row), *[None] * (width - len(row))] for row in values]

@@ -7,13 +7,13 @@ from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
 from attnscale.show.check import place
 from attnscale.show.naming import by_pattern
-from attnscale.show.report.check import _unfolded
+from attnscale.show.report.check import unbroken
 from attnscale.show.report.courses import layers_over_run
 from attnscale.show.report.facts import facts_of_run
 from attnscale.show.report.heads import map_of_record
-from attnscale.show.report.method import words
+from attnscale.show.report.method import words_of_logs
 from attnscale.show.report.parts import MATTER, Note, Page, Row, Section, Table, render
-from attnscale.show.run import HEADINGS, cells, conclusion
+from attnscale.show.run import columns, conclusion
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
@@ -64,13 +64,12 @@ def _table(run: Run) -> Table:
         (title, tuple(_row(index or "·", layers[name]) for index, name in members))
         for title, members in by_pattern(layers)
     )
-    headings = (*(_unfolded(heading) for heading in HEADINGS), "90% interval of the step")
-    return Table(("layer", *headings), groups)
+    return Table(("layer", *map(unbroken, columns()), "90% interval of the step"), groups)
 
 
 def _row(index: str, layer: LayerRun) -> Row:
     interval = "–" if layer.crossing is None else told(layer.crossing).partition("(")[2].rstrip(")")
-    return Row((index, *cells(layer), interval), layer.name)
+    return Row((index, *(column.cell(layer) for column in columns()), interval), layer.name)
 
 
 def _method(run: Run, records: Sequence[Record]) -> Section:
@@ -92,8 +91,7 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         "a forecast is its 90% interval. A forecast says where the present growth leads, not that it will go on. A log "
         "keeps no scores and no lengths, so there are no histograms and no freezing point here."
     )
-    left_out = ("expected spread", "freezing point", "saturated", "scale")
-    return Section("method", "How it was measured", (" ".join(sentences), forecast, words(*left_out)))
+    return Section("method", "How it was measured", (" ".join(sentences), forecast, words_of_logs()))
 
 
 def _sentence(text: str) -> str:

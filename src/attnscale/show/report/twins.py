@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from attnscale.checking import Checked
 from attnscale.lab.twins import TwinRun, Twins
-from attnscale.show.numbers import number, share, shown
+from attnscale.measure.statistics import STATISTICS, Statistic
+from attnscale.show.numbers import formatted, number, shown
 from attnscale.show.report.check import table_of
 from attnscale.show.report.courses import learning_curves, runs_over_time
 from attnscale.show.report.densities import densities
 from attnscale.show.report.figures import Figure, Heat
 from attnscale.show.report.freezing import freezing
-from attnscale.show.report.heads import map_of_layers, map_of_record
-from attnscale.show.report.method import words
+from attnscale.show.report.heads import map_of_layers, map_of_record, mapped
+from attnscale.show.report.method import words_of_models
 from attnscale.show.report.parts import Note, Page, Row, Section, Table, Terms, render
 from attnscale.train.record import Record
 
@@ -40,7 +41,7 @@ def twins_report(twins: Twins) -> Page:
 
 def _method(twins: Twins) -> Section:
     settings = Terms({name: shown(value) for name, value in twins.settings.items()})
-    return Section("method", "How it was measured", (settings, words()))
+    return Section("method", "How it was measured", (settings, words_of_models()))
 
 
 def _notes(twins: Twins) -> Iterator[Note]:
@@ -50,20 +51,18 @@ def _notes(twins: Twins) -> Iterator[Note]:
     if known:
         ends = "; ".join(f"{name}: from {values[0]:.3f} to {values[-1]:.3f}" for name, values in known.items())
         yield Note("fact", "loss", f"{ends}.")
-    for tag, metric, told in (("gradient gain", "gradient_gain", share), ("spread", "spread", number)):
+    for statistic in (STATISTICS["gradient_gain"], STATISTICS["spread"]):
         ends = "; ".join(
-            f"{run.name}: {told(_whole(run.records[0], metric))} at first, {told(_whole(run.records[-1], metric))} at "
-            "the end"
+            f"{run.name}: {_told(run.records[0], statistic)} at first, {_told(run.records[-1], statistic)} at the end"
             for run in twins.runs
             if run.records
         )
         if ends:
-            yield Note("fact", tag, f"{ends}.", place="mean of the layers")
+            yield Note("fact", statistic.long, f"{ends}.", place="mean of the layers")
 
 
-def _whole(record: Record, metric: str) -> float:
-    values = [value for layer in record.layers.values() if math.isfinite(value := layer.whole(metric))]
-    return math.fsum(values) / len(values) if values else math.nan
+def _told(record: Record, statistic: Statistic) -> str:
+    return formatted(statistic, record.whole(statistic.name))
 
 
 def _learning(twins: Twins) -> Iterator[Section]:
@@ -139,12 +138,12 @@ def _layers(twins: Twins) -> Iterator[Section]:
 
 
 def _ends(runs: tuple[TwinRun, ...]) -> Table:
-    columns = ("spread", "entropy_ratio", "top1", "gradient_gain", "max")
+    columns = mapped()
     rows = tuple(
-        Row((run.name, when, *(number(_whole(run.records[index], column)) for column in columns)))
+        Row((run.name, when, *(number(run.records[index].whole(entry.name)) for entry in columns)))
         for run in runs
         if run.records
         for when, index in (("first", 0), ("last", -1))
     )
-    headings = ("run", "record", "spread", "entropy of ln n", "top-1", "gradient gain", "largest score")
-    return Table(headings, (("", rows),), text=frozenset({0, 1}))
+    headings = (entry.long for entry in columns)
+    return Table(("run", "record", *headings), (("", rows),), text=frozenset({0, 1}))

@@ -17,10 +17,8 @@ ARGUMENTS = (
 
 def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     """What its two functions do to scores is asked of them."""
-    query, key, value, score_mod, block_mask, scale, _, score_buffers, mask_buffers = (
-        given[name] for name in ARGUMENTS
-    )
-    mask_mod = block_mask[-1]
+    query, key, value, score_mod = (given[name] for name in ("query", "key", "value", "score_mod"))
+    score_buffers, mask_buffers, mask_mod = given["score_buffers"], given["mask_buffers"], given["block_mask"][-1]
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape

@@ -1,10 +1,8 @@
 """Records as TensorBoard curves, one a layer and number."""
 
-import math
-
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
-from attnscale.train.sinks import scalars
+from attnscale.train.sinks.scalars import scalars
 
 
 class TensorBoard:
@@ -24,8 +22,7 @@ class TensorBoard:
         if record.rank:
             return
         for tag, value in scalars(record):
-            if math.isfinite(value):
-                self._writer.add_scalar(tag, value, record.step)
+            self._writer.add_scalar(tag, value, record.step)
         for alarm in record.alarms:
             self._writer.add_text("attnscale/alarms", str(alarm), record.step)
         self._writer.flush()

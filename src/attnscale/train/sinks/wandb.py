@@ -1,11 +1,10 @@
 """Records in the run that Weights & Biases has open."""
 
-import math
 from importlib import import_module
 
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
-from attnscale.train.sinks import scalars
+from attnscale.train.sinks.scalars import scalars
 
 
 class WeightsAndBiases:
@@ -24,7 +23,6 @@ class WeightsAndBiases:
         run = self._wandb.run
         if run is None:
             raise SettingError("The sink 'wandb' needs an open run; call wandb.init() before training.")
-        values: dict[str, object] = {tag: value for tag, value in scalars(record) if math.isfinite(value)}
-        run.log({**values, "attnscale/step": record.step}, commit=False)
+        run.log({**dict(scalars(record)), "attnscale/step": record.step}, commit=False)
         for alarm in record.alarms:
             run.alert(title=f"attnscale: {alarm.code} in {alarm.place}", text=str(alarm))

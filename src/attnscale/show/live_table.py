@@ -6,27 +6,19 @@ from rich.table import Table
 from rich.text import Text
 
 from attnscale.diagnose.finding import Finding
+from attnscale.measure.statistics import Place, in_place
+from attnscale.show.check import STYLES
+from attnscale.show.numbers import number
 from attnscale.train.record import Record
 
-COLUMNS = {
-    "spread": "spread",
-    "max": "max",
-    "max_bound": "max ≤",
-    "entropy_ratio": "entropy\nof ln n",
-    "top1": "top-1",
-    "saturated": "satu-\nrated",
-    "gradient_gain": "grad.\ngain",
-}
-STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
+SHOWN_ALARMS = 5
 
 
 class LiveTable:
     """One row a layer, redrawn at every sampled step; the alarms below it, the newest last."""
 
-    SHOWN_ALARMS = 5
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._live = Live(console=console, auto_refresh=False)
+    def __init__(self) -> None:
+        self._live = Live(console=Console(), auto_refresh=False)
         self._alarms: list[Finding] = []
 
     def __call__(self, record: Record) -> None:
@@ -34,7 +26,7 @@ class LiveTable:
         if record.rank:
             return
         self._live.start()
-        self._alarms = (self._alarms + record.alarms)[-self.SHOWN_ALARMS :]
+        self._alarms = (self._alarms + record.alarms)[-SHOWN_ALARMS:]
         self._live.update(self._table(record), refresh=True)
 
     def close(self) -> None:
@@ -45,11 +37,12 @@ class LiveTable:
         worst = {alarm.layer: alarm.severity for alarm in self._alarms}
         table = Table(title=f"step {record.step}", box=None, pad_edge=False, title_justify="left")
         table.add_column("layer", overflow="fold")
-        for heading in COLUMNS.values():
-            table.add_column(heading, justify="right")
+        statistics = in_place(Place.LIVE)
+        for statistic in statistics:
+            table.add_column(statistic.short, justify="right")
         for name, layer in record.layers.items():
             style = STYLES.get(worst.get(name, ""), "")
-            table.add_row(Text(name, style=style), *(f"{layer.whole(column):.3g}" for column in COLUMNS))
+            table.add_row(Text(name, style=style), *(number(layer.whole(one.name)) for one in statistics))
         table.caption = Text("\n".join(f"{alarm.severity}: {alarm.place}: {alarm.message}" for alarm in self._alarms))
         table.caption_justify = "left"
         return table

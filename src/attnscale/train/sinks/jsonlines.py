@@ -1,12 +1,12 @@
 """Writing a log of records as JSON lines, a whole line at a time."""
 
 import errno
-import json
 import os
 import warnings
 from pathlib import Path
 
-from attnscale.train.log import files_of
+from attnscale.errors import SinkWarning
+from attnscale.train.log import files_of, line_of
 from attnscale.train.record import Record
 from attnscale.train.room import Thinner
 
@@ -29,9 +29,9 @@ class JsonLines:
 
     def __call__(self, record: Record) -> None:
         """Append one line."""
-        line = json.dumps(record.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
+        line = line_of(record)
         try:
-            self._append(path_of_rank(self.path, record.rank), line.encode())
+            self._append(path_of_rank(self.path, record.rank), line)
         except OSError as error:
             self._warn(error)
 
@@ -58,6 +58,7 @@ class JsonLines:
             warnings.warn(
                 f"Could not write {self.path}: {error.strerror or error}. Training goes on; records are left out until "
                 "it can be written again.",
+                SinkWarning,
                 stacklevel=3,
             )
 

@@ -1,0 +1,188 @@
+"""The catalogue of statistics: what is known of each, for whoever computes, keeps, shows or explains it.
+
+A new statistic is a property of ScoreStats and one entry here. Logs, thinning, tables, reports, sinks and the guide to
+the statistics take it from there.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnscale.measure.stats import ScoreStats
+
+ANY, POSITIVE, SHARE = (-math.inf, math.inf), (0.0, math.inf), (0.0, 1.0)
+
+
+class Place(Flag):
+    """Where a statistic is kept or shown."""
+
+    LOG = auto()  # records of a training run, and the sinks that draw them as curves
+    LIVE = auto()  # the table that follows a run; of what is in the log
+    SEEN = auto()  # print(seen)
+    CHECK = auto()  # `attnscale check`: terminal, JSON and report
+    RUN = auto()  # `attnscale watch-log`; of what is in the log
+    MAP = auto()  # reports: the map of heads and the curves of a run; of what is in the log
+    NOWHERE = 0
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number a head."""
+
+    name: str
+    short: str  # heading of a narrow table, with the line breaks it needs
+    long: str  # heading where there is room
+    meaning: str
+    reading: str = ""  # what its values say
+    word: str = ""  # heading of a table with one line for it, where that is not the short one
+    attribute: str | None = None  # of ScoreStats; None: of the layer, and known to its record alone
+    unit: str = ""
+    bad: Literal["large", "small"] = "large"  # the end that a thinned log keeps and a report names
+    heads: Literal["mean", "max", "sum"] = "mean"  # what makes one number of a layer
+    range: tuple[float, float] = POSITIVE
+    format: Literal["number", "share"] = "number"
+    places: Place = Place.NOWHERE
+    has_error: bool = False  # where rows were sampled: ScoreStats.stderr knows it
+    bounded_by: str = ""  # where rows were sampled: the statistic that it cannot exceed
+    may_be_unknown: bool = False  # left out of a record in which no head has it
+
+    def of(self, stats: "ScoreStats") -> "Tensor":
+        """The values of all heads; of a statistic that ScoreStats has."""
+        assert self.attribute is not None, f"{self.name} is known to the record of a layer alone"
+        values: Tensor = getattr(stats, self.attribute)
+        return values
+
+    def whole(self, stats: "ScoreStats") -> float:
+        """The number of the layer that has these heads."""
+        return self.over_heads(self.of(stats).tolist())
+
+    def over_heads(self, values: Iterable[float]) -> float:
+        """The number of the layer, from those of its heads; NaN where none is known."""
+        known = [value for value in values if not math.isnan(value)]
+        if not known:
+            return math.nan
+        return max(known) if self.heads == "max" else sum(known) / (len(known) if self.heads == "mean" else 1)
+
+    @property
+    def highest(self) -> float | None:
+        """The most it can be, where there is such a number."""
+        return self.range[1] if math.isfinite(self.range[1]) else None
+
+    @property
+    def one_line(self) -> str:
+        """A short heading without line breaks.
+
+        >>> [STATISTICS[name].one_line for name in ("spread", "entropy_ratio", "gradient_gain")]
+        ['spread', 'entropy', 'gain']
+        """
+        return self.word or self.short
+
+
+EVERYWHERE = Place.LOG | Place.LIVE | Place.SEEN | Place.CHECK | Place.RUN | Place.MAP
+
+_ENTRIES = (
+    Statistic(
+        "rows", "rows", "rows", "rows looked at, with at least one visible key",
+        attribute="rows", unit="rows", heads="sum",
+    ),
+    Statistic(
+        "count", "scores", "scores", "scores looked at: visible keys of all those rows",
+        attribute="count", unit="scores", heads="sum",
+    ),
+    Statistic(
+        "mean", "mean", "mean score", "mean of the scores",
+        "far from 0 it does no harm by itself: softmax does not see a shift",
+        attribute="mean", range=ANY, has_error=True,
+    ),
+    Statistic("variance", "variance", "variance", "variance of the scores, σ²", attribute="variance", has_error=True),
+    Statistic(
+        "spread", "spread", "spread", "standard deviation of the scores that softmax sees, σ, over visible keys",
+        "1 at the start; softmax freezes at √(2 ln n): 3.7 over 1,024 keys. It also counts what softmax does not see, "
+        "a shift of a whole row, so it can exceed what the entropy suggests",
+        attribute="std", has_error=True, places=EVERYWHERE,
+    ),
+    Statistic(
+        "max", "max", "largest score", "the largest of all visible scores before softmax",
+        "past 100 QK-Clip would act, past 1,000 losses suffer. Where only some rows were looked at, a lower bound",
+        attribute="max", heads="max", range=ANY, bounded_by="max_bound", places=Place.LOG | Place.LIVE | Place.MAP,
+    ),
+    Statistic(
+        "max_bound", "max ≤", "bound of the largest score", "a score that none can exceed",
+        "the largest score lies between `max` and this; the two are one where every row was looked at",
+        attribute="max_bound", heads="max", range=ANY, places=Place.LOG | Place.LIVE,
+    ),
+    Statistic(
+        "entropy", "entropy", "entropy", "−Σ p ln p of a row",
+        "ln n when all keys weigh the same, 0 when one takes all",
+        attribute="entropy", unit="nats", bad="small", has_error=True,
+    ),
+    Statistic(
+        "entropy_ratio", "entropy\nof ln n", "entropy of ln n",
+        "entropy of a row’s weights over that of uniform weights, ln n",
+        "comparable across lengths and causal rows: 1 uniform, 0 one-hot. Rows that see one key are left out",
+        word="entropy", attribute="entropy_ratio", bad="small", range=SHARE, format="share", has_error=True,
+        places=EVERYWHERE,
+    ),
+    Statistic(
+        "top1", "top-1", "top-1 weight", "the largest weight of a row", "near 1: one key takes all",
+        attribute="top1", range=SHARE, format="share", has_error=True, places=EVERYWHERE & ~Place.RUN,
+    ),
+    Statistic(
+        "saturated", "satu-\nrated", "saturated", "share of rows that give one key more than 0.99",
+        "rows that pass almost no gradient", word="saturated", attribute="saturated", range=SHARE, format="share",
+        has_error=True, places=Place.LOG | Place.LIVE | Place.CHECK,
+    ),
+    Statistic(
+        "gradient_gain", "grad.\ngain", "gradient gain",
+        "1 − Σp², the trace of the softmax’s Jacobian: what softmax lets through",
+        "near 1: gradients pass; near 0: nothing learns where to look",
+        word="gain", attribute="gradient_gain", bad="small", range=SHARE, format="share", has_error=True,
+        places=EVERYWHERE,
+    ),
+    Statistic(
+        "effective_keys", "keys", "effective keys", "1/Σp² of a row", "how many keys share the weight",
+        attribute="effective_keys", unit="keys", bad="small", range=(1.0, math.inf), has_error=True,
+    ),
+    Statistic(
+        "scale", "scale", "scale", "slope of the softmax’s real input on q·k",
+        "1/√d_k is expected where the model’s configuration names none", places=Place.LOG,
+    ),
+    Statistic("query_norm", "‖q‖", "query norm", "root mean square of ‖q‖ over rows", places=Place.LOG),
+    Statistic("key_norm", "‖k‖", "key norm", "root mean square of ‖k‖ over keys", places=Place.LOG),
+    Statistic(
+        "alignment", "alignment", "alignment", "root mean square of the scores over scale · ‖q‖ · ‖k‖",
+        "1/√d_k for directions that have nothing to do with each other, 1 where queries point along keys",
+        places=Place.LOG,
+    ),
+    Statistic(
+        "query_gradient", "‖∂q‖", "gradient of queries", "norm of the gradient that reaches the queries",
+        "of the loss averaged over ranks, as data-parallel training averages it",
+        heads="max", places=Place.LOG, may_be_unknown=True,
+    ),
+    Statistic(
+        "key_gradient", "‖∂k‖", "gradient of keys", "norm of the gradient that reaches the keys",
+        "of the loss averaged over ranks, as data-parallel training averages it",
+        heads="max", places=Place.LOG, may_be_unknown=True,
+    ),
+)  # fmt: skip
+STATISTICS = {entry.name: entry for entry in _ENTRIES}
+
+
+def of_scores() -> dict[str, Statistic]:
+    """What ScoreStats has, by the name of its attribute."""
+    return {entry.attribute: entry for entry in STATISTICS.values() if entry.attribute is not None}
+
+
+def in_place(place: Place) -> list[Statistic]:
+    """What is kept or shown in a place."""
+    return [entry for entry in STATISTICS.values() if entry.places & place]
+
+
+def logged() -> dict[str, Statistic]:
+    """What a record keeps of every head, by name."""
+    return {entry.name: entry for entry in in_place(Place.LOG)}

@@ -1,0 +1,132 @@
+"""A new statistic is one entry of the catalogue and the property that computes it: everything else finds it there."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import attnscale
+from attnscale import Monitor, ScoreStats
+from attnscale.measure.statistics import STATISTICS, Place, Statistic
+from attnscale.show.check import show_check
+from attnscale.show.live_table import LiveTable
+from attnscale.show.report.check import check_report
+from attnscale.show.report.run import run_report
+from attnscale.show.run import show_run
+from attnscale.train import JsonLines, Record, read_log, summarise
+from attnscale.train.sinks import sink_from
+from attnscale.train.thinning import folded
+from docs.tools.generated import with_statistics
+from tests.show.reports import checked
+from tests.train.training import batch, loss_of, small_model
+
+BENT = Statistic(
+    "bent", "bent-\nness", "bentness of a head", "how bent the scores are", "straight at 0", attribute="bent",
+    word="bent", bad="small", heads="max", range=(0.0, 40.0),
+    places=Place.LOG | Place.LIVE | Place.SEEN | Place.CHECK | Place.RUN | Place.MAP,
+)  # fmt: skip
+LAYER = "blocks.0.attention"
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setitem(STATISTICS, "bent", BENT)
+    monkeypatch.setattr(
+        ScoreStats, "bent", property(lambda stats: stats.top1.new_full((len(stats.top1),), 33.0)), raising=False
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def record():
+    model = small_model()
+    monitor = Monitor(model, rows=None)
+    loss_of(model, batch()).backward()
+    monitor.step()
+    monitor.close()
+    return monitor.last
+
+
+def test_it_is_in_the_dictionary_of_score_stats_and_in_the_table_of_what_was_seen():
+    model = small_model()
+    with attnscale.watch(model) as seen:
+        loss_of(model, batch())
+    assert seen.layers[LAYER].stats.to_dict()["bent"] == [33.0] * 3
+    heading, first, *_ = str(seen).splitlines()
+    assert heading.split()[-1] == "bent"
+    assert first.split()[-1] == "33"
+
+
+def test_it_is_in_a_record_its_line_and_what_is_read_from_that(record, tmp_path):
+    assert record.layers[LAYER].numbers["bent"] == [33.0] * 3
+    assert record.layers[LAYER].whole("bent") == 33.0
+    sink = JsonLines(tmp_path / "scores.jsonl")
+    sink(record)
+    assert json.loads((tmp_path / "scores.jsonl").read_text())["layers"][LAYER]["bent"] == [33] * 3
+    assert read_log(tmp_path / "scores.jsonl").records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
+
+
+def test_thinning_keeps_its_bad_end(record):
+    lower = json.loads(json.dumps(record.to_dict()))
+    lower["layers"][LAYER]["bent"] = [1, 2, 44]
+    kept = folded(record, Record.from_dict(lower))
+    assert kept.layers[LAYER].numbers["bent"] == [1.0, 2.0, 33.0]
+
+
+def test_it_is_in_every_table_of_the_terminal(record, capsys):
+    table = LiveTable()
+    table(record)
+    table.close()
+    show_run(summarise([record]))
+    show_check(checked())
+    live, run, check = (part.splitlines() for part in _tables(capsys.readouterr().out))
+    for lines in (live, run, check):
+        (column,) = [line.index("ness") for line in lines if "ness" in line]
+        assert "33" in [line[column - 2 : column + 4].strip() for line in lines]
+
+
+def _tables(text):
+    """The live table, that of the log, that of the check."""
+    live, rest = text.split("steps 0–0", 1)
+    run, check = rest.split("a model\n", 1)
+    return live, run, check
+
+
+def test_it_is_in_the_json_of_a_check():
+    assert checked().to_dict()["layers"][LAYER]["bent"] == 33.0
+
+
+def test_it_is_in_both_reports_as_a_column_a_map_a_curve_and_a_word(record):
+    for page in (check_report(checked(rows=7)), run_report("a run", [record])):
+        blocks = {section.name: section.blocks for section in page.sections}
+        assert BENT.long in [entry.replace("\N{NON-BREAKING HYPHEN}", "-") for entry in blocks["layers"][0].columns]
+        figures = [figure for section in page.sections for figure in section.figures]
+        maps = [figure for figure in figures if figure.name == "head-map"]
+        assert maps[0].views[BENT.long].values[0] == [33.0] * 3
+        assert maps[0].views[BENT.long].notice.startswith("The lowest bentness of a head is 33")
+        assert blocks["method"][-1].entries[BENT.long] == BENT.meaning
+    curves = next(figure for figure in figures if figure.name == "run-curves")
+    assert curves.views[BENT.long].series[0].y == [33.0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = sink_from(f"tensorboard:{tmp_path}")
+    sink(record)
+    sink.close()
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert found.Scalars(f"attnscale/{LAYER}/bent")[0].value == 33.0
+    points = {}
+    run = SimpleNamespace(log=lambda values, commit: points.update(values))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    sink_from("wandb")(record)
+    assert points[f"attnscale/{LAYER}/bent"] == 33.0
+
+
+def test_it_is_in_the_guide():
+    row = "| `bent` | how bent the scores are | 0 to 40 | straight at 0 |"
+    assert row in with_statistics("# Statistics\n\n<!-- statistics -->\n")

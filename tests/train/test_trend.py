@@ -1,0 +1,74 @@
+"""Growth of the largest score: one rule, for a monitor that remembers and for a log that is read."""
+
+import math
+
+import pytest
+
+from attnscale.diagnose.alarm import Thresholds
+from attnscale.diagnose.forecast import Ceiling, forecast, growth
+from attnscale.train import LayerRecord, Record, summarise
+from attnscale.train.history import History
+from attnscale.train.trend import WINDOW, Sample, latest, trend
+
+
+def layer(largest, softcap=None):
+    numbers = {"max": [largest, 0.5], "max_bound": [2 * largest, 1.0]}
+    return LayerRecord(7, numbers, softcap=softcap)
+
+
+def growing(steps, rate=0.01):
+    return [(step, 5.0 * math.exp(rate * step)) for step in steps]
+
+
+RUNS = {
+    "a few samples": growing(range(0, 70, 10)),
+    "more than the window": [*growing(range(0, 100, 10), rate=-0.02), *growing(range(100, 100 + 10 * WINDOW, 10))],
+    "a resumed run that repeats steps": [*growing(range(0, 200, 10)), *growing(range(100, 300, 10), rate=0.03)],
+    "scores that are not numbers": [
+        (step, math.nan if step % 30 == 0 else value) for step, value in growing(range(0, 200, 10))
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_monitor_and_its_log_tell_the_same_growth(name):
+    history = History(Thresholds())
+    for step, largest in RUNS[name]:
+        history.add(step, {"layer": layer(largest)})
+    (run,) = summarise([Record(step, 0.0, {"layer": layer(largest)}) for step, largest in RUNS[name]]).layers
+    assert run.growth == history.growth("layer") is not None
+
+
+def test_growth_is_that_of_the_latest_samples_alone():
+    samples = [Sample(step, value, 2 * value) for step, value in RUNS["more than the window"]]
+    assert len(latest(samples)) == WINDOW
+    assert trend(latest(samples), None).growth.rate == pytest.approx(0.01)
+
+
+def test_steps_that_a_resumed_run_repeats_are_taken_from_it():
+    samples = [Sample(step, value, 2 * value) for step, value in RUNS["a resumed run that repeats steps"]]
+    kept = latest(samples)
+    assert [sample.step for sample in kept] == list(range(0, 300, 10))
+    assert kept[10] == samples[20]
+
+
+def test_a_log_forecasts_what_the_monitor_would_warn_of_unless_a_soft_cap_stops_it():
+    samples = growing(range(0, 350, 10))  # from 5 to 150
+    found = growth(*map(list, zip(*samples[-WINDOW:], strict=True)))
+    expected = forecast(found, Ceiling(), 1000.0)
+    for softcap, crossing in ((None, expected), (1500.0, expected), (900.0, None)):
+        records = [Record(step, 0.0, {"layer": layer(largest, softcap)}) for step, largest in samples]
+        assert summarise(records).layers[0].crossing == crossing
+        alarms = []
+        history = History(Thresholds())
+        for step, largest in samples:
+            alarms += history.add(step, {"layer": layer(largest, softcap)})
+        assert any("will pass 1000" in alarm.message for alarm in alarms) == (crossing is not None)
+
+
+def test_what_does_not_grow_for_certain_or_has_no_threshold_left_is_not_forecast():
+    found = growth(*map(list, zip(*growing(range(0, 300, 10)), strict=True)))
+    falling = growth(*map(list, zip(*growing(range(0, 300, 10), rate=-0.01), strict=True)))
+    assert forecast(None, Ceiling(), 1000.0) is forecast(falling, Ceiling(), 1000.0) is None
+    assert forecast(found, Ceiling(), None) is None
+    assert forecast(found, Ceiling(), 1000.0).step == pytest.approx(math.log(200) / 0.01)
