@@ -83,6 +83,11 @@ _shard_offset = Internal(
 DispatchMode: Any = _dispatch_mode.found or object
 
 
+def can_watch() -> bool:
+    """Whether a mode can see the operations of a model."""
+    return _dispatch_mode.found is not None
+
+
 def is_fake(kinds: tuple[type, ...]) -> bool:
     """Whether these classes of tensors have shapes alone."""
     return _fake_tensor.found is not None and _fake_tensor.found in kinds

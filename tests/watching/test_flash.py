@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import attnscale
+from attnscale.tracing.lineage import Ledger
 from attnscale.watching import watcher
+from attnscale.watching.kernels import kernel_calls
+from tests.attending.test_memory import LargestTensor
 from tests.zoo.entry import SelfAttention, above_diagonal
 
 
@@ -57,6 +60,17 @@ class Whole(SelfAttention):
         return self.out_proj(out.flatten(2))
 
 
+class Windowed(SelfAttention):
+    """Each row sees itself, the three keys before it and the two after it."""
+
+    def forward(self, x):
+        q, k, v = (tensor.transpose(1, 2) for tensor in self.project(x))
+        out = torch.ops.flash_attn._flash_attn_forward(
+            q, k, v, 0.0, self.head_dim**-0.5, self.causal, 3, 2, 0.0, None, False
+        )
+        return self.out_proj(out.flatten(2))
+
+
 class Ragged(SelfAttention):
     def forward(self, x):
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in self.project(x))
@@ -91,3 +105,31 @@ def test_sequences_laid_end_to_end():
     assert layer.scale_applied == pytest.approx(0.5 * 11**-0.5)
     assert layer.stats.rows.tolist() == [26] * 3
     assert layer.stats.count.tolist() == [5 * 5 + 21 * 21] * 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_hides_what_is_outside_it(causal):
+    torch.manual_seed(0)
+    model, x = Windowed(33, 3), torch.randn(2, 13, 33)
+    model.causal = causal
+    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
+        model(x)
+    layer = seen.layers["Windowed"]
+    apart = torch.arange(13) - torch.arange(13)[:, None]
+    visible = (apart >= -3) & (apart <= (0 if causal else 2))
+    query, key, _ = model.project(x)
+    expected = attnscale.score_stats(query, key, attn_mask=visible)
+    assert layer.causal is causal
+    assert layer.stats.count.tolist() == expected.count.tolist()
+    torch.testing.assert_close(layer.stats.entropy, expected.entropy)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_matrix_of_rows_by_keys_is_made_for_a_causal_call(causal):
+    length = 4099
+    given = {name: torch.randn(1, length, 1, 8) for name in ("q", "k", "v")}
+    given |= {"softmax_scale": 8**-0.5, "causal": causal, "window_size_left": 100, "window_size_right": -1}
+    with LargestTensor() as largest:
+        for call in kernel_calls(Ledger(), "flash_attn::_flash_attn_forward", given):
+            call.seen(rows=4, keep=False)
+    assert largest.elements < length * length / 100

@@ -98,6 +98,68 @@ class ExpLessLogSumExp(Scores):
         return torch.exp(scores - torch.logsumexp(scores, dim=-1, keepdim=True))
 
 
+@correct(58, 2)
+class ExpLessLogSumExpOfAllKeys(Scores):
+    """The same with the row's number made to fit by hand."""
+
+    def weights(self, scores):
+        return torch.exp(scores - torch.logsumexp(scores, dim=-1).unsqueeze(-1))
+
+
+@correct(62, 2)
+class ExpLessLogOfSum(Scores):
+    def weights(self, scores):
+        return torch.exp(scores - torch.exp(scores).sum(-1, keepdim=True).log())
+
+
+@correct(74, 2, statistics="shape")
+class ExpLessMaximumAndLogOfSum(Scores):
+    def weights(self, scores):
+        below = scores - scores.amax(-1, keepdim=True)
+        return torch.exp(below - below.exp().sum(-1, keepdim=True).log())
+
+
+@correct(78, 3)
+class ExpLessLogSumExpByHand(Scores):
+    """The maximum taken off inside the logarithm, and put back outside."""
+
+    def weights(self, scores):
+        highest = scores.amax(-1, keepdim=True)
+        return torch.exp(scores - (highest + (scores - highest).exp().sum(-1, keepdim=True).log()))
+
+
+@correct(82, 2)
+class ExpOfLogSoftmaxCopied(Scores):
+    """Cast and copied on the way, as mixed precision does."""
+
+    def weights(self, scores):
+        return F.log_softmax(scores, dim=-1).float().clone().exp()
+
+
+@correct(85, 5)
+class ExpTimesInverseSum(Scores):
+    def weights(self, scores):
+        powers = torch.exp(scores)
+        return powers * powers.sum(dim=-1, keepdim=True).reciprocal()
+
+
+@correct(86, 2)
+class InverseSumTimesExp(Scores):
+    def weights(self, scores):
+        powers = torch.exp(scores)
+        return (1 / powers.sum(dim=-1, keepdim=True)) * powers
+
+
+@correct(87, 3)
+class MixedThenTimesInverseSum(SelfAttention):
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.transpose(-1, -2) * self.head_dim**-0.5
+        note(self, scores)
+        powers = scores.exp()
+        return self.merge((powers @ value) * powers.sum(-1, keepdim=True) ** -1)
+
+
 @correct(65, 5, causal=True)
 class ExpTimesMask(SelfAttention):
     """A mask that multiplies the powers."""

@@ -134,9 +134,12 @@ class Monitor:
     def begin(self) -> None:
         """A training step begins."""
         if self.is_due and self._watch is None:
-            settings = Settings(self.rows, training=True, seed=self._seed, known=self._known)
-            self._watch = watched(self.model, settings)
-            self._seen = self._watch.__enter__()
+            self._try(self._begin_watching)
+
+    def _begin_watching(self) -> None:
+        watch = watched(self.model, Settings(self.rows, training=True, seed=self._seed, known=self._known))
+        self._seen = watch.__enter__()
+        self._watch = watch
 
     @property
     def _seed(self) -> int | None:

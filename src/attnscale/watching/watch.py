@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import nn
 
 from attnscale.errors import InputError
+from attnscale.torch_internals import can_watch
 from attnscale.watching.held import WHILE_WATCHING
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import DEFAULT_ROWS, Settings
@@ -38,6 +39,8 @@ def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
     """See every attention that runs inside the model, as the settings say."""
     if not isinstance(model, nn.Module):
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
+    if not can_watch():
+        raise InputError("This version of torch lets nobody see the operations of a model: nothing can be watched.")
     watcher = Watcher(model, settings)
     with ExitStack() as stack:
         for change in WHILE_WATCHING:

@@ -28,7 +28,8 @@ def minus(op: Operation) -> Node:
     return _arithmetic(op, ("minus", "rminus"))
 
 
-def _plus(op: Operation) -> Node:
+def plus(op: Operation) -> Node:
+    """A sum of elements."""
     return _arithmetic(op, ("plus", "plus"))
 
 
@@ -94,8 +95,8 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
 def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
     if second is None:
         number = _number(other)
-        if meant in ("times", "over"):
-            return (meant, number) if number else ("other", None)
+        if meant in ("times", "over"):  # once is what Python makes of 1 / x
+            return ("same", None) if number == 1.0 else (meant, number) if number else ("other", None)
         return ("times", -1.0) if meant == "rminus" else ("plus", number if meant == "plus" else -number)
     if meant == "rminus":
         return "times", -1.0
@@ -205,7 +206,7 @@ def _weight_norm(op: Operation) -> Result:
 READERS: dict[str, Reader] = {
     "mul": times,
     "div": over,
-    "add": _plus,
+    "add": plus,
     "sub": minus,
     "rsub": _reverse_minus,
     "neg": _negative,

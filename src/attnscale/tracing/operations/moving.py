@@ -171,16 +171,15 @@ def _written_into(op: Operation) -> Node:
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh", "to"), _same),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj"), _same),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "triu", "tril"), _same),
-    **dict.fromkeys(("resolve_conj", "resolve_neg", "_conj"), _same),
     **dict.fromkeys(("detach", "alias"), _alias),
     **dict.fromkeys(("native_dropout", "_fused_dropout"), _first_of_several),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
-    **dict.fromkeys(("_unsafe_view", "reshape", "flatten", "unflatten"), _reshape_copy),
-    **dict.fromkeys(("transpose", "t", "swapaxes", "adjoint", "mT"), _transpose),
-    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk"), _pieces),
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),
     **dict.fromkeys(("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter"), _written_into),
+    "_unsafe_view": _reshape_copy,
     "expand": _expand,
     "permute": _permute,
     "slice": _slice,

@@ -96,6 +96,15 @@ def _inverse(op: Operation) -> Result:
     return Node(op.shape, learned=True, role=InverseSum(role.of, role.exponent, role.axis))
 
 
+def _put_back(op: Operation) -> Node:
+    """m + ln Σe, where the maximum m was taken off the scores before: the logarithm of a sum still."""
+    node, roles = arithmetic.plus(op), (_role(op, 0), _role(op, 1))
+    for role, other in (roles, roles[::-1]):
+        if isinstance(role, LogSum) and other is not None and other.product is role.of:
+            node.role = role
+    return node
+
+
 def _difference(op: Operation) -> Node:
     """z − ln Σe, the logarithm of weights, where it really is that of the same scores."""
     node = arithmetic.minus(op)
@@ -129,11 +138,9 @@ def _product(op: Operation) -> Node:
     for side in (0, 1):
         role = _role(op, side)
         found = _normalised(op, 1 - side, role) if isinstance(role, InverseSum) else None
-        if found is None and _is_weighed(op, side):
-            found = _weights(op, None)
         if found is not None:
             return found
-    return arithmetic.times(op)
+    return _weights(op, None) if _is_weighed(op, 0) or _is_weighed(op, 1) else arithmetic.times(op)
 
 
 def _role(op: Operation, side: int) -> Role | None:
@@ -175,6 +182,7 @@ READERS: dict[str, Reader] = {
     "logsumexp": _log_sum,
     "reciprocal": _inverse,
     "pow": _inverse,
+    "add": _put_back,
     "sub": _difference,
     "div": _quotient,
     "mul": _product,
