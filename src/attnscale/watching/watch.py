@@ -23,6 +23,7 @@ def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = Fal
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the longest
     call. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
 
+    >>> import torch
     >>> from torch import nn
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
     >>> x = torch.randn(1, 10, 64)
