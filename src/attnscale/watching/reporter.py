@@ -31,8 +31,8 @@ class Reporter:
     def kernel(self, call: KernelCall) -> Softmax | None:
         """A kernel ran; None where it was not known, and nothing that made its operands was followed."""
         path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
-        lines = self._running.lines_within(self._running.stack[-1])
-        known_by = signature(call, self._running.stack[-1], lines)
+        line = self._running.line_within(self._running.stack[-1])
+        known_by = signature(call, self._running.stack[-1], line)
         if self._recognition.only_known:
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
@@ -43,7 +43,7 @@ class Reporter:
             return None
         if self._settings.training:
             seen.gradients = of_kernel(call.query, call.key)
-        self._seen.note(path, lines, seen)
+        self._seen.note(path, line, seen)
         return seen.softmax
 
     def softmax(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
@@ -56,13 +56,13 @@ class Reporter:
         if product is None or call is None:
             return None
         path = _common(product.modules, self._running.stack)
-        lines = self._running.lines_within(path)
+        line = self._running.line_within(path)
         seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
         assert seen is not None
         seen.kind = "sdpa" if is_sdpa else seen.kind
         if self._settings.training:
             seen.gradients = call.gradients()
-        seen.softmax = Softmax(axis, lambda: self._seen.note(path, lines, seen), waits=product.learned_query)
+        seen.softmax = Softmax(axis, lambda: self._seen.note(path, line, seen), waits=product.learned_query)
         return seen.softmax
 
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:

@@ -16,7 +16,7 @@ from attnscale.torch_internals import called_module, recorded_operations
 
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
-Lines = tuple[tuple[str, int], ...]  # files and numbers, innermost first
+Line = tuple[str, int] | None  # of a file; None: of none but torch's own
 LIBRARIES = tuple(str(room) + os.sep for room in (Path(torch.__file__).parent, OWN / "watching", OWN / "tracing"))
 
 
@@ -62,20 +62,20 @@ class Running:
         """A module path as it is shown: the model itself by its class."""
         return path or self._root
 
-    def lines_within(self, path: str) -> Lines:
-        """The lines of code, inside the module at this path, that led here; none where all of it is torch's own.
+    def line_within(self, path: str) -> Line:
+        """The line of code, inside the module at this path, that led here; None where all of it is torch's own.
 
-        They tell attentions of one module apart. Lines outside the module would tell its callers apart instead.
+        It tells attentions of one module apart. A line outside the module would tell its callers apart instead.
         """
-        frame, lines = sys._getframe(1), list[tuple[str, int]]()
+        frame, line = sys._getframe(1), None
         while frame.f_back is not None:
             module = called_module(frame)
             if module is not None and self._names.get(id(module)) == path:
                 break
-            if not frame.f_code.co_filename.startswith(LIBRARIES):
-                lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if line is None and not frame.f_code.co_filename.startswith(LIBRARIES):
+                line = (frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
-        return tuple(lines)
+        return line
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""

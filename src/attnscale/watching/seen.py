@@ -14,7 +14,7 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
-from attnscale.watching.running import Lines
+from attnscale.watching.running import Line
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # and then those of Place.SEEN
 HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
@@ -52,14 +52,14 @@ class Seen:
         self.left_out: list[str] = []  # calls that could not be measured, and why
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, lines: Lines, call: SeenCall) -> None:
+    def note(self, path: str, line: Line, call: SeenCall) -> None:
         """Add one call to those of its place."""
-        site = (path, lines, call.heads, call.head_dim)
+        site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
 
-    def note_later(self, path: str, lines: Lines, call: WaitingCall) -> None:
+    def note_later(self, path: str, line: Line, call: WaitingCall) -> None:
         """Add one call that is not measured yet; where many wait, the first are measured now."""
-        self.note(path, lines, call.call)
+        self.note(path, line, call.call)
         self._unmeasured.append((path, call))
         self._waiting = [*(each for each in self._waiting if each.held), call]
         while sum(each.held for each in self._waiting) > HELD:

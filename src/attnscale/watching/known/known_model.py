@@ -16,15 +16,15 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.traces import Signature, Trace
 from attnscale.watching.known.waiting import WaitingCall, measured_again
-from attnscale.watching.running import Lines
+from attnscale.watching.running import Line
 
 KINDS = ("sdpa", "flash")
 
 
-def signature(kernel: KernelCall, path: str, lines: Lines) -> Signature:
+def signature(kernel: KernelCall, path: str, line: Line) -> Signature:
     """By what a call is known: where it happens, and its heads. Scale, mask and soft-cap are its own to say."""
     query, key = kernel.query.shape, kernel.key.shape
-    return (path, lines, kernel.kind, query[1], key[1], query[-1])
+    return (path, line, kernel.kind, query[1], key[1], query[-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from attnscale.watching.known.graph import is_legible, kernels_behind
 from attnscale.watching.known.known_model import KnownModel, remembered
 from attnscale.watching.known.traces import Signature, Traces
 from attnscale.watching.known.waiting import WaitingCall
-from attnscale.watching.running import Lines
+from attnscale.watching.running import Line
 from attnscale.watching.settings import Settings
 
 
@@ -50,8 +50,8 @@ class Recognition:
         """A known call on other tensors; None where it is not known."""
         return None if self.known is None else self.known.again(kernel, known_by, self._settings.rows)
 
-    def ran(self, name: str, output: Any, began: int, is_watched: bool) -> tuple[Lines, WaitingCall] | None:
-        """A module has run; the lines and the call of its kernel, where the graph alone tells of it."""
+    def ran(self, name: str, output: Any, began: int, is_watched: bool) -> tuple[Line, WaitingCall] | None:
+        """A module has run; the line and the call of its kernel, where the graph alone tells of it."""
         if not self._settings.reads_graph:
             return None
         if self.known is None:
@@ -61,7 +61,7 @@ class Recognition:
             return None
         return self._from_graph(self.known, name, output, began)
 
-    def _from_graph(self, known: KnownModel, name: str, output: Any, began: int) -> tuple[Lines, WaitingCall] | None:
+    def _from_graph(self, known: KnownModel, name: str, output: Any, began: int) -> tuple[Line, WaitingCall] | None:
         """The kernel of a known module; measured when its gradient passes, when a GPU has work."""
         trace = known.traces[name]
         if recorded_operations() - began not in trace.lengths:  # it does not run as it did
@@ -74,7 +74,7 @@ class Recognition:
             self.give_up()
             return None
         call.call.gradients = of_kernel(kernel.query, kernel.key, call.measure)
-        return trace.lines, call
+        return trace.line, call
 
     def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:
         """What a later watcher may know the model by; None where all of it must be followed."""

@@ -9,9 +9,9 @@ from typing import Any
 from attnscale.torch_internals import recorded_operations
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.graph import is_legible, kernels_behind
-from attnscale.watching.running import Lines
+from attnscale.watching.running import Line
 
-Signature = tuple[object, ...]  # module path, lines, kind, heads, key heads, head dimension
+Signature = tuple[object, ...]  # module path, line, kind, heads, key heads, head dimension
 
 
 @dataclass(eq=False)
@@ -22,10 +22,10 @@ class Trace:
     lengths: set[int] = field(default_factory=set)
 
     @property
-    def lines(self) -> Lines:
+    def line(self) -> Line:
         """Where its call stands."""
-        lines: Lines = self.signature[1]  # type: ignore[assignment]
-        return lines
+        line: Line = self.signature[1]  # type: ignore[assignment]
+        return line
 
     def fits(self, kernel: KernelCall) -> bool:
         """Whether a kernel has the heads that are known."""
