@@ -3,7 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test lint types tests format gpu slow pictures docs outputs clean
+# The lowest torch that pyproject.toml lets in, in an environment of its own (several GB: its build for CUDA).
+LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+OLD := .venv-torch-$(LOWEST)
+
+.PHONY: demo test lint types tests lowest print-lowest format gpu slow pictures docs outputs clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -21,6 +25,19 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
 	$(BIN)/pytest tests/measure/test_kernels.py  # alone: Triton's interpreter is chosen before anything imports triton
+
+# The tests again with the lowest torch; what is drawn in a browser, or printed by documentation, is not its business.
+lowest: $(OLD)/installed
+	OMP_NUM_THREADS=1 $(OLD)/bin/pytest --numprocesses auto --dist worksteal --ignore tests/show --ignore tests/docs
+
+print-lowest:
+	@echo $(OLD)/installed
+
+$(OLD)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLD)
+	sed -e '/^torch==/d' -e '/^triton==/d' constraints.txt > $(OLD)/constraints.txt
+	$(OLD)/bin/pip install --quiet --disable-pip-version-check --constraint $(OLD)/constraints.txt 'torch==$(LOWEST).*' --editable '.[dev]'
+	touch $@
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
@@ -52,4 +69,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
