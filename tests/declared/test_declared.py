@@ -224,9 +224,9 @@ def test_the_configuration_comes_before_the_attribute():
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_a_stretched_rotary_embedding_may_scale_the_scores(name):
-    found = configured(16, **{name: {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}})
+    found = configured(16, **{name: {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}})
     assert found.scale is None
-    assert found.scale_readings == pytest.approx((0.25 * (0.1 * math.log(40) + 1) ** 2,))
+    assert found.scale_readings == pytest.approx((0.25 * (0.07 * math.log(40) + 1) ** 2,))
     assert configured(16, **{name: {"rope_type": "linear", "factor": 4.0}}).scale_readings == ()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from attnscale.rules.yarn import sharpening
+
 Lineage = list[tuple[str, nn.Module]]  # a module and its parents, nearest first, with their paths
 
 # A field that sets the multiplier itself.
@@ -25,7 +27,6 @@ PARTS = {
 # Of the attention, not of the final logits or of a router: `attn_logit_softcapping`, `attention_logit_cap`, …
 SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
 QK_NORM_FLAGS = ("use_qk_norm", "qk_norm", "qk_layernorm", "qk_layer_norm", "use_qk_layernorm", "qk_layer_norms")
-YARN_SLOPE = 0.1  # √(1/t) = 0.1 ln s + 1, YaRN's fit
 
 
 def config_at(lineage: Lineage) -> object | None:
@@ -89,7 +90,7 @@ def rotary_factor(config: object | None) -> float:
     if "yarn" not in kind or not isinstance(stretch, int | float) or stretch <= 1:
         return 1.0
     mscale = rope.get("mscale_all_dim") or rope.get("mscale") or 1.0
-    return float((YARN_SLOPE * float(mscale) * math.log(stretch) + 1.0) ** 2)
+    return sharpening(float(stretch), float(mscale))
 
 
 def layer_index(lineage: Lineage) -> int | None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from attnscale.rules.log_length import SSMAX_S
+from attnscale.rules.yarn import sharpening
 from attnscale.watching.layer import Layer
 
 MUP_BASES = (64,)  # √base/d_k: the width at which muP's 8/d_k meets 1/√d_k
@@ -20,6 +21,6 @@ def is_published(layer: Layer, scale: float, tolerance: float) -> bool:
 def _rules(layer: Layer) -> Iterator[float]:
     usual = layer.head_dim**-0.5
     yield from (math.sqrt(base) / layer.head_dim for base in MUP_BASES)
-    yield from (usual * (0.1 * math.log(stretch) + 1.0) ** 2 for stretch in STRETCHES)
+    yield from (usual * sharpening(stretch) for stretch in STRETCHES)
     if not layer.causal:  # else the multiplier differs from row to row, and the slope is none of them
         yield from (usual * s * math.log(layer.key_len) for s in (SSMAX_S, 1.0))
