@@ -11,6 +11,7 @@ from torch import nn
 
 from attnscale import MultiheadAttention
 from attnscale.declared import Authority, declared
+from attnscale.declared.fields import QK_NORM_FLAGS
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,
@@ -133,12 +134,14 @@ def test_a_path_that_leads_nowhere_is_read_as_far_as_it_goes():
     assert declared(Block(Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
 
 
-def test_caps_and_flags_of_a_module_are_read():
-    found = said(16, logit_softcap=30.0, use_qk_norm=True)
+def test_caps_of_a_module_are_read():
+    found = said(16, logit_softcap=30.0)
     assert (found.softcap, found.softcap_source) == (30.0, "attn.logit_softcap")
-    assert (found.qk_norm, found.qk_norm_source) == (True, "attn.use_qk_norm")
-    assert said(16, softcap=0.0, qk_norm=nn.LayerNorm(4)).softcap is None
-    assert not said(16, softcap=None, qk_norm=nn.LayerNorm(4)).qk_norm
+    assert said(16, softcap=0.0).softcap is None
+
+
+def test_a_norm_that_was_built_is_no_flag():
+    assert not said(16, qk_norm=nn.LayerNorm(4)).qk_norm
 
 
 # Rules of this library
@@ -198,6 +201,13 @@ def test_fields_that_cap_something_else(name):
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False), ("qwen3", False)])
 def test_flags_of_a_norm(value, expected):
     assert configured(16, use_qk_norm=value).qk_norm is expected
+
+
+@pytest.mark.parametrize("flag", QK_NORM_FLAGS)
+@pytest.mark.parametrize(("read", "source"), [(configured, "config"), (said, "attn")])
+def test_a_norm_is_turned_on_by_the_same_flags_in_a_configuration_and_in_a_module(read, source, flag):
+    found = read(16, **{flag: True})
+    assert (found.qk_norm, found.qk_norm_source) == (True, f"{source}.{flag}")
 
 
 def test_the_nearest_configuration_wins():

@@ -5,9 +5,8 @@ the scale it applies to what is said here. An architecture is known by the `mode
 part of it that configures the attention, never by its weights.
 """
 
-from torch import nn
-
-from attnscale.declared.attributes import number
+from attnscale.declared.fields import field, number
+from attnscale.declared.parents import Parents
 
 # Folded into the initialisation of the query projection (T5 and its descendants), or left out (GPT-Neo, Dia).
 UNSCALED = {
@@ -22,11 +21,9 @@ BY_DIM = {"inkling_text"}
 BY_WIDTH = {"cvt"}
 
 
-def designed_scale(
-    config: object | None, around: list[tuple[str, nn.Module]], head_dim: int
-) -> tuple[float, str] | None:
+def architecture_scale(config: object | None, around: Parents, head_dim: int) -> tuple[float, str] | None:
     """The multiplier that an architecture is published with, where nothing else says it."""
-    kind = getattr(config, "model_type", None)
+    kind = field(config, "model_type")
     if not isinstance(kind, str):
         return None
     if kind in UNSCALED:
@@ -34,7 +31,7 @@ def designed_scale(
     if kind in BY_DIM:
         return 1 / head_dim, f"the published {kind}"
     if kind in DISENTANGLED:
-        terms = {"c2p", "p2c"} & set(getattr(config, "pos_att_type", None) or ())
+        terms = {"c2p", "p2c"} & set(field(config, "pos_att_type") or ())
         return ((1 + len(terms)) * head_dim) ** -0.5, f"the published {kind}"
     if kind in BY_WIDTH:
         width = next((found for _, module in around if (found := number(module, "embed_dim"))), None)
