@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import attnscale
-from attnscale.declared import Authority
+from attnscale.declared import Authority, declared
 from attnscale.declared.architectures import BY_DIM, BY_WIDTH, DISENTANGLED, UNSCALED
 from tests.watching.architectures import ENCODER, TOKENS, encoder_decoder, layers
 from tests.watching.layers import found_layers
@@ -183,4 +185,11 @@ def test_a_scale_written_over_in_a_model_scaled_by_width_is_not_the_published_on
     model = transformers.CvtModel(transformers.CvtConfig(**cvt.settings))
     path = "encoder.stages.2.layers.0.attention.attention"
     model.get_submodule(path).scale = 1.0
-    assert attnscale.declared.declared(model, path, 11).scale == pytest.approx(33**-0.5)
+    assert declared(model, path, 11).scale == pytest.approx(33**-0.5)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "t5"}, SimpleNamespace(model_type="t5")])
+def test_an_architecture_is_known_by_its_name_however_the_configuration_is_kept(config):
+    model = nn.Module()
+    model.config = config
+    assert declared(model, "", 11).scale == 1.0
