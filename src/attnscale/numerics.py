@@ -5,6 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # what kernels of a GPU are written for
+
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Autocast off for the tensor's device; a meta tensor's has none to turn off."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from attnscale import MultiheadAttention
 from attnscale.declared import Authority, declared
+from attnscale.declared.fields import QK_NORM_FLAGS
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=29,
@@ -133,12 +134,14 @@ def test_a_path_that_leads_nowhere_is_read_as_far_as_it_goes():
     assert declared(Block(Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
 
 
-def test_caps_and_flags_of_a_module_are_read():
-    found = said(16, logit_softcap=30.0, use_qk_norm=True)
+def test_caps_of_a_module_are_read():
+    found = said(16, logit_softcap=30.0)
     assert (found.softcap, found.softcap_source) == (30.0, "attn.logit_softcap")
-    assert (found.qk_norm, found.qk_norm_source) == (True, "attn.use_qk_norm")
-    assert said(16, softcap=0.0, qk_norm=nn.LayerNorm(4)).softcap is None
-    assert not said(16, softcap=None, qk_norm=nn.LayerNorm(4)).qk_norm
+    assert said(16, softcap=0.0).softcap is None
+
+
+def test_a_norm_that_was_built_is_no_flag():
+    assert not said(16, qk_norm=nn.LayerNorm(4)).qk_norm
 
 
 # Rules of this library
@@ -200,6 +203,13 @@ def test_flags_of_a_norm(value, expected):
     assert configured(16, use_qk_norm=value).qk_norm is expected
 
 
+@pytest.mark.parametrize("flag", QK_NORM_FLAGS)
+@pytest.mark.parametrize(("read", "source"), [(configured, "config"), (said, "attn")])
+def test_a_norm_is_turned_on_by_the_same_flags_in_a_configuration_and_in_a_module(read, source, flag):
+    found = read(16, **{flag: True})
+    assert (found.qk_norm, found.qk_norm_source) == (True, f"{source}.{flag}")
+
+
 def test_the_nearest_configuration_wins():
     inner = Block(Attention(), config=SimpleNamespace(softmax_scale=0.1))
     outer = Block(inner, config=SimpleNamespace(softmax_scale=0.2))
@@ -224,9 +234,9 @@ def test_the_configuration_comes_before_the_attribute():
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_a_stretched_rotary_embedding_may_scale_the_scores(name):
-    found = configured(16, **{name: {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}})
+    found = configured(16, **{name: {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}})
     assert found.scale is None
-    assert found.scale_readings == pytest.approx((0.25 * (0.1 * math.log(40) + 1) ** 2,))
+    assert found.scale_readings == pytest.approx((0.25 * (0.07 * math.log(40) + 1) ** 2,))
     assert configured(16, **{name: {"rope_type": "linear", "factor": 4.0}}).scale_readings == ()
 
 
@@ -235,14 +245,13 @@ def test_a_model_that_says_nothing_declares_nothing():
     assert (found.scale, found.softcap, found.qk_norm, found.scale_readings) == (None, None, False, ())
 
 
-# Real architectures: what they declare is what their code multiplies by
+# Real architectures: what their configurations declare is what their code multiplies by
 
 
 def gpt2(**fields):
     return transformers.GPT2Model(transformers.GPT2Config(**TINY, n_embd=48, n_layer=2, n_head=4, **fields))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # transformers' DeBERTa, when imported
 @pytest.mark.parametrize(
     ("make", "path", "head_dim", "scale"),
     [
@@ -262,25 +271,9 @@ def gpt2(**fields):
             12,
             0.07,
         ),
-        (
-            lambda: transformers.T5EncoderModel(
-                transformers.T5Config(d_model=48, d_kv=12, num_heads=4, num_layers=1, d_ff=32, vocab_size=29)
-            ),
-            "encoder.block.0.layer.0.SelfAttention",
-            12,
-            1.0,
-        ),
-        (
-            lambda: transformers.DebertaV2Model(
-                transformers.DebertaV2Config(**TINY, relative_attention=True, pos_att_type=["c2p", "p2c"])
-            ),
-            "encoder.layer.0.attention.self",
-            12,
-            36**-0.5,
-        ),
     ],
 )
-def test_published_architectures(make, path, head_dim, scale):
+def test_configured_architectures(make, path, head_dim, scale):
     model = make()
     found = declared(model, path, head_dim)
     assert found.scale == pytest.approx(scale)

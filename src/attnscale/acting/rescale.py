@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched
-from attnscale.declared.attributes import SCALE_NAMES, number
+from attnscale.declared.attributes import SCALE_NAMES
+from attnscale.declared.fields import number
 from attnscale.errors import InputError, SettingError
 from attnscale.rules import about_rule, get_rule
 from attnscale.rules.apply import Scale, apply_scale

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from attnscale.attending.call import Call, padded
+from attnscale.numerics import KERNEL_DTYPES
 from attnscale.torch_internals import in_transform
 
 TILE = 128  # FlexAttention's block size
 LEAST_WIDTH = 16  # the narrowest head it takes
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -21,7 +21,7 @@ def serves(call: Call) -> bool:
     """Whether FlexAttention computes this without the full matrix: on CUDA, without dropout, outside torch.func."""
     return (
         call.query.device.type == "cuda"
-        and call.query.dtype in DTYPES
+        and call.query.dtype in KERNEL_DTYPES
         and call.dropout_p == 0.0
         and not call.mask_learns
         and (call.visibility.is_plain or call.visibility.is_mask)

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale.attending.call import Call, padded
+from attnscale.numerics import HALF_DTYPES
 from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
 CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
-CUDA_GROUPED_DTYPES = (torch.float16, torch.bfloat16)  # and groups of queries in these dtypes
-CUDA_GROUPED_WIDTH = 256  # up to this head dimension
+CUDA_GROUPED_WIDTH = 256  # and groups of queries in half precision, up to this head dimension
 
 
 def materialises(call: Call) -> bool:
@@ -65,7 +65,7 @@ def _attend(call: Call) -> Tensor:
 
 def _takes_groups(query: Tensor) -> bool:
     narrow = query.shape[-1] <= CUDA_GROUPED_WIDTH
-    return query.device.type != "cuda" or (query.dtype in CUDA_GROUPED_DTYPES and narrow)
+    return query.device.type != "cuda" or (query.dtype in HALF_DTYPES and narrow)
 
 
 def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:

@@ -83,6 +83,12 @@ def interval(sample: Array) -> tuple[float, float]:
     return float(sample.mean()), float(CONFIDENCE * sample.std(ddof=1) / math.sqrt(sample.size))
 
 
+def one_hot(scores: Sequence[int]) -> Evidence:
+    """Whether the largest of these scores takes a weight of 0.99."""
+    top1 = row_statistics(scores).top1.item()
+    return Evidence(top1 > SATURATED_TOP1, f"top weight {top1:.2f} for {scores}")
+
+
 def mostly_one_hot() -> Evidence:
     """Whether most rows of unscaled scores at d_k = 64 give one key a weight of 0.99."""
     share, margin = interval((sampled_rows(SPREAD).top1 > SATURATED_TOP1).astype(np.float64))

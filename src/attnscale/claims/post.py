@@ -1,6 +1,7 @@
 """Claims of the blog post on stabilising attention scores: why √d_k, and why not d_k."""
 
 import math
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,6 +19,7 @@ from attnscale.claims.evidence import (
     gpt2_scaled_spread,
     layer_norm,
     leading_row,
+    one_hot,
     products,
     unit_spread_at_start,
 )
@@ -65,11 +67,6 @@ def _leading_score() -> Evidence:
     lead = math.ceil(saturation_point(KEYS))
     top1 = row_statistics([lead] + [0.0] * (KEYS - 1)).top1.item()
     return Evidence(top1 > SATURATED_TOP1, f"top weight {top1:.3f} of {KEYS} keys with a lead of {lead}")
-
-
-def _large_but_equal() -> Evidence:
-    top1 = row_statistics([50.0, 50.0, 50.0]).top1.item()
-    return Evidence(top1 > SATURATED_TOP1, f"top weight {top1:.2f} for [50, 50, 50]")
 
 
 def _sharp_row() -> Evidence:
@@ -171,7 +168,9 @@ CLAIMS: tuple[Number | Statement, ...] = (
         "Large scores make softmax give one key nearly all the weight.",
         "one weight near 1",
         _leading_score,
-        Limit("when one score leads the others", "when large scores are close together", _large_but_equal),
+        Limit(
+            "when one score leads the others", "when large scores are close together", partial(one_hot, [50, 50, 50])
+        ),
     ),
     Statement(
         "sharp-rows-lose-gradient",

@@ -1,6 +1,7 @@
 """Claims of the tutorial on the mathematics behind √d_k: its statements, after its numbers."""
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from attnscale.claims.evidence import (
     gpt2,
     layer_norm,
     leading_row,
+    one_hot,
     products,
     t5_spread,
 )
@@ -108,11 +110,6 @@ def _astronomical() -> Evidence:
 def _still_learns() -> Evidence:
     row = row_statistics([5, 1, 0.5])
     return Evidence(row.gradient_gain.item() > TINY_GAIN, f"1 − Σp² = {row.gradient_gain.item():.3f}, of at most 0.667")
-
-
-def _example_one_hot() -> Evidence:
-    top1 = row_statistics([50, 10, 5]).top1.item()
-    return Evidence(top1 > SATURATED_TOP1, f"top weight {top1:.2f} for [50, 10, 5]")
 
 
 def _expected_one_hot() -> Evidence:
@@ -218,7 +215,7 @@ STATEMENTS = (
         "unscaled-one-hot",
         "Unscaled scores of wide heads make softmax almost one-hot.",
         "one weight near 1",
-        _example_one_hot,
+        partial(one_hot, [50, 10, 5]),
         Limit("for the example's scores", "of a typical row at d_k = 64", _expected_one_hot),
     ),
     Statement(

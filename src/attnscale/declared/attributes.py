@@ -1,4 +1,4 @@
-"""The attributes of an attention module -> the scale and the soft-cap they can mean."""
+"""The attributes of an attention module, and of those around it -> the scale, soft-cap and QK-norm they can mean."""
 
 import math
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from types import FunctionType
 import torch
 from torch import Tensor, nn
 
+from attnscale.declared.fields import number, qk_norm_flag
+from attnscale.declared.parents import Parents
 from attnscale.declared.source_code import scales_scores
 from attnscale.rules import about_rule
 from attnscale.rules.apply import Scale, apply_scale
-
-Around = list[tuple[str, nn.Module]]  # the attention module and those around it, nearest first, with their paths
 
 # In the order of how surely they mean the scale of the scores.
 SCALE_NAMES = (
@@ -24,7 +24,6 @@ SOFTCAP_NAMES = (
     "attn_logit_softcapping", "attn_logit_softcap", "attn_softcap", "attention_softcap", "logit_softcap",
     "logits_soft_cap", "attention_logits_soft_cap", "softcap", "soft_cap", "attn_logit_cap", "logit_cap",
 )  # fmt: skip
-QK_NORM_FLAGS = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm", "normalize_qk", "qk_normalization")
 SAME = 1e-3  # relative: √d rounded to float32, or written with a few digits
 
 
@@ -38,7 +37,7 @@ class AttributeScale:
     can_only_be_the_scale: bool
 
 
-def attribute_scale(around: Around, head_dim: int) -> AttributeScale | None:
+def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
     """The first attribute that can mean a scale: as a multiplier, a divisor, or a root given to query and key each.
 
     A second one may multiply it, as a learned temperature does. A one is passed over: it is what a module keeps where
@@ -52,7 +51,7 @@ def attribute_scale(around: Around, head_dim: int) -> AttributeScale | None:
         scale, readings = _readings(numbers[name], head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
         sure = name in UNMISTAKABLE or scales_scores(module, name)
-        return AttributeScale(scale, f"{path}.{name}".lstrip("."), readings + products, sure)
+        return AttributeScale(scale, _source(path, name), readings + products, sure)
     return None
 
 
@@ -64,33 +63,37 @@ def _readings(value: float, head_dim: int) -> tuple[float, tuple[float, ...]]:
     return (usual, (usual,)) if is_restated else (readings[0], readings)
 
 
-def attribute_softcap(around: Around) -> tuple[float, str] | None:
+def attribute_softcap(around: Parents) -> tuple[float, str] | None:
     """The first attribute that sets a soft-cap."""
     for path, module in around:
         for name in SOFTCAP_NAMES:
             value = number(module, name)
             if value is not None and value > 0:
-                return value, f"{path}.{name}".lstrip(".")
+                return value, _source(path, name)
     return None
 
 
-def flags_qk_norm(around: Around) -> str | None:
-    """The flag of a module that turns a QK-norm on. A norm that was built is watched, not read here."""
+def attribute_qk_norm(around: Parents) -> str | None:
+    """The first flag that turns a QK-norm on."""
     for path, module in around:
-        for name in QK_NORM_FLAGS:
-            if getattr(module, name, None) is True:
-                return f"{path}.{name}".lstrip(".")
+        flag = qk_norm_flag(module)
+        if flag is not None:
+            return _source(path, flag)
     return None
 
 
-def holds_rule(around: Around, head_dim: int) -> tuple[float | None, str] | None:
+def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] | None:
     """A rule of attnscale that a module was given; None for its value where that depends on tensors or is learned."""
     for path, module in around:
         for name in ("rule", "scale"):
             rule = getattr(module, name, None)
             if _is_rule(rule) or (name == "rule" and rule is not None and _is_ours(type(module))):
-                return _constant_value(rule, head_dim), f"{path}.{name}".lstrip(".")
+                return _constant_value(rule, head_dim), _source(path, name)
     return None
+
+
+def _source(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_rule(value: object) -> bool:
@@ -109,13 +112,3 @@ def _constant_value(rule: Scale, head_dim: int) -> float | None:
     ones = torch.ones(1, 1, 2, head_dim)
     query, key, scale = apply_scale(rule, ones, ones, lambda: None)
     return scale if query is ones and key is ones else None
-
-
-def number(module: nn.Module, name: str) -> float | None:
-    """An attribute that is one finite number, also as a tensor of one element."""
-    value = getattr(module, name, None)
-    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and not value.is_meta:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -5,14 +5,13 @@ a multiplier, a divisor or a fourth root given to both query and key, and it may
 for; `Authority` keeps these apart.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import nn
 
-from attnscale.declared.architectures import designed_scale
-from attnscale.declared.attributes import attribute_scale, attribute_softcap, flags_qk_norm, holds_rule
+from attnscale.declared.architectures import architecture_scale
+from attnscale.declared.attributes import attribute_qk_norm, attribute_rule, attribute_scale, attribute_softcap
 from attnscale.declared.configuration import (
     config_at,
     configured_qk_norm,
@@ -20,6 +19,7 @@ from attnscale.declared.configuration import (
     configured_softcap,
     rotary_factor,
 )
+from attnscale.declared.parents import Parents, attentions_among, parents_of
 
 
 class Authority(IntEnum):
@@ -28,7 +28,7 @@ class Authority(IntEnum):
     NONE = 0  # nothing is said
     ATTRIBUTE = 1  # a number that may mean the scale: it excuses what it matches, and accuses of nothing
     NAMED = 2  # a number that can only mean the scale: what is not applied was ignored, but it may itself be wrong
-    CONFIGURED = 3  # a configuration, a published design or a rule: whatever it says is a choice
+    CONFIGURED = 3  # a configuration, a published architecture or a rule: whatever it says is a choice
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,26 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     >>> said.scale, said.scale_source
     (0.125, 'attn.scale')
     """
-    lineage = list(_lineage(model, path))
-    config = config_at(lineage)
-    around = list(_attention_modules(lineage))
-    scale, scale_source, readings, authority = _scale(config, lineage, around, head_dim)
+    parents = parents_of(model, path)
+    config, around = config_at(parents), attentions_among(parents)
+    scale, scale_source, readings, authority = _scale(config, parents, around, head_dim)
     softcap, softcap_source = configured_softcap(config, path) or attribute_softcap(around) or (None, "")
-    qk_norm_source = configured_qk_norm(config, lineage) or flags_qk_norm(around) or ""
+    qk_norm_source = configured_qk_norm(config, parents) or attribute_qk_norm(around) or ""
     return Declared(
         scale, scale_source, softcap, softcap_source, bool(qk_norm_source), qk_norm_source, readings, authority
     )
 
 
 def _scale(
-    config: object | None, lineage: list[tuple[str, nn.Module]], around: list[tuple[str, nn.Module]], head_dim: int
+    config: object | None, parents: Parents, around: Parents, head_dim: int
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
     stretch, usual = rotary_factor(config), head_dim**-0.5
     stretched = (usual * stretch,) if stretch != 1.0 else ()
-    said = configured_scale(config, lineage, head_dim) or designed_scale(config, around, head_dim)
+    said = configured_scale(config, parents, head_dim) or architecture_scale(config, around, head_dim)
     if said:
         scale, source = said
         return scale, source, (scale, scale * stretch), Authority.CONFIGURED
-    chosen = holds_rule(around, head_dim)
+    chosen = attribute_rule(around, head_dim)
     if chosen:
         value, source = chosen
         return value, source, () if value is None else (value,), Authority.CONFIGURED
@@ -83,23 +82,3 @@ def _scale(
         return None, "", stretched, Authority.NONE
     authority = Authority.NAMED if found.can_only_be_the_scale else Authority.ATTRIBUTE
     return found.scale, found.source, found.readings + stretched, authority
-
-
-def _lineage(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module at `path` and its parents, nearest first; what the path does not reach is left out."""
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        name = ".".join(parts[:length])
-        try:
-            yield name, model.get_submodule(name)
-        except AttributeError:
-            continue
-
-
-def _attention_modules(lineage: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """The module that computes the attention, and its parents for as long as they too call themselves attention."""
-    for depth, (name, module) in enumerate(lineage):
-        kind = type(module).__name__.lower()
-        if depth and not ("attention" in kind or "attn" in kind):
-            return
-        yield name, module

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, forecast
-from attnscale.diagnose.verdict import DEAD_GAIN, EXPLODING
+from attnscale.diagnose.verdict import BOUND_THEM, DEAD_GAIN, EXPLODING, threshold_reached
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
 # arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.
@@ -66,12 +66,12 @@ def next_threshold(value: float) -> float | None:
 
 
 def _exploding(vital: Vital) -> Iterator[Finding]:
-    reached = next((entry for entry in EXPLODING if vital.max >= entry[0]), None)
+    reached = threshold_reached(vital.max)
     if reached is not None:
         limit, severity, known = reached
         yield _finding(
             vital, vital.max_head, "exploding", severity, f"The largest score is {vital.max:.4g}; {known}.", vital.max,
-            limit, f"{vital.cause} Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100).".strip(),
+            limit, f"{vital.cause} {BOUND_THEM}".strip(),
         )  # fmt: skip
 
 

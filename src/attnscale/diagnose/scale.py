@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from attnscale.declared import Authority
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.published import is_published
+from attnscale.numerics import HALF_DTYPES
 from attnscale.watching.layer import Layer
 
 TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
@@ -225,8 +224,7 @@ def _scaled_bias(layer: Layer, trained: bool) -> Finding:
 
 
 def _tolerance(layer: Layer) -> float:
-    is_half = layer.dtype in (torch.float16, torch.bfloat16)
-    return HALF_TOLERANCE if is_half else TOLERANCE
+    return HALF_TOLERANCE if layer.dtype in HALF_DTYPES else TOLERANCE
 
 
 def _alike(scales: list[float], tolerance: float) -> bool:

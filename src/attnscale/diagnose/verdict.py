@@ -42,6 +42,7 @@ EXPLODING = (
     (1e3, "warning", "loss deteriorates from about 1,000 on (Wortsman et al. 2023)"),
     (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
 )
+BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,17 @@ def _non_finite(layer: Layer, broken: int) -> Finding:
     )
 
 
+def threshold_reached(score: float) -> tuple[float, str, str] | None:
+    """The highest published threshold that a score has reached, as EXPLODING has it; None below all of them."""
+    return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
+
+
 def _exploding(layer: Layer) -> Iterator[Finding]:
     largest, head = (float(found) for found in layer.stats.max.max(0))
-    reached = next(((severity, known) for limit, severity, known in EXPLODING if largest >= limit), None)
+    reached = threshold_reached(largest)
     if reached is None:
         return
-    severity, known = reached
+    _, severity, known = reached
     bound = float(layer.stats.max_bound.max())
     bracket = "" if layer.stats.exact else f" among the rows looked at (at most {bound:.4g} in all)"
     yield Finding(
@@ -154,7 +160,7 @@ def _exploding(layer: Layer) -> Iterator[Finding]:
         f"The largest score is {largest:.4g}{bracket}; {known}.",
         largest,
         EXPLODING[-1][0],
-        f"{cause(layer, int(head)).sentence} Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100).",
+        f"{cause(layer, int(head)).sentence} {BOUND_THEM}",
     )
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from attnscale.rules.rule import Scaled, Visible, about, require_positive
 
+MUP_BASE = 64  # the head dimension at which √base / d_k meets 1/√d_k: the 8/d_k of the mup package
+
 
 @about(
     formula="q·k · √base / d_k",
@@ -17,7 +19,7 @@ from attnscale.rules.rule import Scaled, Visible, about, require_positive
 class inverse_dim:
     """q·k · √base / d_k."""
 
-    base: float = 64
+    base: float = MUP_BASE
 
     def __post_init__(self) -> None:
         require_positive("base", self.base)

@@ -8,6 +8,8 @@ from torch import Tensor
 from attnscale.errors import SettingError
 from attnscale.rules.rule import Scaled, Visible, about
 
+SLOPE = 0.1  # the fit of Peng et al.: √(1/t) = 0.1 ln s + 1
+
 
 @about(
     formula="(0.1 ln factor + 1)² · q·k / √d_k",
@@ -28,4 +30,9 @@ class yarn:
 
     def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
         """Scale by √(1/t)² / √d_k, with √(1/t) = 0.1 ln factor + 1."""
-        return query, key, (0.1 * math.log(self.factor) + 1.0) ** 2 * query.shape[-1] ** -0.5
+        return query, key, sharpening(self.factor) * query.shape[-1] ** -0.5
+
+
+def sharpening(stretch: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies the scores of a context stretched by s by: (0.1 m ln s + 1)², m being a model's own."""
+    return (SLOPE * mscale * math.log(stretch) + 1.0) ** 2
