@@ -1,17 +1,73 @@
-"""What README says of the repository is so; tests/docs runs its code."""
+"""What README, CONTRIBUTING and docs say of the repository is so; tests/docs runs their code."""
 
+import re
 import runpy
 from pathlib import Path
 
+import pytest
+
+from docs.tools.blocks import FENCE, PAGES
+from docs.tools.source import definitions
+from tests.test_rooms import ROOMS
+
 ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src/attnscale"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TREE = README.split("src/attnscale/\n")[1].split("```")[0]
+PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks|training)/[\w./-]*|[\w-]+/[\w./-]*\.(?:py|md)")
+HOMES = (ROOT, SRC, ROOT / "docs")  # that a path may be told from
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def test_the_readme_names_every_room():
-    rooms = {path.name for path in (ROOT / "src/attnscale").iterdir() if path.suffix == ".py" or path.is_dir()}
-    tree = README.split("src/attnscale/\n")[1].split("```")[0]
-    missing = {room for room in rooms if room.removesuffix("/") not in tree and not room.startswith("__")}
-    assert not missing
+def branches(indent):
+    """The names of the tree that stand so far in, each with the line of words beside it."""
+    return re.findall(rf"^ {{{indent}}}(\S+) +(\S.*)$", TREE, flags=re.MULTILINE)
+
+
+def test_the_readmes_tree_is_the_rooms_in_their_order():
+    names = [name for name, _ in branches(2)]
+    assert [name.removesuffix("/").removesuffix(".py") for name in names] == list(ROOMS)
+    assert all((SRC / name).is_dir() if name.endswith("/") else (SRC / name).is_file() for name in names)
+
+
+def test_the_readmes_tree_has_every_room_within_a_room_under_it():
+    told, room = [], ""
+    for line in TREE.splitlines():
+        name = line.split(maxsplit=1)[0]
+        if line.startswith("    "):
+            told.append(f"{room}{name}")
+        else:
+            room = name
+    there = {f"{path.parent.relative_to(SRC)}/" for path in SRC.glob("*/*/__init__.py")}
+    assert len(told) == len(set(told))
+    assert set(told) == there
+
+
+def test_every_line_of_the_readmes_tree_is_a_room_or_one_within():
+    assert len(branches(2)) + len(branches(4)) == len(TREE.splitlines())
+
+
+@every_page
+def test_every_path_that_is_named_exists(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    named = [name for name in re.findall(r"`([^`\s]+)`", text) if PATH.fullmatch(name)]
+    assert [name for name in named if not any((home / name).exists() for home in HOMES)] == []
+
+
+@every_page
+def test_every_link_to_a_file_leads_to_one_and_a_name_to_the_file_that_defines_it(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for words, target in re.findall(r"\[([^\]\n]+)\]\(((?!https?:)[^)#\s]+)[^)]*\)", text):
+        file = (page.parent / target).resolve()
+        assert file.exists(), target
+        if file.suffix == ".py" and (name := re.fullmatch(r"`([\w.]+)`", words)):
+            assert name[1] in definitions(file), f"{name[1]} in {target}"
+
+
+def test_the_paths_and_names_that_are_looked_for_are_found():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "tests/test_rooms.py" in filter(PATH.fullmatch, re.findall(r"`([^`\s]+)`", contributing))
+    assert "[`SINKS`](src/attnscale/train/sinks/__init__.py)" in contributing
 
 
 def test_the_picture_shows_what_the_command_prints(tmp_path, capsys):

@@ -66,7 +66,7 @@ def test_no_page_loads_anything_from_a_network(site):
 
 
 def test_a_broken_link_or_anchor_fails_the_build(tmp_path):
-    for name in ("docs", "src"):
+    for name in ("docs", "src", "tests"):  # tests: pages link to some
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with (tmp_path / "docs/index.md").open("a", encoding="utf-8") as file:
@@ -130,6 +130,30 @@ def test_every_command_and_option_is_on_the_page_of_the_command_line(site):
     assert all(option in text for option in ("--what-if", "--packed", "--thin", "--json"))
 
 
+def test_every_link_to_the_code_leads_to_the_line_that_defines_its_name(site):
+    links = re.findall(
+        r'<a href="(source/[^"#]+)#(L\d+)"><code>([\w.]+)</code></a>', page(site, "reading-the-code.html")
+    )
+    assert len(links) > 14
+    for target, anchor, name in links:
+        line = page(site, target).split(f'<span id="{anchor}"')[1].split('class="line"')[1]
+        text = html.unescape(re.sub(r"<[^>]+>", "", line))
+        assert re.search(rf"\b{name.split('.')[-1]}\b", text), f"{name} in {target}"
+
+
+def test_the_page_of_a_source_file_is_named_for_it_and_stands_in_no_menu(site):
+    path = "src/attnscale/watching/watcher.py"
+    shown = page(site, f"source/{path}.html")
+    assert f"<title>{path} - attnscale</title>" in shown
+    assert html.unescape(re.sub(r"<[^>]+>", "", shown)).count("class Watcher(DispatchMode):") == 1
+    menu = re.findall(r'<a href="([^"]+)" class="md-nav__link', page(site, "index.html"))
+    assert "reading-the-code.html" in menu
+    assert not any(target.startswith("source/") for target in menu)
+    index = page(site, "search/search_index.json")
+    assert '"location":"reading-the-code.html' in index
+    assert '"location":"source/' not in index
+
+
 def test_formulas_are_mathml(site):
     theory = page(site, "theory.html")
     assert theory.count("<math") > 40
@@ -146,8 +170,12 @@ def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
 
 
 @pytest.mark.parametrize(
-    "name", ["index.html", "theory.html", "findings.html", "api.html", "guides/does-not-learn.html"]
-)
+    "name",
+    [
+        "index.html", "theory.html", "findings.html", "api.html", "guides/does-not-learn.html",
+        "reading-the-code.html", "source/src/attnscale/watching/watcher.py.html",
+    ],
+)  # fmt: skip
 def test_pages_fit_a_phone(site, open_page, name):
     assert sideways(open_page(site / name, viewport=PHONE)) <= 0
 
