@@ -93,7 +93,8 @@ class Monitor:
             raise SettingError(f"Expected every as a whole number of steps of at least 1, got {every!r}.")
         if isinstance(sinks, (str, Path)):
             raise SettingError(f"Expected a list of sinks, got {sinks!r} alone; write sinks=[{str(sinks)!r}].")
-        self.model, self.every, self.rows = model, every, rows
+        self.model, self.every = model, every
+        self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
         self._history = History(limits or Thresholds())
         self.steps = 0  # training steps that are over
@@ -137,7 +138,7 @@ class Monitor:
             self._try(self._begin_watching)
 
     def _begin_watching(self) -> None:
-        watch = watched(self.model, Settings(self.rows, training=True, seed=self._seed, known=self._known))
+        watch = watched(self.model, replace(self._settings, seed=self._seed, known=self._known))
         self._seen = watch.__enter__()
         self._watch = watch
 

@@ -76,8 +76,12 @@ class KernelCall:
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
-            factors=(query_way.factor, key_way.factor) if query_way.constant and key_way.constant else None,
+            factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
         )
+
+    def _is_told_by(self, *ways: Way) -> bool:
+        """Whether its arguments and these ways tell all of it, at every step: no function of the user's does more."""
+        return self.score_mod is None and all(way.constant for way in ways)
 
     @property
     def is_causal(self) -> bool:

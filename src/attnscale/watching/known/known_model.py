@@ -18,8 +18,6 @@ from attnscale.watching.known.traces import Signature, Trace
 from attnscale.watching.known.waiting import WaitingCall, measured_again
 from attnscale.watching.running import Line
 
-KINDS = ("sdpa", "flash")
-
 
 def signature(kernel: KernelCall, path: str, line: Line) -> Signature:
     """By what a call is known: where it happens, and its heads. Scale, mask and soft-cap are its own to say."""
@@ -63,7 +61,7 @@ def remembered(
     traces: Mapping[str, Trace],
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
-    if not all(call.kind in KINDS and call.factors is not None and not call.biased for call in seen.values()):
+    if not all(call.factors is not None and not call.biased for call in seen.values()):
         return None
     calls = {
         place: replace(call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None)
