@@ -52,7 +52,7 @@ ELEMENTWISE = EVERY - {"norm", "exp"}
 ROLES = {
     Scores: (Scores(PRODUCT), ELEMENTWISE),
     AboutScores: (AboutScores(PRODUCT), EVERY),
-    Exponential: (Exponential(PRODUCT, Node((2, 2))), {"same", "fill", "other"}),
+    Exponential: (Exponential(PRODUCT, Node((2, 2))), {"same", "fill"}),
     ExponentialSum: (ExponentialSum(PRODUCT, Node((2, 2)), 1), {"same", "plus"}),
     InverseSum: (InverseSum(PRODUCT, Node((2, 2)), 1), {"same"}),
     LogSum: (LogSum(PRODUCT, 1), {"same", "plus"}),

@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnscale
-from attnscale.watching.settings import Settings
-from attnscale.watching.watch import watched
 from tests.zoo.entry import SelfAttention
 
 
@@ -60,7 +58,7 @@ def test_a_table_shown_before_the_backward_pass_does_not_keep_its_gradients_from
             return self.merge(F.scaled_dot_product_attention(*self.project(x)))
 
     model = Sdpa(33, 3)
-    with watched(model, Settings(training=True)) as seen:
+    with attnscale.watch(model) as seen:
         loss = model(torch.randn(2, 7, 33)).square().sum()
         assert "Sdpa" in str(seen)
         layer = seen.layers["Sdpa"]

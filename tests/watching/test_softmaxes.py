@@ -51,7 +51,18 @@ def over_the_sum_of_others(scores):
     return scores.exp() / (2 * scores).exp().sum(-1, keepdim=True)
 
 
+def over_the_sum_of_squares(scores):
+    powers = scores.exp()
+    return powers / powers.square().sum(-1, keepdim=True)
+
+
+def over_the_root_of_the_sum_of_squares(scores):
+    powers = scores.exp()
+    return powers / powers.norm(dim=-1, keepdim=True)
+
+
 NONE = (
+    over_the_sum_of_squares, over_the_root_of_the_sum_of_squares,
     over_root_of_sum, over_twice_the_sum, times_the_sum, times_twice_the_inverse, less_twice_the_log_sum,
     less_the_log_sum_and_the_maximum, never_normalised, over_the_sum_of_others,
 )  # fmt: skip

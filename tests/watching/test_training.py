@@ -1,4 +1,4 @@
-"""watch(training=True): gradients that reach queries and keys, and what ran in training mode alone."""
+"""Gradients that reach queries and keys, and what ran in training mode alone."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def by_head(gradient):
 @pytest.mark.parametrize("kind", [Kept, Eager])
 def test_the_gradient_norm_is_that_of_autograd_over_all_calls(kind):
     model, squares = kind(33, 3), {"query": 0, "key": 0}
-    with watched(model, Settings(training=True)) as seen:
+    with attnscale.watch(model) as seen:
         for length in (5, 7):
             model(torch.randn(2, length, 33)).square().sum().backward()
             squares["query"] += by_head(model.query_seen.grad) ** 2

@@ -64,9 +64,9 @@ class AboutScores(_OfProduct):
 
 @dataclass(frozen=True, eq=False)
 class Exponential(_OfProduct):
-    """e to scores, multiplied by a mask perhaps."""
+    """e to scores, some of them set to zero perhaps."""
 
-    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "fill", "other"))
+    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "fill"))
     is_image = True
     exponent: "Node"
 

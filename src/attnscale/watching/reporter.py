@@ -41,7 +41,7 @@ class Reporter:
         if seen is None:
             self._recognition.give_up()
             return None
-        if self._settings.training:
+        if torch.is_grad_enabled():
             seen.gradients = of_kernel(call.query, call.key)
         self._seen.note(path, line, seen)
         return seen.softmax
@@ -60,7 +60,7 @@ class Reporter:
         seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
         assert seen is not None
         seen.kind = "sdpa" if is_sdpa else seen.kind
-        if self._settings.training:
+        if torch.is_grad_enabled():
             seen.gradients = call.gradients()
         seen.softmax = Softmax(axis, lambda: self._seen.note(path, line, seen), waits=product.learned_query)
         return seen.softmax

@@ -9,9 +9,10 @@ import math
 import torch
 from torch import Tensor
 
+from attnscale.tracing.coordinates import Shape
 from attnscale.tracing.lineage import Node, moved
 from attnscale.tracing.operations import arithmetic
-from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, unknown
+from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, unknown, widened
 from attnscale.tracing.roles import (
     Exponential,
     ExponentialSum,
@@ -134,13 +135,22 @@ def _quotient(op: Operation) -> Node:
 
 
 def _product(op: Operation) -> Node:
-    """e · (1/Σe), either way round."""
+    """e · (1/Σe), either way round; or e times a mask."""
     for side in (0, 1):
         role = _role(op, side)
         found = _normalised(op, 1 - side, role) if isinstance(role, InverseSum) else None
         if found is not None:
             return found
+        if isinstance(_role(op, 1 - side), Exponential) and _is_mask(op.args[side], op.shape):
+            return moved(op.node(1 - side), op.shape, widened(op.node(1 - side), op.shape), "fill", 0.0)
     return _weights(op, None) if _is_weighed(op, 0) or _is_weighed(op, 1) else arithmetic.times(op)
+
+
+def _is_mask(factor: object, shape: Shape) -> bool:
+    """Whether a factor of powers is zeros and ones: hidden keys."""
+    if not isinstance(factor, Tensor) or factor.numel() <= 1 or len(factor.shape) > len(shape):
+        return False
+    return bool(((factor == 0) | (factor == 1)).all())
 
 
 def _role(op: Operation, side: int) -> Role | None:
