@@ -11,6 +11,7 @@ from attnscale.inputs import check_inputs
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
+from attnscale.measure.cuda import ops, sampled
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.row_blocks import measure_rows
@@ -107,7 +108,7 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
-        output, stats = on_cuda.attend_sampling(call, rows)
+        output, stats = sampled.attend_sampling(call, rows)
     elif rows is None and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
@@ -120,7 +121,7 @@ def attention_with_stats(
 
 def _measure(call: Call, rows: int | None) -> ScoreStats:
     if on_cuda.measures(call):
-        return on_cuda.measure(call, rows)
+        return sampled.measure(call, rows)
     uneven = call.is_causal or call.attn_mask is not None
     sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
@@ -130,7 +131,8 @@ def _measure(call: Call, rows: int | None) -> ScoreStats:
         look = partial(_look, call, positions)
         found, bound = alone(look) if call.query.device.type == "cpu" else look()
     pool = Unpooled(lambda: found, lambda: bound, sample)
-    return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool)
+    refreshed = call.query.is_cuda and on_cuda.capturing()
+    return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
 @torch.no_grad()
@@ -150,7 +152,7 @@ def _max_bound(call: Call) -> Tensor:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
         bound = bound + call.attn_mask.amax((-2, -1))
-    highest: Tensor = (bound * (1 + on_cuda.BOUND_SLACK)).amax(0)
+    highest: Tensor = (bound * (1 + ops.BOUND_SLACK)).amax(0)
     return highest
 
 

@@ -49,37 +49,62 @@ class Pooled:
     max: Tensor
     max_bound: Tensor
     sums: Tensor  # (heads, len(SUMS)), float64
-    uncertainty: Uncertainty | None  # of the sums; None where exact
+    errors: Uncertainty | Callable[[], Uncertainty] | None = None  # of the sums, or how to tell them; None where exact
+
+    @property
+    def uncertainty(self) -> Uncertainty | None:
+        """How far the sums may be off; formed when it is asked for."""
+        return self.errors() if callable(self.errors) else self.errors
+
+    @classmethod
+    def of(cls, table: Tensor, errors: Uncertainty | Callable[[], Uncertainty] | None = None) -> "Pooled":
+        """NUMBERS and SUMS of every head in one row, (heads, 16) in float64: views, so that who writes it is read."""
+        numbers, sums = table.split([len(NUMBERS), len(SUMS)], dim=-1)
+        return cls(*numbers.unbind(-1), sums, errors)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Rows that are pooled already."""
+
+    pooled: Pooled
+
+    def __call__(self) -> Pooled:
+        """As they are."""
+        return self.pooled
 
 
 @dataclass(frozen=True)
 class ScoreStats:
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
 
-    Rows are pooled into heads when a statistic is first read: measuring in a training step that logs nothing costs
-    the pass over the scores alone.
+    They are final: nothing of the caller's tensors is kept, and nothing of them is read again. What a CUDA graph
+    writes is `refreshed` by each replay, and then read anew.
     """
 
     heads: int
     exact: bool  # every row was looked at
     pool: Callable[[], Pooled] = field(repr=False)
+    refreshed: bool = field(default=False, repr=False)  # by each replay of the graph that they were captured in
 
-    @cached_property
+    @property
     def pooled(self) -> Pooled:
-        """The sums over rows, formed once; what they were formed from is let go."""
+        """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
+        if self.refreshed or isinstance(self.pool, Known):
+            return self.pool()
         pooled = self.pool()
-        object.__setattr__(self, "pool", lambda: pooled)
+        object.__setattr__(self, "pool", Known(pooled))
         return pooled
 
     @property
     def rows(self) -> Tensor:
         """Rows looked at, with at least one visible key."""
-        return self.pooled.rows
+        return self.pooled.rows.long()
 
     @property
     def count(self) -> Tensor:
         """Scores looked at."""
-        return self.pooled.count
+        return self.pooled.count.long()
 
     @property
     def keys(self) -> Tensor:
@@ -154,7 +179,7 @@ class ScoreStats:
             known = ", ".join(sorted([*DENOMINATOR, "std"]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
-        uncertainty = self.pooled.uncertainty
+        uncertainty = self.pooled.uncertainty if self.refreshed else self._uncertainty
         if uncertainty is None:
             return torch.zeros_like(self.pooled.mean)
         # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
@@ -182,12 +207,26 @@ class ScoreStats:
         pooled = merged([_unpack(part) for part in gathered.chunk(world)])
         assert pooled.uncertainty is not None  # every rank sent one
         exact = not pooled.uncertainty.freedom.any()
-        return ScoreStats(self.heads, exact, lambda: pooled)
+        return ScoreStats(self.heads, exact, Known(pooled))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, one list a statistic; None where a head has no rows to tell it from."""
         plain = {name: _plain(getattr(self, name)) for name in SHOWN}
         return {"heads": self.heads, "exact": self.exact, **plain}
+
+    @cached_property
+    def _uncertainty(self) -> Uncertainty | None:
+        return self.pooled.uncertainty
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The sums, whatever they are formed from, without the memory that they may be views of."""
+        pooled = self.pooled
+        kept = {name: getattr(pooled, name).clone() for name in (*NUMBERS, "sums")}
+        return {"heads": self.heads, "exact": self.exact, "pooled": Pooled(**kept, errors=pooled.uncertainty)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = {"heads": state["heads"], "exact": state["exact"], "pool": Known(state["pooled"]), "refreshed": False}
+        self.__dict__.update(found)
 
     def _sum(self, name: str) -> Tensor:
         return self.pooled.sums[:, SUMS.index(name)]
@@ -213,13 +252,18 @@ def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
     return (
         parts[0]
         if len(parts) == 1
-        else ScoreStats(parts[0].heads, all(part.exact for part in parts), Merged(tuple(parts)))
+        else ScoreStats(
+            parts[0].heads,
+            exact=all(part.exact for part in parts),
+            pool=Merged(tuple(parts)),
+            refreshed=any(part.refreshed for part in parts),
+        )
     )
 
 
 def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:
     pooled = merged([part.pooled for part in parts])
-    return ScoreStats(parts[0].heads, all(part.exact for part in parts), lambda: pooled)
+    return ScoreStats(parts[0].heads, all(part.exact for part in parts), Known(pooled))
 
 
 def merged(parts: list[Pooled]) -> Pooled:
@@ -232,9 +276,8 @@ def merged(parts: list[Pooled]) -> Pooled:
     sums = [(move @ part.sums.unsqueeze(-1)).squeeze(-1) for move, part in zip(moves, parts, strict=True)]
     pooled = torch.stack(sums).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    uncertainties = [
-        part.uncertainty.moved(move) for move, part in zip(moves, parts, strict=True) if part.uncertainty is not None
-    ]
+    known = [(move, part.uncertainty) for move, part in zip(moves, parts, strict=True) if part.errors is not None]
+    uncertainties = [uncertainty.moved(move) for move, uncertainty in known if uncertainty is not None]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
         count=torch.stack([part.count for part in parts]).sum(0),
@@ -242,7 +285,7 @@ def merged(parts: list[Pooled]) -> Pooled:
         max=torch.stack([part.max for part in parts]).amax(0),
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
         sums=pooled,
-        uncertainty=merged_uncertainty(uncertainties),
+        errors=merged_uncertainty(uncertainties),
     )
 
 
@@ -258,7 +301,8 @@ def _move(delta: Tensor) -> Tensor:
 def _pack(pooled: Pooled) -> Tensor:
     """Everything of every head in one float64 row: numbers, sums, their uncertainty."""
     numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    uncertainty = Uncertainty.none(pooled.sums) if pooled.uncertainty is None else pooled.uncertainty
+    uncertainty = Uncertainty.none(pooled.sums) if pooled.errors is None else pooled.uncertainty
+    assert uncertainty is not None
     return torch.cat([numbers, pooled.sums, uncertainty.packed()], dim=-1)
 
 
@@ -272,7 +316,7 @@ def _unpack(packed: Tensor) -> Pooled:
         max=largest,
         max_bound=bound,
         sums=sums,
-        uncertainty=Uncertainty.unpacked(rest, len(SUMS)),
+        errors=Uncertainty.unpacked(rest, len(SUMS)),
     )
 
 

@@ -30,9 +30,14 @@ def _direct(call: Call) -> bool:
         and call.query.shape[-1] == call.value.shape[-1]
         and call.query.shape[-1] % ALIGNMENT == 0
         and call.query.dtype == call.key.dtype == call.value.dtype
-        and not torch.is_autocast_enabled("cuda")
+        and not _casts(call)
         and not torch.compiler.is_compiling()
     )
+
+
+def _casts(call: Call) -> bool:
+    """Whether autocast would hand the kernel other tensors."""
+    return torch.is_autocast_enabled("cuda") and call.query.dtype != torch.get_autocast_dtype("cuda")
 
 
 def _choice(call: Call) -> SDPBackend:

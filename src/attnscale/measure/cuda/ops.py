@@ -1,5 +1,10 @@
-"""attention and its row statistics as torch operators: one call to autograd, to torch.compile and to CUDA graphs."""
+"""attention and its statistics as torch operators: one call to autograd, to torch.compile and to CUDA graphs.
 
+An operator costs the host as much as the kernels behind it. Where nobody looks on, neither a compiler nor a mode, the
+kernels are launched directly.
+"""
+
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -7,28 +12,79 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.backward import attention_rows_backward
+from attnscale.measure.cuda.backward import attention_gradients, attention_rows_backward
+from attnscale.measure.cuda.watched import looked_on
+from attnscale.measure.pool import pool_rows
 from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_sums import RowSums
+from attnscale.measure.sampling import Sample
+from attnscale.measure.stats import NUMBERS, SUMS
 from attnscale.numerics import wide_dtype
 
 HOPPER = (9, 0)  # the compute capability its kernel is written for
-ATTENDED = ("max", "total", "gap", "participation", "lse")  # what attention_rows leaves of a row
-SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # and score_rows, as RowSums names them
+ATTENDED = ("max", "total", "gap", "participation")  # what attention_rows leaves of a row
+SCORED = (*ATTENDED, "mean", "deviation")  # and score_rows, as RowSums names them
+TABLE = len(NUMBERS) + len(SUMS)  # columns, a row a head
 LEAST_SPAN = 128  # keys, of the spans a sampled row is cut into
 PARTS = 264  # spans of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
+BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
-@torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
-def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(scale · QKᵀ) V, and ATTENDED of each row without gradient: (5, batch, heads, q_len)."""
+def attend_stats(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(scale · QKᵀ) V with its gradient, and the table of its statistics."""
+    if looked_on(query, key, value):
+        output, _, _, table = attention_rows(query, key, value, scale, is_causal)
+        return output, table
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        output, table = _Attention.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
+        return output, table
+    output, _, _, table = _attend(query, key, value, scale, is_causal)
+    return output, table
+
+
+class _Attention(torch.autograd.Function):
+    """The operator without its dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Any:
+        output, lse, _, table = _attend(query, key, value, scale, is_causal)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.mark_non_differentiable(table)
+        ctx.scale, ctx.is_causal = scale, is_causal
+        return output, table
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *attention_gradients(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal), None, None
+
+
+Attended = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
     if _on_hopper(query.device.index) and scale != 0.0:
         from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
 
         if hopper.supported(query, key, value):
-            return hopper.attend_rows(query, key, value, scale, is_causal)
+            return _finished(query, key, hopper.attend_rows(query, key, value, scale, is_causal), scale, is_causal)
     from attnscale.measure.cuda import triton
 
-    return triton.attend_rows(query, key, value, scale, is_causal)
+    return _finished(query, key, triton.attend_rows(query, key, value, scale, is_causal), scale, is_causal)
+
+
+def _finished(
+    query: Tensor, key: Tensor, attended: tuple[Tensor, Tensor, Tensor], scale: float, is_causal: bool
+) -> Attended:
+    from attnscale.measure.cuda import triton
+
+    return *attended, triton.finish_attended(query, key, attended[2], scale, is_causal)
+
+
+@torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
+def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
+    """softmax(scale · QKᵀ) V; without gradient the lse of each row, ATTENDED (4, batch, heads, q_len) and the table."""
+    return _attend(query, key, value, scale, is_causal)
 
 
 @cache
@@ -37,37 +93,57 @@ def _on_hopper(device: int) -> bool:
 
 
 @attention_rows.register_kernel("cpu")
-def _attention_rows_cpu(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attention_rows_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )
-    largest, total, gap, participation, _, _ = _measured(query, key, None, scale, is_causal)
-    return output.contiguous(), torch.stack([largest, total, gap, participation, lse.to(largest.dtype)])
+    rows = _measured(query, key, None, scale, is_causal)
+    sums = torch.stack([getattr(rows, name) for name in ATTENDED])
+    return output.contiguous(), lse.to(sums.dtype).contiguous(), sums, _table(rows)
 
 
 @attention_rows.register_fake
-def _attention_rows_fake(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), _empty(query, len(ATTENDED), *query.shape[:3])
+def _attention_rows_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
+    rows = query.shape[:3]
+    return query.new_empty(query.shape), _empty(query, *rows), _empty(query, len(ATTENDED), *rows), _empty_table(query)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: Attended) -> None:
     query, key, value, ctx.scale, ctx.is_causal = inputs
-    attended, sums = output
-    ctx.mark_non_differentiable(sums)
-    ctx.save_for_backward(query, key, value, attended, sums)
+    attended, lse, sums, table = output
+    ctx.mark_non_differentiable(lse, sums, table)
+    ctx.save_for_backward(query, key, value, attended, lse)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, attended, sums = ctx.saved_tensors
-    lse = sums[ATTENDED.index("lse")]
-    return *attention_rows_backward(grad, query, key, value, attended, lse, ctx.scale, ctx.is_causal), None, None
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *attention_rows_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal), None, None
 
 
 attention_rows.register_autograd(_backward, setup_context=_save)
+
+
+def score_stats(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """SCORED of every row and the table of their heads."""
+    sums = _directly(score_rows, _score_rows, query)(query, key, None, None, scale, is_causal)
+    return sums, _directly(pooled_rows, _pooled_rows, query)(sums, key.shape[2], is_causal)
+
+
+def sample_stats(
+    query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor, weights: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """SCORED of the rows at these positions over every span of keys, and the table of their heads.
+
+    The lse of all rows, (batch, heads, q_len), bounds the maximum; without it, the norms of queries and keys do.
+    """
+    q_len, kv_len, span = query.shape[2], key.shape[2], key_span(query, key)
+    sums, norms = _directly(sample_rows, _sample_rows, query)(query, key, rows, scale, is_causal, lse is None)
+    bounds = norms if lse is None else lse
+    pool = _directly(pooled_sample, _pooled_sample, query)
+    return sums, pool(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal)
+
+
+def _directly(operator: Callable[..., Any], kernel: Callable[..., Any], *tensors: Tensor) -> Callable[..., Any]:
+    return operator if looked_on(*tensors) else kernel
 
 
 @torch.library.custom_op("attnscale::score_rows", mutates_args=(), device_types="cuda")
@@ -78,6 +154,12 @@ def score_rows(
 
     `lse`, (batch, heads, q_len), is what the forward of the same attention found; it only makes this faster.
     """
+    return _score_rows(query, key, lse, rows, scale, is_causal)
+
+
+def _score_rows(
+    query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
+) -> Tensor:
     from attnscale.measure.cuda import triton
 
     return triton.score_rows(query, key, lse, rows, scale, is_causal)
@@ -87,7 +169,7 @@ def score_rows(
 def _score_rows_cpu(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor | None, scale: float, is_causal: bool
 ) -> Tensor:
-    return torch.stack(_measured(query, key, rows, scale, is_causal))
+    return _stacked(_measured(query, key, rows, scale, is_causal))
 
 
 @score_rows.register_fake
@@ -105,6 +187,12 @@ def sample_rows(
 
     With `bounds`, also the largest ‖q‖² and ‖k‖² of as many parts of the queries and keys: (2, spans, batch, heads).
     """
+    return _sample_rows(query, key, rows, scale, is_causal, bounds)
+
+
+def _sample_rows(
+    query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
+) -> tuple[Tensor, Tensor]:
     from attnscale.measure.cuda import triton
 
     return triton.sample_rows(query, key, rows, scale, is_causal, bounds, key_span(query, key))
@@ -114,7 +202,7 @@ def sample_rows(
 def _sample_rows_cpu(
     query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
 ) -> tuple[Tensor, Tensor]:
-    sums = torch.stack(_measured(query, key, rows, scale, is_causal))
+    sums = _stacked(_measured(query, key, rows, scale, is_causal))
     if not bounds:
         return sums.unsqueeze(1), _empty(query, 0, 1, *query.shape[:2])
     wide = wide_dtype(query)
@@ -140,18 +228,134 @@ def key_span(query: Tensor, key: Tensor) -> int:
     return -(-key.shape[2] // (parts * LEAST_SPAN)) * LEAST_SPAN
 
 
+@torch.library.custom_op("attnscale::pooled_rows", mutates_args=(), device_types="cuda")
+def pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
+    """The table of the heads whose rows have these sums, (6, batch, heads, q_len)."""
+    return _pooled_rows(sums, kv_len, is_causal)
+
+
+def _pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
+    from attnscale.measure.cuda import triton
+
+    return triton.finish_scored(sums, kv_len, is_causal)
+
+
+@pooled_rows.register_kernel("cpu")
+def _pooled_rows_cpu(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
+    visible = torch.full(sums.shape[-1:], kv_len)
+    if is_causal:
+        visible = torch.arange(1, sums.shape[-1] + 1).clamp_(max=kv_len)
+    return _table(RowSums(visible.expand_as(sums[0]), *sums))
+
+
+@pooled_rows.register_fake
+def _pooled_rows_fake(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
+    return sums.new_empty((sums.shape[2], TABLE), dtype=torch.float64)
+
+
+@torch.library.custom_op("attnscale::pooled_sample", mutates_args=(), device_types="cuda")
+def pooled_sample(
+    sums: Tensor,
+    bounds: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    q_len: int,
+    kv_len: int,
+    span: int,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """The table of heads of which rows were sampled, (6, spans, batch, heads, rows), with their weights.
+
+    `bounds`: the lse of all rows, (batch, heads, q_len), or the largest squared norms, (2, spans, batch, heads).
+    """
+    return _pooled_sample(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal)
+
+
+def _pooled_sample(
+    sums: Tensor,
+    bounds: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    q_len: int,
+    kv_len: int,
+    span: int,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    from attnscale.measure.cuda import triton
+
+    return triton.finish_sampled(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal, BOUND_SLACK)
+
+
+@pooled_sample.register_kernel("cpu")
+def _pooled_sample_cpu(
+    sums: Tensor,
+    bounds: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    q_len: int,
+    kv_len: int,
+    span: int,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    visible = (rows.long() + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len, dtype=torch.int64)
+    begins = torch.arange(sums.shape[1]).mul_(span).view(-1, 1, 1, 1)
+    shown = (visible - begins).clamp(min=0, max=span)
+    found = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
+    if bounds.dim() == 3:
+        highest = bounds.amax((0, 2)).double()
+        highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
+    else:
+        queries, keys = bounds.double().amax(1).sqrt()
+        highest = (abs(scale) * (1 + BOUND_SLACK) * queries * keys).amax(0)
+    each = torch.arange(rows.shape[0])
+    return _table(found, highest, Sample(rows, each, weights))  # every row a stratum of its own
+
+
+@pooled_sample.register_fake
+def _pooled_sample_fake(
+    sums: Tensor,
+    bounds: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    q_len: int,
+    kv_len: int,
+    span: int,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    return sums.new_empty((sums.shape[3], TABLE), dtype=torch.float64)
+
+
 def _no_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
 
 
 score_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_no_gradient)
 sample_rows.register_autograd(lambda ctx, *gradients: (None,) * 6, setup_context=_no_gradient)
+pooled_rows.register_autograd(lambda ctx, *gradients: (None,) * 3, setup_context=_no_gradient)
+pooled_sample.register_autograd(lambda ctx, *gradients: (None,) * 9, setup_context=_no_gradient)
 
 
-def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> list[Tensor]:
-    sums = measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows)
-    return [getattr(sums, name) for name in SCORED]
+def _measured(query: Tensor, key: Tensor, rows: Tensor | None, scale: float, is_causal: bool) -> RowSums:
+    return measure_rows(Call(query, key, key, None, 0.0, is_causal, scale, None), rows)
+
+
+def _stacked(rows: RowSums) -> Tensor:
+    return torch.stack([getattr(rows, name) for name in SCORED])
+
+
+def _table(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Tensor:
+    pooled = pool_rows(rows, bound, sample, errors=False)
+    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
+    return torch.cat([numbers, pooled.sums], dim=-1)
 
 
 def _empty(query: Tensor, *shape: int) -> Tensor:
     return query.new_empty(shape, dtype=wide_dtype(query))
+
+
+def _empty_table(query: Tensor) -> Tensor:
+    return query.new_empty((query.shape[1], TABLE), dtype=torch.float64)

@@ -32,7 +32,7 @@ def consume(
     LAZY: gl.constexpr,
 ):
     """Attend from 64 rows of each of this program's tiles; scores are in units of log 2."""
-    o_desc, sums_ptr, buffers, barriers, sizes, scale = shared
+    o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale = shared
     q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_len, kv_len, heads, all_heads, tiles = sizes[0], sizes[1], sizes[2], sizes[4], sizes[6]
@@ -121,12 +121,13 @@ def consume(
         own_rows = row + gl.arange(0, ROWS, row_layout)
         inside = (own_rows >= 0) & (own_rows < q_len)
         plane = all_heads.to(gl.int64) * q_len  # the statistics lie one behind the other, in the order of RowSums
-        to = sums_ptr + (batch * heads + head).to(gl.int64) * q_len + own_rows
+        place = (batch * heads + head).to(gl.int64) * q_len + own_rows
+        to = sums_ptr + place
         gl.store(to, largest * LN2, mask=inside)
         gl.store(to + plane, exact_total, mask=inside)
         gl.store(to + 2 * plane, gl.maximum(ahead - full_sum(moment) * inverse, 0.0) * LN2, mask=inside)
         gl.store(to + 3 * plane, gl.minimum(full_sum(square) * inverse * inverse, 1.0), mask=inside)
-        gl.store(to + 4 * plane, (largest + gl.log2(exact_total)) * LN2, mask=inside)  # the lse
+        gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))
         step += 1

@@ -22,6 +22,7 @@ def attend(
     v_desc,
     o_desc,
     sums_ptr,
+    lse_ptr,
     scale,
     q_len,
     kv_len,
@@ -36,7 +37,7 @@ def attend(
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
 ):
-    """Attention output and the five statistics of each row, scale in units of log 2."""
+    """Attention output, the lse and four statistics of each row, scale in units of log 2."""
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -64,7 +65,7 @@ def attend(
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (q_len, kv_len, heads, kv_heads, all_heads, together, tiles)
-    shared = (o_desc, sums_ptr, buffers, barriers, sizes, scale)
+    shared = (o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale)
     # Registers: 65536 over 12 or 16 warps; the first consumer gets what the others leave: as many as the second.
     if CONSUMERS == 2:
         gl.warp_specialize(

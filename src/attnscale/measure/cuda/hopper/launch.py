@@ -14,7 +14,7 @@ from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
 
 LOG2E = math.log2(math.e)
-SUMS = 5  # a row: max, total, gap, participation, lse
+SUMS = 4  # a row: max, total, gap, participation
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
 TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
 DTYPES = (torch.bfloat16, torch.float16)
@@ -35,10 +35,18 @@ VARIANTS = {
     "two_persistent": Variant(2, 128, 3, lazy=True, persistent=True),
     "three": Variant(3, 128, 2, lazy=False, persistent=False),
     "three_deep": Variant(3, 128, 3, lazy=False, persistent=False),
+    "wide": Variant(2, 64, 2, lazy=True, persistent=False),
     "three_persistent": Variant(3, 128, 2, lazy=False, persistent=True),
 }
-FASTEST = {64: "three", 128: "two"}  # by head_dim, on one H200; three warpgroups' registers do not hold 128 columns
+# By head_dim, padded, on one H200; three warpgroups' registers do not hold 128 columns, nor the memory 128 keys of 256.
+FASTEST = {64: "three", 128: "two", 256: "wide"}
+WIDEST = max(FASTEST)
 DEFAULT = "fastest"
+
+
+def padded(head_dim: int) -> int:
+    """How wide a tile is: TMA fills it up with zeros where it reads, and drops them where it writes."""
+    return next(width for width in FASTEST if head_dim <= width)
 
 
 class Unchecked(TensorDescriptor):  # type: ignore[misc]  # triton has no types
@@ -51,7 +59,8 @@ class Unchecked(TensorDescriptor):  # type: ignore[misc]  # triton has no types
 def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_rows` takes these (batch, heads, len, head_dim) tensors of one dtype, on one Hopper GPU."""
     return (
-        query.shape[-1] in FASTEST
+        query.shape[-1] <= WIDEST
+        and query.shape[-1] % (TMA_ALIGNMENT // query.element_size()) == 0
         and query.dtype in DTYPES
         and key.shape == value.shape
         and _loadable(query)
@@ -80,33 +89,35 @@ def _strides(tensor: Tensor) -> list[int]:
 
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, variant: str = DEFAULT
-) -> tuple[Tensor, Tensor]:
-    """Attention output and, for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p², m + ln l.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention output, the lse m + ln l and, for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p².
 
-    Row i sees keys j ≤ i if causal; the statistics are float32 (5, batch, heads, q_len).
+    Row i sees keys j ≤ i if causal; the statistics are float32 (4, batch, heads, q_len).
     """
     batch, heads, q_len, head_dim = query.shape
-    name = FASTEST[head_dim] if variant == DEFAULT else variant
+    width = padded(head_dim)
+    name = FASTEST[width] if variant == DEFAULT else variant
     chosen = VARIANTS[name]
     kv_heads, kv_len = key.shape[1:3]
     if scale < 0:  # the kernel takes a row's maximum before it scales
         query, scale = -query, -scale
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     sums = torch.empty((SUMS, batch, heads, q_len), dtype=torch.float32, device=query.device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     all_heads = batch * heads
     tiles = all_heads * -(-q_len // (chosen.consumers * ROWS.value))
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
-    kind = name, head_dim, query.dtype, is_causal, query.device.index
+    kind = name, width, query.dtype, is_causal, query.device.index
     compiled = COMPILED.get(kind)
     describe = TensorDescriptor if compiled is None else Unchecked
     arguments = (
-        _descriptor(describe, query, ROWS.value),
-        _descriptor(describe, key, chosen.block_n),
-        _descriptor(describe, value, chosen.block_n),
-        _descriptor(describe, output, ROWS.value),
-        *(sums, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
+        _descriptor(describe, query, ROWS.value, width),
+        _descriptor(describe, key, chosen.block_n, width),
+        _descriptor(describe, value, chosen.block_n, width),
+        _descriptor(describe, output, ROWS.value, width),
+        *(sums, lse, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
         *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy),
     )
     with torch.cuda.device_of(query):
@@ -114,17 +125,16 @@ def attend_rows(
             COMPILED[kind] = attend[(programs,)](*arguments, num_warps=4)
         else:  # half of the time of a launch that looks the kernel up by the types of its arguments
             compiled[(programs, 1, 1)](*arguments)
-    return output, sums
+    return output, lse, sums
 
 
 COMPILED: dict[tuple[object, ...], Any] = {}  # kernels, by all that their compilation depends on
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elements, four axes
 
 
-def _descriptor(describe: type[Any], tensor: Tensor, rows: int) -> Any:
+def _descriptor(describe: type[Any], tensor: Tensor, rows: int, width: int) -> Any:
     """A TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped."""
-    shape = list(tensor.shape)
-    return describe(tensor, shape, _strides(tensor), [1, 1, rows, shape[-1]], LAYOUT)
+    return describe(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, width], LAYOUT)
 
 
 @cache

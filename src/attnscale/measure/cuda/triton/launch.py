@@ -7,23 +7,25 @@ import torch
 import triton
 from torch import Tensor
 
+from attnscale.measure.cuda.triton.launching import on_device, precision
 from attnscale.measure.cuda.triton.rows import rows_kernel
 from attnscale.measure.cuda.triton.sample import sample_kernel
 from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, tiles
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LEAST_WIDTH = 16  # the narrowest product of tiles
-ATTENDED, SCORED = 5, 6  # statistics a row: max, total, gap, participation, then the lse, or mean and deviation
+ATTENDED, SCORED = 4, 6  # statistics a row: max, total, gap, participation, and mean and deviation
 
 
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, cut: Tiles | None = None
-) -> tuple[Tensor, Tensor]:
-    """softmax(scale · QKᵀ) V, and max, total, gap, participation and lse of each row, from one pass."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scale · QKᵀ) V, the lse, and max, total, gap and participation of each row, from one pass."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     sums = torch.empty((ATTENDED, *query.shape[:3]), dtype=torch.float32, device=query.device)
-    fill(output, sums, query, key, value, None, None, scale, is_causal, cut)
-    return output, sums
+    fill(output, sums, query, key, value, lse, None, scale, is_causal, cut)
+    return output, lse, sums
 
 
 def score_rows(
@@ -54,7 +56,10 @@ def fill(
     is_causal: bool,
     cut: Tiles | None = None,
 ) -> None:
-    """Write the output, if one is wanted, and the sums: (5 with an output, 6 without; batch, heads, rows)."""
+    """Write the output, if one is wanted, and the sums: (4 with an output, 6 without; batch, heads, rows).
+
+    With an output, the lse is written too; without, it is what a forward has found.
+    """
     query, scale = _rising(query, scale)
     query, key = _unit_stride(query), _unit_stride(key)
     value = key if value is None else _unit_stride(value)
@@ -62,7 +67,7 @@ def fill(
     count = sums.shape[-1]
     if cut is None:
         cut = tiles(head_dim, query.dtype, torch.cuda.get_device_capability(query.device))
-    with torch.cuda.device_of(query):
+    with on_device(query):
         rows_kernel[(triton.cdiv(count, cut.rows) * batch * heads,)](
             query,
             key,
@@ -87,9 +92,9 @@ def fill(
             TILE_KEYS=cut.keys,
             CAUSAL=is_causal,
             ATTENDS=output is not None,
-            GIVEN_LSE=lse is not None,
+            GIVEN_LSE=lse is not None and output is None,
             GIVEN_ROWS=rows is not None,
-            PRECISION=_precision(query),
+            PRECISION=precision(query),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
@@ -119,7 +124,7 @@ def sample_rows(
     norms = torch.empty((2 if bounds else 0, spans, batch, heads), dtype=torch.float32, device=query.device)
     if cut is None:
         cut = sample_tiles(count, head_dim, query.dtype, torch.cuda.get_device_capability(query.device))
-    with torch.cuda.device_of(query):
+    with on_device(query):
         sample_kernel[(spans, batch * heads, triton.cdiv(count, cut.rows) + (1 if bounds else 0))](
             query,
             key,
@@ -143,7 +148,7 @@ def sample_rows(
             TILE_KEYS=cut.keys,
             CAUSAL=is_causal,
             BOUNDS=bounds,
-            PRECISION=_precision(query),
+            PRECISION=precision(query),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
@@ -160,6 +165,3 @@ def _rising(query: Tensor, scale: float) -> tuple[Tensor, float]:
 def _unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
-
-def _precision(tensor: Tensor) -> str:
-    return "ieee" if tensor.dtype == torch.float32 else "tf32"  # of no effect on narrower operands

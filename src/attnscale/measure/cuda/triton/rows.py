@@ -135,7 +135,8 @@ def rows_kernel(
     tl.store(sums_at + 2 * plane, tl.maximum(-mean * LN_2, 0.0), mask=kept)
     tl.store(sums_at + 3 * plane, participation, mask=kept)
     if ATTENDS:
-        tl.store(sums_at + 4 * plane, highest * scale + tl.log(total), mask=kept)
+        lse_at += batch * lse_batch + head * lse_head
+        tl.store(lse_at + row.to(tl.int64) * lse_row, highest * scale + tl.log(total), mask=kept)
     else:
         visible = tl.minimum(position + 1, kv_len) if CAUSAL else tl.zeros_like(position) + kv_len
         mean_away = away / visible.to(tl.float32)
