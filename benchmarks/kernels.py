@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnscale import attention_with_stats
 from attnscale.measure.cuda import hopper, triton
-from attnscale.measure.cuda.triton import Cut, Tiles, launch
+from attnscale.measure.cuda.triton import Cut
 
 CALLS = 9
 SHAPES = [
@@ -83,12 +83,9 @@ def cuts(head_dim: int, dtype: torch.dtype) -> list[Cut]:
     width = max(16, 1 << (head_dim - 1).bit_length())
     part = min(width, 128)
     if dtype == torch.float32:
-        return [Cut(512, 32, part, 8, 2), Cut(512, 64, part, 8, 1), Cut(512, 32, part, 4, 2)]
-    return [
-        Cut(segment, tile, part, warps, stages)
-        for segment in (512, 1024)
-        for tile, warps, stages in ((128, 8, 2), (64, 8, 3), (64, 4, 3), (128, 8, 3))
-    ]
+        return [Cut(512, 32, part, 4, 2)]
+    tiles = ((64, 4, 3), (64, 4, 2), (128, 8, 3), (128, 4, 2))
+    return [Cut(segment, tile, part, warps, stages) for segment in (512, 1024) for tile, warps, stages in tiles]
 
 
 def look(shape: tuple[int, int, int, int, int, int, str], is_causal: bool, tune: bool) -> None:
@@ -110,20 +107,13 @@ def look(shape: tuple[int, int, int, int, int, int, str], is_causal: bool, tune:
             print(f"  host, {rows or 'every'} rows: {taken:.0f} µs", flush=True)
     if not tune:
         return
+    if hopper.supported(q, k, v):
+        for moments in (False, True):
+            call = partial(hopper.attend_rows, q, k, v, scale, is_causal, moments)
+            show(f"Hopper, moments {moments}", call)
     _, _, sums = triton.attend_rows(q, k, v, scale, is_causal)
     for cut in cuts(head_dim, dtype):
-        show(str(tuple(cut)), lambda cut=cut: triton.finish_attended(q, k, sums, scale, is_causal, cut=cut))
-    if dtype == torch.float32:
-        for precise in ("ieee", "tf32x3"):
-            launch.precision = lambda _, precise=precise: precise
-            for tiles in (Tiles(32, 32, 4, 1), Tiles(64, 32, 4, 2), Tiles(64, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2)):  # fmt: skip
-                show(f"{precise} {tuple(tiles)}", lambda tiles=tiles: triton.attend_rows(q, k, v, scale, is_causal, tiles))  # fmt: skip
-                show(f"alone {precise} {tuple(tiles)}", lambda tiles=tiles: triton.score_rows(q, k, None, None, scale, is_causal, tiles))  # fmt: skip
-    if q_len == 1:
-        folded = q.view(batch, kv_heads, heads // kv_heads, head_dim)
-        for tiles in (Tiles(16, 64, 4, 3), Tiles(16, 128, 4, 3), Tiles(16, 128, 8, 3), Tiles(16, 256, 8, 2)):
-            show(f"folded {tuple(tiles)}", lambda tiles=tiles: triton.attend_rows(folded, k, v, scale, False, tiles))
-        show("folded, Hopper", lambda: hopper.attend_rows(folded, k, v, scale, False))
+        show(str(tuple(cut)), partial(triton.finish_attended, q, k, sums, scale, is_causal, cut=cut))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Random attentions on a GPU against float64, and the worst errors: `python benchmarks/random_cases.py --cases 10000`."""
+"""Random attentions on a GPU against float64: `python benchmarks/random_cases.py --cases 10000`."""
 
 import argparse
 import random
@@ -63,7 +63,9 @@ class Case:
 def expected(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and statistics from the full matrix in float64."""
     group = query.shape[1] // key.shape[1]
-    query, key, value = (x.double() for x in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+    query, key, value = (
+        x.double() for x in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
+    )
     scores = query @ key.mT * query.shape[-1] ** -0.5
     shown = torch.ones_like(scores, dtype=torch.bool)
     if is_causal:

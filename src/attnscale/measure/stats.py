@@ -59,8 +59,8 @@ class Pooled:
     @classmethod
     def of(cls, table: Tensor, errors: Uncertainty | Callable[[], Uncertainty] | None = None) -> "Pooled":
         """NUMBERS and SUMS of every head in one row, (heads, 16) in float64: views, so that who writes it is read."""
-        numbers, sums = table.split([len(NUMBERS), len(SUMS)], dim=-1)
-        return cls(*numbers.unbind(-1), sums, errors)
+        rows, count, mean, largest, bound = table[:, : len(NUMBERS)].unbind(-1)
+        return cls(rows, count, mean, largest, bound, table[:, len(NUMBERS) :], errors)
 
 
 @dataclass(frozen=True)

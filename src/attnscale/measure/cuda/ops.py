@@ -5,15 +5,17 @@ kernels are launched directly.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cuda.attended import Attended, attended
 from attnscale.measure.cuda.backward import attention_gradients, attention_rows_backward
+from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.cuda.watched import looked_on
+from attnscale.measure.cuda.ways import layout_of
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
@@ -21,24 +23,20 @@ from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import NUMBERS, SUMS
 from attnscale.numerics import wide_dtype
 
-HOPPER = (9, 0)  # the compute capability its kernel is written for
-ATTENDED = ("max", "total", "gap", "participation")  # what attention_rows leaves of a row
-SCORED = (*ATTENDED, "mean", "deviation")  # and score_rows, as RowSums names them
+SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # of a row, as RowSums names them
 TABLE = len(NUMBERS) + len(SUMS)  # columns, a row a head
-LEAST_SPAN = 128  # keys, of the spans a sampled row is cut into
-PARTS = 264  # spans of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
 def attend_stats(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     """softmax(scale · QKᵀ) V with its gradient, and the table of its statistics."""
     if looked_on(query, key, value):
-        output, _, _, table = attention_rows(query, key, value, scale, is_causal)
+        output, _, table = attention_rows(query, key, value, scale, is_causal)
         return output, table
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         output, table = _Attention.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
         return output, table
-    output, _, _, table = _attend(query, key, value, scale, is_causal)
+    output, _, table = attended(query, key, value, scale, is_causal)
     return output, table
 
 
@@ -47,7 +45,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Any:
-        output, lse, _, table = _attend(query, key, value, scale, is_causal)
+        output, lse, table = attended(query, key, value, scale, is_causal)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mark_non_differentiable(table)
         ctx.scale, ctx.is_causal = scale, is_causal
@@ -56,40 +54,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *attention_gradients(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal), None, None
-
-
-Attended = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    if _on_hopper(query.device.index) and scale != 0.0:
-        from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
-
-        if hopper.supported(query, key, value):
-            return _finished(query, key, hopper.attend_rows(query, key, value, scale, is_causal), scale, is_causal)
-    from attnscale.measure.cuda import triton
-
-    return _finished(query, key, triton.attend_rows(query, key, value, scale, is_causal), scale, is_causal)
-
-
-def _finished(
-    query: Tensor, key: Tensor, attended: tuple[Tensor, Tensor, Tensor], scale: float, is_causal: bool
-) -> Attended:
-    from attnscale.measure.cuda import triton
-
-    return *attended, triton.finish_attended(query, key, attended[2], scale, is_causal)
+        query, key, value, output, lse = ctx.saved_tensors
+        gradients = attention_gradients(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
+        return *gradients, None, None
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
 def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    """softmax(scale · QKᵀ) V; without gradient the lse of each row, ATTENDED (4, batch, heads, q_len) and the table."""
-    return _attend(query, key, value, scale, is_causal)
-
-
-@cache
-def _on_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == HOPPER
+    """softmax(scale · QKᵀ) V; without gradient the lse of each row, and NUMBERS and SUMS of each head, (heads, 16)."""
+    return attended(query, key, value, scale, is_causal)
 
 
 @attention_rows.register_kernel("cpu")
@@ -97,22 +70,21 @@ def _attention_rows_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float,
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, scale=scale
     )
-    rows = _measured(query, key, None, scale, is_causal)
-    sums = torch.stack([getattr(rows, name) for name in ATTENDED])
-    return output.contiguous(), lse.to(sums.dtype).contiguous(), sums, _table(rows)
+    table = _table(_measured(query, key, None, scale, is_causal))
+    return output.contiguous(), lse.to(wide_dtype(query)).contiguous(), table
 
 
 @attention_rows.register_fake
 def _attention_rows_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    rows = query.shape[:3]
-    return query.new_empty(query.shape), _empty(query, *rows), _empty(query, len(ATTENDED), *rows), _empty_table(query)
+    table = query.new_empty((query.shape[1], TABLE), dtype=torch.float64)
+    return query.new_empty(query.shape), _empty(query, *query.shape[:3]), table
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float, bool], output: Attended) -> None:
     query, key, value, ctx.scale, ctx.is_causal = inputs
-    attended, lse, sums, table = output
-    ctx.mark_non_differentiable(lse, sums, table)
-    ctx.save_for_backward(query, key, value, attended, lse)
+    result, lse, table = output
+    ctx.mark_non_differentiable(lse, table)
+    ctx.save_for_backward(query, key, value, result, lse)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -162,7 +134,9 @@ def _score_rows(
 ) -> Tensor:
     from attnscale.measure.cuda import triton
 
-    return triton.score_rows(query, key, lse, rows, scale, is_causal)
+    kind = *layout_of(query), *layout_of(key), lse is None, rows is None, is_causal, scale > 0.0, scale == 0.0
+    plain = lse is None and rows is None
+    return triton.score_rows(query, key, lse, rows, scale, is_causal, kind=("score", kind) if plain else None)
 
 
 @score_rows.register_kernel("cpu")
@@ -195,7 +169,8 @@ def _sample_rows(
 ) -> tuple[Tensor, Tensor]:
     from attnscale.measure.cuda import triton
 
-    return triton.sample_rows(query, key, rows, scale, is_causal, bounds, key_span(query, key))
+    kind = *layout_of(query), *layout_of(key), *layout_of(rows), bounds, is_causal, scale > 0.0, scale == 0.0
+    return triton.sample_rows(query, key, rows, scale, is_causal, bounds, key_span(query, key), kind=("sample", kind))
 
 
 @sample_rows.register_kernel("cpu")
@@ -220,14 +195,6 @@ def _sample_rows_fake(
     return _empty(query, len(SCORED), *parts, rows.shape[0]), _empty(query, 2 if bounds else 0, *parts)
 
 
-def key_span(query: Tensor, key: Tensor) -> int:
-    """How many keys one program of the sampling kernel takes: as many as fill the GPU; on a CPU, all."""
-    if query.device.type == "cpu":
-        return key.shape[2]
-    parts = max(1, PARTS // (query.shape[0] * query.shape[1]))
-    return -(-key.shape[2] // (parts * LEAST_SPAN)) * LEAST_SPAN
-
-
 @torch.library.custom_op("attnscale::pooled_rows", mutates_args=(), device_types="cuda")
 def pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
     """The table of the heads whose rows have these sums, (6, batch, heads, q_len)."""
@@ -237,7 +204,7 @@ def pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
 def _pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
     from attnscale.measure.cuda import triton
 
-    return triton.finish_scored(sums, kv_len, is_causal)
+    return triton.finish_scored(sums, kv_len, is_causal, ("scored", sums.shape, sums.device.index, kv_len, is_causal))
 
 
 @pooled_rows.register_kernel("cpu")
@@ -285,7 +252,8 @@ def _pooled_sample(
 ) -> Tensor:
     from attnscale.measure.cuda import triton
 
-    return triton.finish_sampled(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal, BOUND_SLACK)
+    kind = "sampled", sums.shape, *layout_of(bounds), *layout_of(rows), q_len, kv_len, span, is_causal
+    return triton.finish_sampled(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal, BOUND_SLACK, kind)
 
 
 @pooled_sample.register_kernel("cpu")
@@ -355,7 +323,3 @@ def _table(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = N
 
 def _empty(query: Tensor, *shape: int) -> Tensor:
     return query.new_empty(shape, dtype=wide_dtype(query))
-
-
-def _empty_table(query: Tensor) -> Tensor:
-    return query.new_empty((query.shape[1], TABLE), dtype=torch.float64)

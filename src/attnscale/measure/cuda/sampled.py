@@ -10,6 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.cuda import forward, ops
 from attnscale.measure.cuda.attention import attend, attends, capturing
 from attnscale.measure.cuda.attention import measure as measure_every_row
+from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
@@ -46,7 +47,7 @@ def _sample(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
     sample = drawn_ahead(planned, query.device).next()
     weights = _weights(planned, query.device)
     sums, table = ops.sample_stats(query, key, lse, sample.positions, weights, call.scale, call.is_causal)
-    sampled = Sampled(sample, sums, table, ops.key_span(query, key), key.shape[2], call.is_causal)
+    sampled = Sampled(sample, sums, table, key_span(query, key), key.shape[2], call.is_causal)
     return sampled.stats(capturing())
 
 

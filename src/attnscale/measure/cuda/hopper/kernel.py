@@ -36,8 +36,9 @@ def attend(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
+    MOMENTS: gl.constexpr,
 ):
-    """Attention output, the lse and four statistics of each row, scale in units of log 2."""
+    """Attention output, the lse and four statistics of each row, or six; scale in units of log 2."""
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -70,8 +71,8 @@ def attend(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
                 (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
             ],
             [4, 1],
@@ -80,9 +81,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
                 (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
             ],
             [4, 4, 1],

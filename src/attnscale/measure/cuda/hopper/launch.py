@@ -14,7 +14,7 @@ from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
 
 LOG2E = math.log2(math.e)
-SUMS = 4  # a row: max, total, gap, participation
+SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
 TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
 DTYPES = (torch.bfloat16, torch.float16)
@@ -88,11 +88,18 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, variant: str = DEFAULT
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    moments: bool = False,
+    variant: str = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention output, the lse m + ln l and, for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p².
+    """Attention output, the lse, and for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p².
 
-    Row i sees keys j ≤ i if causal; the statistics are float32 (4, batch, heads, q_len).
+    With `moments`, also the mean of s and Σ (s − mean)². Row i sees keys j ≤ i if causal; the statistics are float32
+    (4 or 6, batch, heads, q_len).
     """
     batch, heads, q_len, head_dim = query.shape
     width = padded(head_dim)
@@ -102,14 +109,14 @@ def attend_rows(
     if scale < 0:  # the kernel takes a row's maximum before it scales
         query, scale = -query, -scale
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    sums = torch.empty((SUMS, batch, heads, q_len), dtype=torch.float32, device=query.device)
+    sums = torch.empty((SUMS[moments], batch, heads, q_len), dtype=torch.float32, device=query.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     all_heads = batch * heads
     tiles = all_heads * -(-q_len // (chosen.consumers * ROWS.value))
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
-    kind = name, width, query.dtype, is_causal, query.device.index
+    kind = name, width, query.dtype, is_causal, moments, query.device.index
     compiled = COMPILED.get(kind)
     describe = TensorDescriptor if compiled is None else Unchecked
     arguments = (
@@ -118,7 +125,7 @@ def attend_rows(
         _descriptor(describe, value, chosen.block_n, width),
         _descriptor(describe, output, ROWS.value, width),
         *(sums, lse, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
-        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy),
+        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments),
     )
     with torch.cuda.device_of(query):
         if compiled is None:

@@ -2,7 +2,8 @@
 
 from attnscale.measure.cuda.triton.finishing import Cut, finish_attended, finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
-from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, sample_tiles, tiles
+from attnscale.measure.cuda.triton.launching import capability
+from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
     "DTYPES",
@@ -10,6 +11,8 @@ __all__ = [
     "Cut",
     "Tiles",
     "attend_rows",
+    "capability",
+    "few_tiles",
     "fill",
     "finish_attended",
     "finish_sampled",

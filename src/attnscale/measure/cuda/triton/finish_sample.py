@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.finish import SATURATED, TABLE, largest_of
+from attnscale.measure.cuda.triton.combine import FIELDS
+from attnscale.measure.cuda.triton.finish import SATURATED, largest_of
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span"])
@@ -122,7 +123,7 @@ def finish_sample_kernel(
     all_scores = tl.sum(scores, 0)
     mean = tl.sum(first, 0) / tl.maximum(all_scores, 1.0)
     squares = tl.sum(second, 0) - all_scores * mean * mean
-    to = table_at + head * TABLE
+    to = table_at + head * FIELDS
     tl.store(to, tl.sum(seen, 0))
     tl.store(to + 1, tl.sum(looked, 0))
     tl.store(to + 2, mean)
@@ -139,4 +140,3 @@ def finish_sample_kernel(
     tl.store(to + 13, tl.sum(saturated, 0))
     tl.store(to + 14, tl.sum(gain, 0))
     tl.store(to + 15, tl.sum(keys, 0))
-

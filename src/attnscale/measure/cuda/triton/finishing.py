@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from attnscale.measure.cuda.triton.finish import FIELDS, TABLE, finish_kernel
+from attnscale.measure.cuda.triton.combine import FIELDS
+from attnscale.measure.cuda.triton.finish import finish_kernel
 from attnscale.measure.cuda.triton.finish_sample import finish_sample_kernel
 from attnscale.measure.cuda.triton.grams import grams_kernel
 from attnscale.measure.cuda.triton.launching import launch, precision
@@ -34,10 +35,9 @@ class Cut(NamedTuple):
 
 def grams_cut(width: int, dtype: torch.dtype, is_causal: bool) -> Cut:
     """What won on an H200: long segments write less, short ones pass over fewer scores on the diagonal."""
-    part = min(width, 128)
     if dtype == torch.float32:
-        return Cut(512, 32, min(width, 64), 8, 2)
-    return Cut(512 if is_causal else 1024, 128 if width <= 128 else 64, part, 8, 2)
+        return Cut(512, 32, min(width, 64), 4, 2)
+    return Cut(512 if is_causal else 1024, 64, min(width, 128), 4 if width <= 128 else 8, 3)
 
 
 def finish_attended(
@@ -71,19 +71,23 @@ def finish_attended(
     launch(
         grams_kernel,
         (programs,),
-        (query, key, matrices, triangles, arrived, *query.stride()[:3], *key.stride()[:3], batch, heads, kv_heads)
-        + (q_len, kv_len, segments, row_tiles),
+        (
+            *(query, key, matrices, triangles, arrived, *query.stride()[:3], *key.stride()[:3], batch, heads, kv_heads),
+            *(q_len, kv_len, segments, row_tiles),
+        ),
         (head_dim, width, cut.part, cut.segment, cut.tile, precision(query)),
         (cut.warps, cut.stages),
         kind,
     )
-    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=query.device)
+    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=query.device)
     rounded = single(scale)
     launch(
         finish_kernel,
         (slots, heads),
-        (sums, matrices, triangles, left, arrived, table, rounded, scale - rounded, batch, heads, kv_heads, q_len)
-        + (kv_len, rows_each, parts, segments, row_tiles),
+        (
+            *(sums, matrices, triangles, left, arrived, table, rounded, scale - rounded, batch, heads, kv_heads),
+            *(q_len, kv_len, rows_each, parts, segments, row_tiles),
+        ),
         (is_causal, True, width, combined, cut.segment, cut.tile, POOLED_ROWS),
         (8, 1),
         kind,
@@ -97,12 +101,11 @@ def finish_scored(sums: Tensor, kv_len: int, is_causal: bool, kind: Hashable = N
     parts, rows_each = _pool_parts(batch * q_len, heads)
     left = torch.empty(heads * parts * FIELDS.value, dtype=torch.float64, device=sums.device)
     arrived = torch.zeros(heads, dtype=torch.int32, device=sums.device)
-    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=sums.device)
+    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=sums.device)
     launch(
         finish_kernel,
         (parts, heads),
-        (sums, sums, left, left, arrived, table, 1.0, 0.0, batch, heads, heads, q_len)
-        + (kv_len, rows_each, parts, 0, 0),
+        (sums, sums, left, left, arrived, table, 1.0, 0.0, batch, heads, heads, q_len, kv_len, rows_each, parts, 0, 0),
         (is_causal, False, 16, 16, 16, 16, POOLED_ROWS),
         (4, 1),
         kind,
@@ -126,12 +129,14 @@ def finish_sampled(
     """The same of sampled rows, (6, spans, batch, heads, rows), bounded by the lse of all rows or by norms."""
     _, spans, batch, heads, count = sums.shape
     given_lse = bounds.dim() == 3
-    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=sums.device)
+    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=sums.device)
     launch(
         finish_sample_kernel,
         (heads,),
-        (sums, rows, weights, bounds, table, *(bounds.stride()[:2] if given_lse else (0, 0)), batch, heads, count)
-        + (q_len, kv_len, spans, span, abs(scale) * (1 + slack), slack),
+        (
+            *(sums, rows, weights, bounds, table, *(bounds.stride()[:2] if given_lse else (0, 0)), batch, heads, count),
+            *(q_len, kv_len, spans, span, abs(scale) * (1 + slack), slack),
+        ),
         (is_causal, given_lse, SAMPLED_ROWS, BOUNDS),
         (4, 1),
         kind,

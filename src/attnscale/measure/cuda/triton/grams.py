@@ -13,6 +13,7 @@ import triton.language as tl
 from attnscale.measure.cuda.triton.rows import key_tile
 
 PIVOT_ROWS: tl.constexpr = tl.constexpr(32)  # that tell where a coordinate lies, spread over all rows
+STACK: tl.constexpr = tl.constexpr(16)  # rows that stay apart until a segment is done
 FAR: tl.constexpr = tl.constexpr(9.0)  # squared standard deviations: nearer, a sum of squares keeps its digits
 
 
@@ -68,7 +69,21 @@ def grams_kernel(
         query_at += entry * query_batch + head * query_head
         key_at += entry * key_batch + head // (heads // kv_heads) * key_head
         left = triangles_at + index.to(tl.int64) * 3
-        _triangle(query_at, key_at, left, query_row, key_row, tile * TILE, q_len, kv_len, HEAD_DIM, WIDTH, SEGMENT, TILE, PRECISION)  # fmt: skip
+        _triangle(
+            query_at,
+            key_at,
+            left,
+            query_row,
+            key_row,
+            tile * TILE,
+            q_len,
+            kv_len,
+            HEAD_DIM,
+            WIDTH,
+            SEGMENT,
+            TILE,
+            PRECISION,
+        )
 
 
 @triton.jit
@@ -93,7 +108,7 @@ def _gram(
     pivot = _pivot(at, stride, dims, length, HEAD_DIM)
     far = tl.sum(tl.where(pivot != 0.0, 1, 0), 0) > 0
     gram = tl.zeros([PART, WIDTH], tl.float32)
-    total = tl.zeros([WIDTH], tl.float32)
+    total = tl.zeros([STACK, WIDTH], tl.float32)
     end = tl.minimum(begin + SEGMENT, length)
     if far:
         own_pivot = pivot
@@ -102,13 +117,19 @@ def _gram(
         for start in range(begin, end, TILE):
             inside = (start + tl.arange(0, TILE) < end)[:, None]
             tile = key_tile(at, start, stride, end, HEAD_DIM, WIDTH, TILE, True)
-            moved = tl.where(inside, tile.to(tl.float32) - pivot[None, :], 0.0).to(tile.dtype)
+            moved = tl.where(inside, tile.to(tl.float32) - pivot[None, :], 0.0)
             left = moved
             if PART < WIDTH:
-                left = _columns(at, start, stride, end, own, HEAD_DIM, TILE)
-                left = tl.where(inside, left.to(tl.float32) - own_pivot[None, :], 0.0).to(tile.dtype)
-            gram = tl.dot(tl.trans(left), moved, gram, input_precision=PRECISION)
-            total += tl.sum(moved.to(tl.float32), 0)
+                left = _columns(at, start, stride, end, own, HEAD_DIM, TILE).to(tl.float32) - own_pivot[None, :]
+                left = tl.where(inside, left, 0.0)
+            total += _stacked(moved, TILE, WIDTH)
+            # a difference has more digits than its terms: those that the operands' type holds, and the rest
+            most, left_most = moved.to(tile.dtype), left.to(tile.dtype)
+            rest = (moved - most.to(tl.float32)).to(tile.dtype)
+            left_rest = (left - left_most.to(tl.float32)).to(tile.dtype)
+            gram = tl.dot(tl.trans(left_most), most, gram, input_precision=PRECISION)
+            gram = tl.dot(tl.trans(left_most), rest, gram, input_precision=PRECISION)
+            gram = tl.dot(tl.trans(left_rest), most, gram, input_precision=PRECISION)
     else:
         for start in range(begin, end, TILE):
             tile = key_tile(at, start, stride, end, HEAD_DIM, WIDTH, TILE, True)
@@ -116,12 +137,18 @@ def _gram(
             if PART < WIDTH:
                 left = _columns(at, start, stride, end, own, HEAD_DIM, TILE)
             gram = tl.dot(tl.trans(left), tile, gram, input_precision=PRECISION)
-            total += tl.sum(tile.to(tl.float32), 0)
+            total += _stacked(tile.to(tl.float32), TILE, WIDTH)
     segment = begin // SEGMENT
     tl.store(to + dims, pivot)
-    tl.store(to + WIDTH + segment * WIDTH + dims, total)
+    tl.store(to + WIDTH + segment * WIDTH + dims, tl.sum(total, 0))
     to += WIDTH + segments * WIDTH + segment.to(tl.int64) * (WIDTH * WIDTH)
     tl.store(to + own[:, None] * WIDTH + dims[None, :], gram)
+
+
+@triton.jit
+def _stacked(tile: tl.tensor, TILE: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Rows added up as far as each thread holds several: no exchange between threads until the segment is done."""
+    return tl.sum(tl.reshape(tile, [TILE // STACK, STACK, WIDTH]), 0)
 
 
 @triton.jit
@@ -171,8 +198,6 @@ def _triangle(
     """Σ u, Σ u² and the centre c of u = q·k − c, over the visible keys of a tile of rows in their own segment."""
     row = start + tl.arange(0, TILE)
     query = key_tile(query_at, start, query_row, q_len, HEAD_DIM, WIDTH, TILE, True)
-    first = tl.zeros([TILE], tl.float32)
-    second = tl.zeros([TILE], tl.float32)
     # the tile on the diagonal tells the centre
     key = key_tile(key_at, start, key_row, kv_len, HEAD_DIM, WIDTH, TILE, True)
     products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -181,16 +206,22 @@ def _triangle(
     seen = tl.sum(tl.sum(visible.to(tl.float32), 1), 0)
     centre = tl.sum(tl.sum(tl.where(visible, products, 0.0), 1), 0) / tl.maximum(seen, 1.0)
     away = tl.where(visible, products - centre, 0.0)
-    first += tl.sum(away, 1)
-    second += tl.sum(away * away, 1)
+    first = away
+    second = away * away
     begin = start // SEGMENT * SEGMENT
-    for before in range(begin, tl.minimum(start, kv_len), TILE):
+    for before in range(begin, tl.minimum(start, kv_len // TILE * TILE), TILE):
+        key = key_tile(key_at, before, key_row, kv_len, HEAD_DIM, WIDTH, TILE, False)
+        away = tl.dot(query, tl.trans(key), input_precision=PRECISION) - centre
+        first += away
+        second += away * away
+    before = tl.maximum(kv_len // TILE * TILE, begin)
+    if (before < kv_len) & (before < start):  # the last keys, which do not fill a tile
         key = key_tile(key_at, before, key_row, kv_len, HEAD_DIM, WIDTH, TILE, True)
-        products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        column = before + tl.arange(0, TILE)
-        away = tl.where((column < kv_len)[None, :] & (row < q_len)[:, None], products - centre, 0.0)
-        first += tl.sum(away, 1)
-        second += tl.sum(away * away, 1)
-    tl.store(to, tl.sum(first.to(tl.float64), 0))
-    tl.store(to + 1, tl.sum(second.to(tl.float64), 0))
+        away = tl.dot(query, tl.trans(key), input_precision=PRECISION) - centre
+        away = tl.where((before + tl.arange(0, TILE) < kv_len)[None, :], away, 0.0)
+        first += away
+        second += away * away
+    kept = row < q_len  # rows past the end are zeros, and lie at −centre
+    tl.store(to, tl.sum(tl.where(kept, tl.sum(first, 1), 0.0).to(tl.float64), 0))
+    tl.store(to + 1, tl.sum(tl.where(kept, tl.sum(second, 1), 0.0).to(tl.float64), 0))
     tl.store(to + 2, centre.to(tl.float64))

@@ -3,10 +3,13 @@
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attnscale.measure.cuda.triton.tiles import TENSOR_CORES
 
 COMPILED: dict[Hashable, Any] = {}  # by the kernel and all that its compilation depends on
 ALIGNMENT = 16  # bytes: triton compiles apart what is aligned to them
@@ -42,6 +45,17 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device)
 
 
+@cache
+def capability(device: int | None) -> tuple[int, int]:
+    """Of a GPU; none at all where triton's interpreter runs."""
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
+
+
 def precision(tensor: Tensor) -> str:
-    """How float32 operands are multiplied: as exactly as they are, whatever torch allows its own products."""
-    return "ieee" if tensor.dtype == torch.float32 else "tf32"  # of no effect on narrower operands
+    """How float32 operands are multiplied, whatever torch allows its own products: as three products of their halves.
+
+    Each half has the 11 bits of tf32, so that both have all but two of float32's.
+    """
+    if tensor.dtype != torch.float32:
+        return "tf32"  # of no effect on narrower operands
+    return "tf32x3" if capability(tensor.device.index) >= TENSOR_CORES else "ieee"
