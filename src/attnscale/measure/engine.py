@@ -8,6 +8,7 @@ from torch import Tensor
 from attnscale.attending.call import Call, fold
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
+from attnscale.measure import plan
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
@@ -100,6 +101,12 @@ def attention_with_stats(
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
     """attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
+    kind = None
+    if attn_mask is None and softcap is None:
+        kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
+        planned = plan.PLANS.get(kind)
+        if planned is not None:
+            return planned(query, key, value)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     _check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
@@ -107,15 +114,21 @@ def attention_with_stats(
     call = Call(*fold(query, key, value, attn_mask, enable_gqa), dropout_p, is_causal, factor, softcap)
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
+        way: plan.Planned = partial(on_cuda.attend_planned, factor, is_causal)
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
         output, stats = sampled.attend_sampling(call, rows)
+        way = partial(sampled.attend_planned, rows, dropout_p, factor, is_causal)
     elif rows is None and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
+        kind = None
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
             stats = _measure(call, rows)
+        kind = None
+    if kind is not None and call.query is query and call.key is key and call.value is value:  # nothing was folded
+        plan.keep(kind, way)
     return output.reshape(shape), stats
 
 

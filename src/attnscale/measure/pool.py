@@ -11,7 +11,7 @@ from torch import Tensor
 from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
-from attnscale.measure.stats import SUMS, Merged, Pooled, ScoreStats, merged
+from attnscale.measure.stats import SUMS, Merged, Pooled, ScoreStats, Table, merged
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 
@@ -27,7 +27,7 @@ class Unpooled:
     bound: Callable[[], Tensor | None] = lambda: None
     sample: Sample | None = None
     in_shards: bool = False  # what was found is over shards of the keys
-    known: Pooled | None = None  # where a kernel has pooled them
+    known: Table | None = None  # where a kernel has pooled them
 
     def rows(self) -> RowSums:
         """(batch, heads, rows), over all keys of the call."""
@@ -35,7 +35,7 @@ class Unpooled:
 
     def __call__(self) -> Pooled:
         """Pool them, with the uncertainty of what was not looked at."""
-        return pool_rows(self.rows(), self.bound(), self.sample) if self.known is None else self.known
+        return pool_rows(self.rows(), self.bound(), self.sample) if self.known is None else self.known()
 
 
 def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:

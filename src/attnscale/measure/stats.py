@@ -58,9 +58,21 @@ class Pooled:
 
     @classmethod
     def of(cls, table: Tensor, errors: Uncertainty | Callable[[], Uncertainty] | None = None) -> "Pooled":
-        """NUMBERS and SUMS of every head in one row, (heads, 16) in float64: views, so that who writes it is read."""
+        """NUMBERS and SUMS of every head in one row, (heads, 16) in float64."""
         rows, count, mean, largest, bound = table[:, : len(NUMBERS)].unbind(-1)
         return cls(rows, count, mean, largest, bound, table[:, len(NUMBERS) :], errors)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Heads that a kernel has pooled: NUMBERS and SUMS, (heads, 16) in float64."""
+
+    numbers: Tensor
+    errors: Callable[[], Uncertainty] | None = None
+
+    def __call__(self) -> Pooled:
+        """Views of it, so that who writes it, as a replayed graph does, is read."""
+        return Pooled.of(self.numbers, self.errors)
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ class ScoreStats:
     @property
     def pooled(self) -> Pooled:
         """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
-        if self.refreshed or isinstance(self.pool, Known):
+        if self.refreshed or isinstance(self.pool, Known | Table):
             return self.pool()
         pooled = self.pool()
         object.__setattr__(self, "pool", Known(pooled))

@@ -10,7 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.cuda import ops
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.stats import Known, Pooled, ScoreStats
+from attnscale.measure.stats import ScoreStats, Table
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
@@ -53,7 +53,15 @@ def _has_triton() -> bool:
 def attend(call: Call) -> tuple[Tensor, ScoreStats]:
     """The output with its gradient, and the exact statistics of every row."""
     output, table = ops.attend_stats(call.query, call.key, call.value, call.scale, call.is_causal)
-    return output, ScoreStats(call.query.shape[1], exact=True, pool=Known(Pooled.of(table)))
+    return output, ScoreStats(call.query.shape[1], exact=True, pool=Table(table))
+
+
+def attend_planned(
+    scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ScoreStats]:
+    """The same for tensors laid out like some that attends() has looked at."""
+    output, table = ops.attend_directly(query, key, value, scale, is_causal)
+    return output, ScoreStats(query.shape[1], exact=True, pool=Table(table))
 
 
 def measure(call: Call) -> ScoreStats:
@@ -61,7 +69,7 @@ def measure(call: Call) -> ScoreStats:
     query, key = call.query, call.key
     sums, table = ops.score_stats(query, key, call.scale, call.is_causal)
     found = partial(_rows, sums, key.shape[2], call.is_causal)
-    pool = Unpooled(found, known=Pooled.of(table))
+    pool = Unpooled(found, known=Table(table))
     return ScoreStats(query.shape[1], exact=True, pool=pool, refreshed=capturing())
 
 

@@ -33,6 +33,11 @@ def attend_stats(query: Tensor, key: Tensor, value: Tensor, scale: float, is_cau
     if looked_on(query, key, value):
         output, _, table = attention_rows(query, key, value, scale, is_causal)
         return output, table
+    return attend_directly(query, key, value, scale, is_causal)
+
+
+def attend_directly(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The same, past the operator."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         output, table = _Attention.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
         return output, table

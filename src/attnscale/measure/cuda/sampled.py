@@ -14,7 +14,7 @@ from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
-from attnscale.measure.stats import Pooled, ScoreStats
+from attnscale.measure.stats import Pooled, ScoreStats, Table
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.operator import run
 
@@ -27,6 +27,13 @@ def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
     output, lse = forward.attend(call)
     with torch.no_grad():
         return output, _sample(call, planned, None if lse is None else lse.detach())
+
+
+def attend_planned(
+    rows: int, dropout_p: float, scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ScoreStats]:
+    """The same for tensors laid out like some that were looked at."""
+    return attend_sampling(Call(query, key, value, None, dropout_p, is_causal, scale, None), rows)
 
 
 def measure(call: Call, rows: int | None) -> ScoreStats:
@@ -69,7 +76,7 @@ class Sampled(NamedTuple):
 
     def stats(self, refreshed: bool) -> ScoreStats:
         """The statistics; what tells standard errors is formed from the sums when one is asked for."""
-        known = Pooled.of(self.table, partial(_errors, self))
+        known = Table(self.table, partial(_errors, self))
         pool = Unpooled(self.rows, self.bound, self.sample, in_shards=True, known=known)
         return ScoreStats(self.sums.shape[3], exact=False, pool=pool, refreshed=refreshed)
 

@@ -2,16 +2,19 @@
 # mypy: disable-error-code="import-untyped"
 
 import math
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
+from attnscale.measure.cuda.triton.launching import Compiled, current_stream, on_device
 
 LOG2E = math.log2(math.e)
 SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation
@@ -47,13 +50,6 @@ DEFAULT = "fastest"
 def padded(head_dim: int) -> int:
     """How wide a tile is: TMA fills it up with zeros where it reads, and drops them where it writes."""
     return next(width for width in FASTEST if head_dim <= width)
-
-
-class Unchecked(TensorDescriptor):  # type: ignore[misc]  # triton has no types
-    """A TMA descriptor of a tensor that `supported` has looked at: looking again takes as long as the launch."""
-
-    def __post_init__(self) -> None:
-        pass
 
 
 def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -117,31 +113,57 @@ def attend_rows(
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
     kind = name, width, query.dtype, is_causal, moments, query.device.index
-    compiled = COMPILED.get(kind)
-    describe = TensorDescriptor if compiled is None else Unchecked
-    arguments = (
-        _descriptor(describe, query, ROWS.value, width),
-        _descriptor(describe, key, chosen.block_n, width),
-        _descriptor(describe, value, chosen.block_n, width),
-        _descriptor(describe, output, ROWS.value, width),
+    scalars = (
         *(sums, lse, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
         *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments),
     )
-    with torch.cuda.device_of(query):
+    tensors = (query, ROWS.value), (key, chosen.block_n), (value, chosen.block_n), (output, ROWS.value)
+    with on_device(query):
+        compiled = COMPILED.get(kind)
         if compiled is None:
-            COMPILED[kind] = attend[(programs,)](*arguments, num_warps=4)
-        else:  # half of the time of a launch that looks the kernel up by the types of its arguments
-            compiled[(programs, 1, 1)](*arguments)
+            described = [_descriptor(tensor, rows, width) for tensor, rows in tensors]
+            COMPILED[kind] = Described(attend[(programs,)](*described, *scalars, num_warps=4))
+        else:
+            compiled.launch(programs, tensors, width, scalars)
     return output, lse, sums
 
 
-COMPILED: dict[tuple[object, ...], Any] = {}  # kernels, by all that their compilation depends on
+class Described(Compiled):
+    """The compiled kernel with its TMA descriptors: those of a place and shape met before are not encoded again."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        inner = self.launcher.launch  # triton's own encodes every descriptor at every launch, then calls this:
+        within = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        self.direct = within["launcher"].cell_contents
+        self.layouts = within["tensordesc_meta"].cell_contents
+        self.encoded: dict[Hashable, list[Any]] = {}
+
+    def launch(
+        self, programs: int, tensors: Sequence[tuple[Tensor, int]], width: int, scalars: tuple[Any, ...]
+    ) -> None:
+        """Run it on so many programs."""
+        arguments: list[Any] = []
+        for (tensor, rows), layout in zip(tensors, self.layouts, strict=True):
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), rows
+            encoded = self.encoded.get(place)
+            if encoded is None:
+                if len(self.encoded) >= MOST_ENCODED:
+                    self.encoded.clear()
+                encoded = self.encoded[place] = make_tensordesc_arg(_descriptor(tensor, rows, width), layout)
+            arguments += encoded
+        stream = current_stream()
+        self.direct(programs, 1, 1, stream, self.kernel.function, *self.before, *self.after, *arguments, *scalars)
+
+
+MOST_ENCODED = 1024  # descriptors: 128 bytes each, and what names them
+COMPILED: dict[tuple[object, ...], Described] = {}  # kernels, by all that their compilation depends on
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elements, four axes
 
 
-def _descriptor(describe: type[Any], tensor: Tensor, rows: int, width: int) -> Any:
+def _descriptor(tensor: Tensor, rows: int, width: int) -> Any:
     """A TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped."""
-    return describe(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, width], LAYOUT)
+    return TensorDescriptor(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, width], LAYOUT)
 
 
 @cache

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 FIELDS: tl.constexpr = tl.constexpr(16)  # of the table, 5 numbers and 11 sums, and of what a program leaves for it
+SEGMENTS_AT_ONCE: tl.constexpr = tl.constexpr(8)
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # slots, tiles or batch entries
 
 
@@ -115,9 +116,11 @@ def combine(
 @triton.jit
 def _mean(at: tl.tensor, dims: tl.tensor, segments: tl.tensor, length: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     """Of x = q − p over all rows."""
-    total = tl.load(at + WIDTH + dims).to(tl.float64)
-    for segment in range(1, segments):
-        total += tl.load(at + WIDTH + segment * WIDTH + dims).to(tl.float64)
+    total = tl.zeros_like(dims).to(tl.float64)
+    for start in range(0, segments, SEGMENTS_AT_ONCE):
+        segment = start + tl.arange(0, SEGMENTS_AT_ONCE)[:, None]
+        some = tl.load(at + WIDTH + segment * WIDTH + dims[None, :], mask=segment < segments, other=0.0)
+        total += tl.sum(some.to(tl.float64), 0)
     return total / tl.cast(length, tl.float64)
 
 

@@ -117,6 +117,7 @@ def finish_kernel(
         total = tl.where(fields == 7, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), total)
         total = tl.where(fields == 8, rows, total)
         tl.store(table_at + head * FIELDS + fields, total)
+        tl.store(arrived_at + head, 0)  # for the next launch
 
 
 @triton.jit

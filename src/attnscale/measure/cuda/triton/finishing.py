@@ -13,12 +13,13 @@ from attnscale.measure.cuda.triton.combine import FIELDS
 from attnscale.measure.cuda.triton.finish import finish_kernel
 from attnscale.measure.cuda.triton.finish_sample import finish_sample_kernel
 from attnscale.measure.cuda.triton.grams import grams_kernel
-from attnscale.measure.cuda.triton.launching import launch, precision
+from attnscale.measure.cuda.triton.launching import counters, launch, precision
 from attnscale.measure.cuda.triton.tiles import padded_width
 
 LEAST_WIDTH = 16  # the narrowest product of tiles
-PROGRAMS = 264  # that pool rows, two a multiprocessor of an H200
-POOLED_ROWS = 512  # at a time
+PROGRAMS = 1056  # that pool rows, eight a multiprocessor of an H200
+POOLED_ROWS = 128  # at a time, four a thread of one warp: sums over them need no barriers
+POOLED_BESIDE = 512  # where warps that put matrices together pool them too
 COMBINED = 32  # rows of the Gram matrices that a program puts together: three arrays of float64 in its registers
 SAMPLED_ROWS, BOUNDS = 64, 1024  # at a time, of a sampled head's rows and of what bounds its maximum
 
@@ -57,22 +58,21 @@ def finish_attended(
     segments = triton.cdiv(max(q_len, kv_len), cut.segment)
     row_tiles = triton.cdiv(q_len, cut.tile) if is_causal else 0
     sides = batch * (heads + kv_heads)
-    parts, rows_each = _pool_parts(batch * q_len, heads)
+    parts, rows_each = _pool_parts(batch * q_len, heads, POOLED_BESIDE)
     combined = min(width, COMBINED)
     slots = parts + batch * (width // combined)
-    # all in one allocation: float64 first, then the matrices, then one counter a head
+    # all in one allocation: float64 first, then the matrices
     wide = heads * slots * FIELDS.value + 3 * batch * heads * row_tiles
     room = sides * (segments * (width + 1) * width + width)
-    work = torch.empty(2 * wide + room + heads, dtype=torch.float32, device=query.device)
+    work = torch.empty(2 * wide + room, dtype=torch.float32, device=query.device)
     left = work[: 2 * wide].view(torch.float64)
-    triangles, matrices, arrived = left[heads * slots * FIELDS.value :], work[2 * wide :], work[2 * wide + room :]
-    arrived = arrived.view(torch.int32)
+    triangles, matrices = left[heads * slots * FIELDS.value :], work[2 * wide :]
     programs = sides * segments * (width // cut.part) + batch * heads * row_tiles
     launch(
         grams_kernel,
         (programs,),
         (
-            *(query, key, matrices, triangles, arrived, *query.stride()[:3], *key.stride()[:3], batch, heads, kv_heads),
+            *(query, key, matrices, triangles, *query.stride()[:3], *key.stride()[:3], batch, heads, kv_heads),
             *(q_len, kv_len, segments, row_tiles),
         ),
         (head_dim, width, cut.part, cut.segment, cut.tile, precision(query)),
@@ -85,10 +85,22 @@ def finish_attended(
         finish_kernel,
         (slots, heads),
         (
-            *(sums, matrices, triangles, left, arrived, table, rounded, scale - rounded, batch, heads, kv_heads),
+            *(
+                sums,
+                matrices,
+                triangles,
+                left,
+                counters(query.device, heads),
+                table,
+                rounded,
+                scale - rounded,
+                batch,
+                heads,
+                kv_heads,
+            ),
             *(q_len, kv_len, rows_each, parts, segments, row_tiles),
         ),
-        (is_causal, True, width, combined, cut.segment, cut.tile, POOLED_ROWS),
+        (is_causal, True, width, combined, cut.segment, cut.tile, POOLED_BESIDE),
         (8, 1),
         kind,
     )
@@ -98,16 +110,16 @@ def finish_attended(
 def finish_scored(sums: Tensor, kv_len: int, is_causal: bool, kind: Hashable = None) -> Tensor:
     """The same from rows that have their own moments, (6, batch, heads, q_len)."""
     _, batch, heads, q_len = sums.shape
-    parts, rows_each = _pool_parts(batch * q_len, heads)
+    parts, rows_each = _pool_parts(batch * q_len, heads, POOLED_ROWS)
     left = torch.empty(heads * parts * FIELDS.value, dtype=torch.float64, device=sums.device)
-    arrived = torch.zeros(heads, dtype=torch.int32, device=sums.device)
+    arrived = counters(sums.device, heads)
     table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=sums.device)
     launch(
         finish_kernel,
         (parts, heads),
         (sums, sums, left, left, arrived, table, 1.0, 0.0, batch, heads, heads, q_len, kv_len, rows_each, parts, 0, 0),
         (is_causal, False, 16, 16, 16, 16, POOLED_ROWS),
-        (4, 1),
+        (1, 1),
         kind,
     )
     return table
@@ -144,10 +156,10 @@ def finish_sampled(
     return table
 
 
-def _pool_parts(rows: int, heads: int) -> tuple[int, int]:
+def _pool_parts(rows: int, heads: int, block: int) -> tuple[int, int]:
     """How many programs pool a head's rows, and how many rows each."""
-    parts = max(1, min(PROGRAMS // heads, triton.cdiv(rows, POOLED_ROWS)))
-    each = triton.cdiv(triton.cdiv(rows, parts), POOLED_ROWS) * POOLED_ROWS
+    parts = max(1, min(PROGRAMS * POOLED_ROWS // (block * heads), triton.cdiv(rows, block)))
+    each = triton.cdiv(triton.cdiv(rows, parts), block) * block
     return triton.cdiv(rows, each), each
 
 

@@ -23,7 +23,6 @@ def grams_kernel(
     key_at: tl.tensor,
     work_at: tl.tensor,
     triangles_at: tl.tensor,
-    arrived_at: tl.tensor,
     query_batch: tl.tensor,
     query_head: tl.tensor,
     query_row: tl.tensor,
@@ -47,8 +46,6 @@ def grams_kernel(
     """A segment of a head's Gram matrix, PART of its rows; behind those, the triangles of a causal pass."""
     parts: tl.constexpr = WIDTH // PART
     index = tl.program_id(0)
-    if index < heads:
-        tl.store(arrived_at + index, 0)  # for the kernel that finishes
     of_query = batch * heads * segments * parts
     of_key = batch * kv_heads * segments * parts
     if index < of_query:

@@ -12,12 +12,6 @@ from torch import Tensor
 from attnscale.measure.cuda.triton.tiles import TENSOR_CORES
 
 COMPILED: dict[Hashable, Any] = {}  # by the kernel and all that its compilation depends on
-ALIGNMENT = 16  # bytes: triton compiles apart what is aligned to them
-
-
-def kind_of(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """All that a kernel's compilation depends on of these tensors: their layout, type and place."""
-    return tuple((x.shape, x.stride(), x.dtype, x.device.index, x.data_ptr() % ALIGNMENT) for x in tensors)
 
 
 def launch(
@@ -31,11 +25,50 @@ def launch(
     """Run a kernel on so many programs; `kind` stands for all that arguments, constants and cut can be for it."""
     compiled = None if kind is None else COMPILED.get((kernel, kind))
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        compiled.run((*grid, 1, 1), (*arguments, *constants))
         return
-    compiled = kernel[grid](*arguments, *constants, num_warps=cut[0], num_stages=cut[1])
-    if kind is not None and compiled is not None:  # triton's interpreter compiles nothing
-        COMPILED[kernel, kind] = compiled
+    found = kernel[grid](*arguments, *constants, num_warps=cut[0], num_stages=cut[1])
+    if kind is not None and found is not None:  # triton's interpreter compiles nothing
+        COMPILED[kernel, kind] = Compiled(found)
+
+
+class Compiled:
+    """A compiled kernel, launched without looking up what it was compiled for."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launcher = kernel, kernel.run
+        scratch = self.launcher.global_scratch_size or self.launcher.profile_scratch_size
+        self.plain = not scratch  # triton would allocate it
+        self.before = self.launcher.launch_cooperative_grid, self.launcher.launch_pdl, None, None
+        self.after = kernel.packed_metadata, None, None, None  # no metadata for a profiler, no hooks of one
+
+    def run(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Launch on the current stream of the current device."""
+        if not self.plain:
+            self.kernel[grid[:3]](*arguments)
+            return
+        self.launcher.launch(*grid[:3], current_stream(), self.kernel.function, *self.before, *self.after, *arguments)
+
+
+def current_stream() -> int:
+    """The current stream of the current device, as a launch takes it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    return stream
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """So many zeros, which whoever counts with them leaves as zeros; one set a stream, and a graph has its own."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = COUNTERS.get(key)
+    if found is None or found.shape[0] < count:
+        found = COUNTERS[key] = torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device)
+    return found
+
+
+COUNTERS: dict[tuple[int, int], Tensor] = {}
+LEAST_COUNTERS = 256
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
