@@ -3,7 +3,9 @@
 import argparse
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from attnscale.measure import ScoreStats
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (11, 40, 64, 96, 128, 256)
 LENGTHS = (1, 2, 7, 31, 64, 65, 127, 128, 129, 200, 257, 384, 511, 513, 700, 1025)
+LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # where moments come from Gram matrices
 RELATIVE = ("mean", "variance", "max", "entropy", "entropy_ratio", "top1", "gradient_gain", "effective_keys")
 
 
@@ -33,18 +36,21 @@ class Case:
     offset: float
 
     @classmethod
-    def draw(cls, source: random.Random) -> "Case":
-        """A random one."""
+    def draw(cls, source: random.Random, kinds: list[tuple[torch.dtype, int]]) -> "Case":
+        """A random one of these dtypes and head dimensions."""
         kv_heads, group = source.choice((1, 2, 3)), source.choice((1, 1, 2, 4))
+        dtype, head_dim = source.choice(kinds)
         q_len = source.choice(LENGTHS)
+        if long := source.random() < LONG_SHARE:
+            q_len, kv_heads, group = source.choice(LONG), 1, 1
         return cls(
-            batch=source.choice((1, 2, 3)),
+            batch=1 if long else source.choice((1, 2, 3)),
             heads=kv_heads * group,
             kv_heads=kv_heads,
             q_len=q_len,
             kv_len=q_len if source.random() < 0.5 else source.choice(LENGTHS),
-            head_dim=source.choice(HEAD_DIMS),
-            dtype=source.choice(DTYPES),
+            head_dim=head_dim,
+            dtype=dtype,
             is_causal=source.random() < 0.5,
             loud=source.choice((0.3, 1.0, 1.0, 4.0)),
             offset=source.choice((0.0, 0.0, 0.5, 2.0, 10.0)),
@@ -111,18 +117,16 @@ def errors(stats: ScoreStats, wanted: dict[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Draw, compare, print the worst of each statistic by dtype."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    source = random.Random(arguments.seed)
-    torch.manual_seed(arguments.seed)
-    worst: dict[tuple[str, str, str], tuple[float, Case]] = {}
-    begun = time.perf_counter()
-    for _ in range(arguments.cases):
-        case = Case.draw(source)
+Worst = dict[tuple[str, str, str], tuple[float, Case]]
+
+
+def look(kinds: list[tuple[torch.dtype, int]], cases: int, seed: int) -> Worst:
+    """The worst error of each statistic by dtype, over random cases of these dtypes and head dimensions."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    worst: Worst = {}
+    for _ in range(cases):
+        case = Case.draw(source, kinds)
         qkv = case.operands()
         options = {"is_causal": case.is_causal, "enable_gqa": case.heads != case.kv_heads}
         output, stats = attention_with_stats(*qkv, **options)
@@ -131,10 +135,32 @@ def main() -> None:
         found = {(way, name): error for way, each in ways.items() for name, error in errors(each, wanted).items()}
         tolerance = attended.abs().amax().clamp(min=1e-3)
         found["with output", "output"] = ((output.double() - attended).abs().amax() / tolerance).item()
-        for (way, name), error in found.items():
-            place = str(case.dtype)[6:], way, name
-            if not error <= worst.get(place, (-1.0, case))[0]:
-                worst[place] = error, case
+        keep(worst, {(str(case.dtype)[6:], *place): (error, case) for place, error in found.items()})
+    return worst
+
+
+def keep(worst: Worst, found: Worst) -> None:
+    """The larger of both; what is no number is larger than any."""
+    for place, (error, case) in found.items():
+        if not error <= worst.get(place, (-1.0, case))[0]:
+            worst[place] = error, case
+
+
+def main() -> None:
+    """Draw, compare, print the worst of each statistic by dtype; workers share out what has to be compiled."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    arguments = parser.parse_args()
+    begun, worst = time.perf_counter(), Worst()
+    kinds = [(dtype, head_dim) for head_dim in HEAD_DIMS for dtype in DTYPES]
+    workers = min(arguments.workers, len(kinds))
+    shares = [kinds[index::workers] for index in range(workers)]
+    counts = [arguments.cases * (index + 1) // workers - arguments.cases * index // workers for index in range(workers)]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for found in pool.map(look, shares, counts, range(arguments.seed, arguments.seed + workers)):
+            keep(worst, found)
     for (dtype, way, name), (error, case) in sorted(worst.items()):
         print(f"{dtype:9} {way:12} {name:15} {error:.1e}  {case}")
     print(f"{arguments.cases} cases in {time.perf_counter() - begun:.0f} s")

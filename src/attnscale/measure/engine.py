@@ -17,7 +17,7 @@ from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import sample_positions
+from attnscale.measure.sampling import Sample, design, drawn_ahead
 from attnscale.measure.stats import SUMS, ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import run
@@ -136,7 +136,7 @@ def _measure(call: Call, rows: int | None) -> ScoreStats:
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     uneven = call.is_causal or call.attn_mask is not None
-    sample = None if rows is None else sample_positions(rows, call.query.shape[-2], call.query.shape[0], uneven)
+    sample = None if rows is None else _sample(call, rows, uneven)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
     if positions is None:
         found, bound = measure_rows(call), None
@@ -146,6 +146,16 @@ def _measure(call: Call, rows: int | None) -> ScoreStats:
     pool = Unpooled(lambda: found, lambda: bound, sample)
     refreshed = call.query.is_cuda and on_cuda.capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
+
+
+def _sample(call: Call, rows: int, uneven: bool) -> Sample | None:
+    planned = design(rows, call.query.shape[-2], call.query.shape[0], uneven)
+    if planned is None:
+        return None
+    device = call.query.device
+    return (
+        drawn_ahead(planned, device).next() if device.type == "cuda" else planned.sample(torch.tensor(planned.draw()))
+    )
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from attnscale.measure.uncertainty import Uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 
 ROW_FIELDS = tuple(RowSums.__dataclass_fields__)
-POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name != "errors")
+POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name not in ("errors", "finished"))
 
 
 @dataclass(frozen=True, eq=False)

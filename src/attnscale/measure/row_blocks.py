@@ -120,10 +120,12 @@ class Pass:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
         if call.attn_mask is None and not call.is_causal:
             return None
-        at = torch.arange(block.rows.start, block.rows.stop) if self.positions is None else self.positions[block.rows]
+        device = scores.device
+        rows = torch.arange(block.rows.start, block.rows.stop, device=device)
+        at = rows if self.positions is None else self.positions[block.rows]
         if call.is_causal:
-            columns = torch.arange(min(self._ends(block)[0], scores.shape[-1]), scores.shape[-1])
-            return (columns.to(at.device) <= at.unsqueeze(-1)).to(scores)
+            columns = torch.arange(min(self._ends(block)[0], scores.shape[-1]), scores.shape[-1], device=device)
+            return (columns <= at.unsqueeze(-1)).to(scores)
         assert call.attn_mask is not None
         mask = call.attn_mask[block.entry if call.attn_mask.shape[0] > 1 else 0]
         mask = mask[block.heads] if mask.shape[0] > 1 else mask

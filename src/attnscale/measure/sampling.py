@@ -121,8 +121,8 @@ class Design:
             positions += sorted(source.sample(range(start, stop), taken))
         return positions
 
-    def draws(self, count: int) -> NDArray[np.int64]:
-        """So many draws at once, (count, rows): Floyd's algorithm on all strata of all draws side by side."""
+    def draws(self, count: int) -> NDArray[np.int32]:
+        """So many draws at once, (count, rows), each in one piece: Floyd's algorithm on all strata of all draws."""
         edges, taken = np.array(self.edges), np.array(self.taken)
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
@@ -136,7 +136,7 @@ class Design:
         positions = np.sort(np.where(chosen < 0, -1, chosen + edges[:-1, None]), axis=-1).reshape(count, -1)
         kept = (np.arange(widest) >= widest - taken[:, None]).reshape(-1)
         certain = np.broadcast_to(np.arange(self.certain), (count, self.certain))
-        return np.concatenate([certain, positions[:, kept]], axis=1)
+        return np.ascontiguousarray(np.concatenate([certain, positions[:, kept]], axis=1), np.int32)
 
     def sample(self, positions: Tensor) -> Sample:
         """A draw with what it is worth."""
@@ -201,7 +201,7 @@ class DrawnAhead:
         return self.planned.sample(positions)
 
     def _draw(self, count: int, stream: torch.cuda.Stream) -> None:
-        draws = torch.from_numpy(self.planned.draws(count).astype(np.int32))
+        draws = torch.from_numpy(self.planned.draws(count))
         self.drawn, self.stream = draws.to(self.device, non_blocking=True).unbind(), stream
 
 

@@ -7,7 +7,7 @@ by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,8 @@ SHOWN = (
     "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound")
+FINISHED = ("variance", "std", *SHOWN[SHOWN.index("entropy") :])  # what is divided when it is shown, or by a kernel
+TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 NUMERATOR = {"mean": "deviations", "variance": "squares"}
 
 
@@ -50,29 +52,42 @@ class Pooled:
     max_bound: Tensor
     sums: Tensor  # (heads, len(SUMS)), float64
     errors: Uncertainty | Callable[[], Uncertainty] | None = None  # of the sums, or how to tell them; None where exact
+    finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has divided already
 
     @property
     def uncertainty(self) -> Uncertainty | None:
         """How far the sums may be off; formed when it is asked for."""
         return self.errors() if callable(self.errors) else self.errors
 
-    @classmethod
-    def of(cls, table: Tensor, errors: Uncertainty | Callable[[], Uncertainty] | None = None) -> "Pooled":
-        """NUMBERS and SUMS of every head in one row, (heads, 16) in float64."""
-        rows, count, mean, largest, bound = table[:, : len(NUMBERS)].unbind(-1)
-        return cls(rows, count, mean, largest, bound, table[:, len(NUMBERS) :], errors)
-
 
 @dataclass(frozen=True)
 class Table:
-    """Heads that a kernel has pooled: NUMBERS and SUMS, (heads, 16) in float64."""
+    """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, 26)."""
 
-    numbers: Tensor
+    columns: Tensor
     errors: Callable[[], Uncertainty] | None = None
 
     def __call__(self) -> Pooled:
-        """Views of it, so that who writes it, as a replayed graph does, is read."""
-        return Pooled.of(self.numbers, self.errors)
+        """Views of it: reading launches nothing, and reads what a replayed graph has written."""
+        return self._pooled
+
+    @cached_property
+    def _pooled(self) -> Pooled:
+        *_, rows, count = self.columns.view(torch.int64).unbind(-1)
+        columns = self.columns.unbind(-1)
+        mean, largest, bound = columns[2 : len(NUMBERS)]
+        finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
+        sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
+        return Pooled(rows, count, mean, largest, bound, sums, self.errors, finished | {"mean": mean})
+
+
+def table_of(pooled: Pooled) -> Tensor:
+    """The columns of Table."""
+    stats = ScoreStats(len(pooled.mean), exact=True, pool=Known(pooled))
+    numbers = [getattr(pooled, name).double() for name in NUMBERS]
+    shown = [getattr(stats, name) for name in FINISHED]
+    whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
+    return torch.cat([torch.stack(numbers, -1), pooled.sums, torch.stack(shown, -1), whole], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,9 @@ class ScoreStats:
     @property
     def mean(self) -> Tensor:
         """Mean of the scores."""
+        finished = self.pooled.finished
+        if finished:
+            return finished["mean"]
         return torch.where(self._sum("scores") > 0, self.pooled.mean, torch.nan)
 
     @property
@@ -147,7 +165,7 @@ class ScoreStats:
     @property
     def std(self) -> Tensor:
         """The spread: standard deviation of the scores."""
-        return self.variance.sqrt()
+        return self.pooled.finished["std"] if self.pooled.finished else self.variance.sqrt()
 
     @property
     def entropy(self) -> Tensor:
@@ -244,6 +262,9 @@ class ScoreStats:
         return self.pooled.sums[:, SUMS.index(name)]
 
     def _ratio(self, name: str) -> Tensor:
+        finished = self.pooled.finished
+        if finished:
+            return finished[name]
         below = self._sum(DENOMINATOR[name])
         return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
 

@@ -51,21 +51,21 @@ def _choice(call: Call) -> SDPBackend:
 
 
 def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
     )
     return output, lse.reshape(call.query.shape[:3])
 
 
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
         *(call.query, call.key, call.value, call.dropout_p, call.is_causal), scale=call.scale
     )
     return output, lse
 
 
 def _efficient(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         *(call.query, call.key, call.value, None, True, call.dropout_p, call.is_causal), scale=call.scale
     )
     return output, lse[..., : call.query.shape[2]]  # what is behind is padding

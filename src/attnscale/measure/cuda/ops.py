@@ -20,11 +20,10 @@ from attnscale.measure.pool import pool_rows
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
-from attnscale.measure.stats import NUMBERS, SUMS
+from attnscale.measure.stats import TABLE, table_of
 from attnscale.numerics import wide_dtype
 
 SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # of a row, as RowSums names them
-TABLE = len(NUMBERS) + len(SUMS)  # columns, a row a head
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
@@ -66,7 +65,7 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
 def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    """softmax(scale · QKᵀ) V; without gradient the lse of each row, and NUMBERS and SUMS of each head, (heads, 16)."""
+    """softmax(scale · QKᵀ) V; without gradient the lse of each row, and the table of the heads."""
     return attended(query, key, value, scale, is_causal)
 
 
@@ -321,9 +320,7 @@ def _stacked(rows: RowSums) -> Tensor:
 
 
 def _table(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Tensor:
-    pooled = pool_rows(rows, bound, sample, errors=False)
-    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    return torch.cat([numbers, pooled.sums], dim=-1)
+    return table_of(pool_rows(rows, bound, sample, errors=False))
 
 
 def _empty(query: Tensor, *shape: int) -> Tensor:

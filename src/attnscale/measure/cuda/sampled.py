@@ -14,7 +14,7 @@ from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
-from attnscale.measure.stats import Pooled, ScoreStats, Table
+from attnscale.measure.stats import NUMBERS, ScoreStats, Table
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.operator import run
 
@@ -93,8 +93,8 @@ class Sampled(NamedTuple):
 
     def bound(self) -> Tensor:
         """No score of a head is above this."""
-        return Pooled.of(self.table).max_bound
+        return self.table[:, NUMBERS.index("max_bound")]
 
 
 def _errors(sampled: Sampled) -> Uncertainty:
-    return uncertainty_of(sampled.rows().over_shards(), sampled.sample, Pooled.of(sampled.table).mean)
+    return uncertainty_of(sampled.rows().over_shards(), sampled.sample, sampled.table[:, NUMBERS.index("mean")])

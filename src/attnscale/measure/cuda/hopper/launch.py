@@ -43,6 +43,8 @@ VARIANTS = {
 }
 # By head_dim, padded, on one H200; three warpgroups' registers do not hold 128 columns, nor the memory 128 keys of 256.
 FASTEST = {64: "three", 128: "two", 256: "wide"}
+# With moments three warpgroups' registers do not hold 64 columns either, and short rows are a tile's beginning and end.
+FASTEST_WITH_MOMENTS = {64: "two_persistent", 128: "two", 256: "wide"}
 WIDEST = max(FASTEST)
 DEFAULT = "fastest"
 
@@ -99,7 +101,8 @@ def attend_rows(
     """
     batch, heads, q_len, head_dim = query.shape
     width = padded(head_dim)
-    name = FASTEST[width] if variant == DEFAULT else variant
+    fastest = FASTEST_WITH_MOMENTS if moments else FASTEST
+    name = fastest[width] if variant == DEFAULT else variant
     chosen = VARIANTS[name]
     kv_heads, kv_len = key.shape[1:3]
     if scale < 0:  # the kernel takes a row's maximum before it scales

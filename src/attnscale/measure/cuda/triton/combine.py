@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-FIELDS: tl.constexpr = tl.constexpr(16)  # of the table, 5 numbers and 11 sums, and of what a program leaves for it
+FIELDS: tl.constexpr = tl.constexpr(16)  # what a program leaves: 5 numbers and 11 sums, in the order of the table
+TABLE: tl.constexpr = tl.constexpr(26)  # columns: those, 8 statistics as they are read, and 2 whole numbers
 SEGMENTS_AT_ONCE: tl.constexpr = tl.constexpr(8)
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # slots, tiles or batch entries
 

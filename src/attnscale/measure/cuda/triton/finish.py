@@ -8,7 +8,7 @@ what all of them left. The table has a row a head: NUMBERS and SUMS of `attnscal
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.combine import AT_ONCE, FIELDS, combine, moments
+from attnscale.measure.cuda.triton.combine import AT_ONCE, FIELDS, TABLE, combine, moments
 from attnscale.theory.limits import SATURATED_TOP1
 
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
@@ -116,8 +116,31 @@ def finish_kernel(
         total = tl.where(fields == 5, scores, total)
         total = tl.where(fields == 7, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), total)
         total = tl.where(fields == 8, rows, total)
-        tl.store(table_at + head * FIELDS + fields, total)
+        table_at += head * TABLE
+        tl.store(table_at + fields, total)
+        squares = _field(total, 7)
+        show(table_at, 16, squares / scores)
+        show(table_at, 17, tl.sqrt(squares / scores))
+        show(table_at, 18, _field(total, 9) / rows)
+        several = _field(total, 10)
+        show(table_at, 19, tl.where(several > 0, _field(total, 11) / tl.maximum(several, 1.0), float("nan")))
+        for field in tl.static_range(12, 16):
+            show(table_at, 8 + field, _field(total, field) / rows)
+        show_number(table_at, 24, rows)
+        show_number(table_at, 25, scores)
         tl.store(arrived_at + head, 0)  # for the next launch
+
+
+@triton.jit
+def show(table_at: tl.tensor, column: tl.constexpr, value: tl.tensor) -> None:
+    """A statistic as it is read."""
+    tl.store(table_at + column, value)
+
+
+@triton.jit
+def show_number(table_at: tl.tensor, column: tl.constexpr, value: tl.tensor) -> None:
+    """A whole number, in the bits of an int64."""
+    tl.store((table_at + column).to(tl.pointer_type(tl.int64)), value.to(tl.int64))
 
 
 @triton.jit

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.combine import FIELDS
-from attnscale.measure.cuda.triton.finish import SATURATED, largest_of
+from attnscale.measure.cuda.triton.combine import TABLE
+from attnscale.measure.cuda.triton.finish import SATURATED, largest_of, show, show_number
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span"])
@@ -123,7 +123,9 @@ def finish_sample_kernel(
     all_scores = tl.sum(scores, 0)
     mean = tl.sum(first, 0) / tl.maximum(all_scores, 1.0)
     squares = tl.sum(second, 0) - all_scores * mean * mean
-    to = table_at + head * FIELDS
+    to = table_at + head * TABLE
+    squares = tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    all_rows, all_several = tl.sum(rows, 0), tl.sum(several, 0)
     tl.store(to, tl.sum(seen, 0))
     tl.store(to + 1, tl.sum(looked, 0))
     tl.store(to + 2, mean)
@@ -131,12 +133,23 @@ def finish_sample_kernel(
     tl.store(to + 4, tl.maximum(wide_bound, largest, propagate_nan=tl.PropagateNan.ALL))
     tl.store(to + 5, all_scores)
     tl.store(to + 6, all_scores * 0.0)
-    tl.store(to + 7, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(to + 8, tl.sum(rows, 0))
-    tl.store(to + 9, tl.sum(entropy, 0))
-    tl.store(to + 10, tl.sum(several, 0))
-    tl.store(to + 11, tl.sum(ratio, 0))
-    tl.store(to + 12, tl.sum(top1, 0))
-    tl.store(to + 13, tl.sum(saturated, 0))
-    tl.store(to + 14, tl.sum(gain, 0))
-    tl.store(to + 15, tl.sum(keys, 0))
+    tl.store(to + 7, squares)
+    show(to, 16, squares / all_scores)
+    show(to, 17, tl.sqrt(squares / all_scores))
+    tl.store(to + 8, all_rows)
+    _keep(to, 9, 18, tl.sum(entropy, 0), all_rows)
+    tl.store(to + 10, all_several)
+    _keep(to, 11, 19, tl.sum(ratio, 0), tl.where(all_several > 0, all_several, float("nan")))
+    _keep(to, 12, 20, tl.sum(top1, 0), all_rows)
+    _keep(to, 13, 21, tl.sum(saturated, 0), all_rows)
+    _keep(to, 14, 22, tl.sum(gain, 0), all_rows)
+    _keep(to, 15, 23, tl.sum(keys, 0), all_rows)
+    show_number(to, 24, tl.sum(seen, 0))
+    show_number(to, 25, tl.sum(looked, 0))
+
+
+@triton.jit
+def _keep(to: tl.tensor, column: tl.constexpr, shown: tl.constexpr, total: tl.tensor, number: tl.tensor) -> None:
+    """A sum over rows, and the mean that is read."""
+    tl.store(to + column, total)
+    show(to, shown, total / number)

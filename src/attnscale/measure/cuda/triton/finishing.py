@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnscale.measure.cuda.triton.combine import FIELDS
+from attnscale.measure.cuda.triton.combine import FIELDS, TABLE
 from attnscale.measure.cuda.triton.finish import finish_kernel
 from attnscale.measure.cuda.triton.finish_sample import finish_sample_kernel
 from attnscale.measure.cuda.triton.grams import grams_kernel
@@ -50,7 +50,7 @@ def finish_attended(
     kind: Hashable = None,
     cut: Cut | None = None,
 ) -> Tensor:
-    """NUMBERS and SUMS of every head, (heads, 16): the rows pooled, the moments of all scores from query and key."""
+    """The table of the heads: their rows pooled, the moments of all scores from query and key."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     width = padded_width(head_dim, LEAST_WIDTH)
@@ -79,7 +79,7 @@ def finish_attended(
         (cut.warps, cut.stages),
         kind,
     )
-    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=query.device)
+    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=query.device)
     rounded = single(scale)
     launch(
         finish_kernel,
@@ -113,7 +113,7 @@ def finish_scored(sums: Tensor, kv_len: int, is_causal: bool, kind: Hashable = N
     parts, rows_each = _pool_parts(batch * q_len, heads, POOLED_ROWS)
     left = torch.empty(heads * parts * FIELDS.value, dtype=torch.float64, device=sums.device)
     arrived = counters(sums.device, heads)
-    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=sums.device)
+    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=sums.device)
     launch(
         finish_kernel,
         (parts, heads),
@@ -141,7 +141,7 @@ def finish_sampled(
     """The same of sampled rows, (6, spans, batch, heads, rows), bounded by the lse of all rows or by norms."""
     _, spans, batch, heads, count = sums.shape
     given_lse = bounds.dim() == 3
-    table = torch.empty((heads, FIELDS.value), dtype=torch.float64, device=sums.device)
+    table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=sums.device)
     launch(
         finish_sample_kernel,
         (heads,),
