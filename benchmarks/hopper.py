@@ -17,7 +17,7 @@ CALLS = 5  # calls in one timing, so that the events' own cost does not show
 CHUNK = 256  # rows of the reference at a time
 SHAPES = ((4, 16, 4096, 128), (4, 16, 4096, 64), (1, 16, 16384, 128))
 CHECKED = ((2, 4, 2, 128, 128), (1, 3, 1, 200, 1000), (2, 2, 2, 1000, 200), (1, 2, 1, 4096, 4096), (1, 1, 1, 1, 77))
-NAMES = ("output", "max", "total", "gap", "participation", "lse")
+NAMES = ("output", "lse", "max", "total", "gap", "participation")
 POISON = 12345.0
 
 
@@ -38,7 +38,8 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal
         total = exponentials.sum(-1)
         weights = exponentials / total[..., None]
         gap = -(weights * below).nan_to_num(0.0).sum(-1)
-        chunks.append((weights @ value, largest, total, gap, weights.square().sum(-1), largest + total.log()))
+        lse = largest + total.log()
+        chunks.append((weights @ value, lse, largest, total, gap, weights.square().sum(-1)))
     return tuple(torch.cat(parts, 2) for parts in zip(*chunks, strict=True))
 
 
@@ -58,8 +59,8 @@ def check(variant: str, dtype: torch.dtype, head_dim: int, is_causal: bool) -> l
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
             scale = head_dim**-0.5
             poison(query)
-            output, sums = hopper.attend_rows(query, key, value, scale, is_causal, variant)
-            found = output, *sums
+            output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal, variant=variant)
+            found = output, lse, *sums
             wanted = reference(query, key, value, scale, is_causal)
             for place, (have, want) in enumerate(zip(found, wanted, strict=True)):
                 error = (have.double() - want).abs()
@@ -81,7 +82,7 @@ def backend(which: SDPBackend, qkv: tuple[Tensor, Tensor, Tensor], is_causal: bo
 
 def kernel(variant: str, qkv: tuple[Tensor, Tensor, Tensor], is_causal: bool) -> Callable[[], object]:
     """A call of one variant of the kernel."""
-    return lambda: hopper.attend_rows(*qkv, qkv[0].shape[-1] ** -0.5, is_causal, variant)
+    return lambda: hopper.attend_rows(*qkv, qkv[0].shape[-1] ** -0.5, is_causal, variant=variant)
 
 
 def recorded(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -142,7 +143,7 @@ def main() -> None:
     torch.manual_seed(0)
     for variant in arguments.checked:
         for dtype in (torch.bfloat16, torch.float16):
-            for head_dim in (64, 128):
+            for head_dim in (40, 64, 96, 128, 256):
                 for is_causal in (False, True):
                     label = f"{variant} {str(dtype)[6:]} {head_dim} {'causal' if is_causal else 'full'}"
                     try:

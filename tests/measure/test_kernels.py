@@ -21,11 +21,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
-from attnscale.measure import RowSums
+from attnscale.measure import RowSums, ScoreStats
 from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.row_ops import pooled_sample
 from attnscale.measure.cuda.triton import Tiles
+from attnscale.measure.pooled import Table
 
-from .oracle import ROW_NAMES, assert_rows, expected_rows
+from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 
 SMALL_TILES = Tiles(32, 16, 4, 1)  # several in every test
 EXACT = 6e-6  # float32 sums of up to 160 terms
@@ -60,6 +62,12 @@ def expected(query, key, value, scale, is_causal):
     return output, expected_rows(reference.attention_scores(q, k, scale, mask))
 
 
+def attend(query, key, value, scale, is_causal):
+    """The output, and of each row max, total, gap, participation and lse."""
+    output, lse, sums = kernels.attend_rows(query, key, value, scale, is_causal, cut=SMALL_TILES)
+    return output, torch.stack([*sums, lse])
+
+
 def assert_statistics(found, wanted, tolerance=EXACT):
     assert found.dtype == torch.float32
     assert_rows(found, wanted, tolerance)
@@ -90,7 +98,7 @@ SHAPES = {
 def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
     tensors = qkv(**SHAPES[shape])
     scale = 1.3 * tensors[0].shape[-1] ** -0.5
-    output, found = kernels.attend_rows(*tensors, scale, is_causal, SMALL_TILES)
+    output, found = attend(*tensors, scale, is_causal)
     exact, wanted = expected(*tensors, scale, is_causal)
     assert np.abs(output.double().numpy() - exact).max() < EXACT
     assert output.is_contiguous()
@@ -127,7 +135,7 @@ def test_statistics_survive_scores_of_any_size(factor, given_lse):
         lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float()
         assert_statistics(kernels.score_rows(query, key, lse, None, scale, True, SMALL_TILES), wanted)
     else:
-        output, found = kernels.attend_rows(query, key, value, scale, True, SMALL_TILES)
+        output, found = attend(query, key, value, scale, True)
         assert np.abs(output.double().numpy() - exact).max() < EXACT
         assert_attended(found, wanted)
 
@@ -136,7 +144,7 @@ def test_statistics_survive_scores_of_any_size(factor, given_lse):
 def test_constant_rows_are_exact(is_causal):
     query, key, value = qkv(q_len=37, kv_len=53, head_dim=11)
     key = key[:, :, :1].expand(-1, -1, 53, -1)
-    _, (_, total, gap, participation, _) = kernels.attend_rows(query, key, value, 0.3, is_causal, SMALL_TILES)
+    _, (_, total, gap, participation, _) = attend(query, key, value, 0.3, is_causal)
     visible = torch.arange(1.0, 38.0) if is_causal else torch.full((37,), 53.0)
     assert (total == visible).all()
     assert (gap == 0).all()
@@ -149,7 +157,7 @@ def test_one_hot_rows_are_exact():
     key = key / key.norm(dim=-1, keepdim=True)
     value = torch.randn_like(key)
     order = torch.randperm(length)
-    output, sums = kernels.attend_rows(key[:, :, order], key, value, 1e4, False, SMALL_TILES)
+    output, sums = attend(key[:, :, order], key, value, 1e4, False)
     _, total, gap, participation, _ = sums
     assert (total == 1).all()
     assert (gap == 0).all()
@@ -159,7 +167,7 @@ def test_one_hot_rows_are_exact():
 
 def test_a_scale_of_zero_sees_every_key_alike():
     query, key, value = qkv()
-    output, (largest, total, gap, *_) = kernels.attend_rows(query, key, value, 0.0, True, SMALL_TILES)
+    output, (largest, total, gap, *_) = attend(query, key, value, 0.0, True)
     assert (largest == 0).all()
     assert (gap == 0).all()
     assert (total == torch.arange(1.0, 38.0)).all()
@@ -169,7 +177,7 @@ def test_a_scale_of_zero_sees_every_key_alike():
 def test_a_score_that_is_not_a_number_reaches_the_total():
     query, key, value = qkv()
     key[0, 0, 52] = math.nan  # in the last, masked tile
-    output, (_, total, *_) = kernels.attend_rows(query, key, value, 0.25, False, SMALL_TILES)
+    output, (_, total, *_) = attend(query, key, value, 0.25, False)
     assert total[0, 0].isnan().all()
     assert output[0, 0].isnan().all()
     assert total[0, 1].isfinite().all()
@@ -178,22 +186,22 @@ def test_a_score_that_is_not_a_number_reaches_the_total():
 @pytest.mark.parametrize("layout", ["transposed", "part of a wider row", "column-major"])
 def test_strides_do_not_matter(layout):
     query, key, value = qkv(heads=2, kv_heads=2)
-    wanted = kernels.attend_rows(query, key, value, 0.3, True, SMALL_TILES)
+    wanted = attend(query, key, value, 0.3, True)
     change = {
         "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         "part of a wider row": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
         "column-major": lambda x: x.mT.contiguous().mT,
     }[layout]
-    found = kernels.attend_rows(*map(change, (query, key, value)), 0.3, True, SMALL_TILES)
+    found = attend(*map(change, (query, key, value)), 0.3, True)
     assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_element_is_written_and_none_beyond(is_causal):
     query, key, value = qkv(heads=3, kv_heads=1, q_len=43, kv_len=19, head_dim=11)
-    pages = torch.full((2, *query.shape), math.nan), torch.full((2, 5, 1, 3, 43), math.nan)
-    output, sums = (page[0] for page in pages)  # what lies behind is not the kernel's
-    kernels.fill(output, sums, query, key, value, None, None, 0.3, is_causal, SMALL_TILES)
+    pages = [torch.full((2, *shape), math.nan) for shape in (query.shape, (6, 1, 3, 43), (1, 3, 43))]
+    output, sums, lse = (page[0] for page in pages)  # what lies behind is not the kernel's
+    kernels.fill(output, sums, query, key, value, lse, None, 0.3, is_causal, SMALL_TILES)
     assert all(page[0].isfinite().all() for page in pages)
     assert all(page[1].isnan().all() for page in pages)
 
@@ -235,3 +243,50 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     longest = [tensor.norm(dim=-1).amax(-1) for tensor in (query, key)]
     group = query.shape[1] // key.shape[1]
     torch.testing.assert_close(norms.amax(1).sqrt(), torch.stack([longest[0], longest[1].repeat_interleave(group, 1)]))
+
+
+FINISHED = {
+    "groups": dict(heads=4, kv_heads=2, q_len=37, kv_len=53),
+    "more queries than keys": dict(heads=2, kv_heads=2, q_len=71, kv_len=29, head_dim=11),
+    "several segments": dict(heads=1, kv_heads=1, q_len=101, kv_len=101),
+}
+SMALL_CUT = kernels.Cut(segment=32, tile=16, part=16, warps=4, stages=1)
+
+
+@pytest.mark.parametrize("offset", [0.0, 2.0, 30.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", FINISHED)
+def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
+    query, key, value = qkv(**FINISHED[shape])
+    query, key = query + offset * torch.randn(query.shape[-1]), key + offset * torch.randn(query.shape[-1])
+    scale = 0.3 / (1 + offset)  # so that rows are not one-hot
+    _, _, sums = kernels.attend_rows(query, key, value, scale, is_causal, cut=SMALL_TILES)
+    group = query.shape[1] // key.shape[1]
+    q, k = (x.double().numpy() for x in (query, key.repeat_interleave(group, 1)))
+    mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
+    scores = reference.attention_scores(q, k, scale, mask)
+    table = kernels.finish_attended(query, key, sums, scale, is_causal, cut=SMALL_CUT)
+    assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
+    sums = kernels.score_rows(query, key, None, None, scale, is_causal, SMALL_TILES)
+    table = kernels.finish_scored(sums, key.shape[2], is_causal)
+    assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
+
+
+def test_moments_beside_an_output_are_those_of_the_rows():
+    query, key, value = qkv(q_len=41, kv_len=61)
+    _, wanted = expected(query, key, value, 0.4, True)
+    _, _, sums = kernels.attend_rows(query, key, value, 0.4, True, moments=True, cut=SMALL_TILES)
+    assert_statistics(sums, wanted)
+
+
+@pytest.mark.parametrize("given_lse", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, given_lse):
+    query, key, _ = qkv(heads=3, kv_heads=3, q_len=97, kv_len=61)
+    query, key = query.repeat(2, 1, 1, 1) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1), key.repeat(2, 1, 1, 1)
+    rows, weights, span = torch.tensor([0, 7, 50, 96]).int(), torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
+    sums, norms = kernels.sample_rows(query, key, rows, 0.4, is_causal, True, span, SAMPLE_TILES)
+    bounds = torch.randn(2, 3, 97) if given_lse else norms
+    found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, 1e-5)
+    wanted = pooled_sample(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal)
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)

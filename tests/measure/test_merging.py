@@ -11,8 +11,9 @@ import torch.multiprocessing as mp
 from attnscale import score_moments, score_stats
 from attnscale.attending.call import Call
 from attnscale.measure import RowSums
+from attnscale.measure.pooled import pack, unpack
 from attnscale.measure.row_blocks import measure_rows
-from attnscale.measure.stats import ScoreStats, _pack, _unpack
+from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import Visibility
 
 from .oracle import NAMES
@@ -54,7 +55,7 @@ def test_many_shards_lose_no_more_than_rounding(rows, count):
 def test_what_ranks_send_each_other_holds_every_error():
     stats = score_stats(torch.randn(1, 2, 97, 8), torch.randn(1, 2, 97, 8), is_causal=True, rows=23)
     sent = stats.pooled
-    received = _unpack(_pack(sent))
+    received = unpack(pack(sent))
     torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
     torch.testing.assert_close(received.uncertainty.third, sent.uncertainty.third)  # symmetric up to rounding
     again = ScoreStats(2, exact=False, pool=lambda: received)

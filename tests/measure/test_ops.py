@@ -10,11 +10,16 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import reference
+from attnscale.measure import ScoreStats
 from attnscale.measure.cuda import backward
-from attnscale.measure.cuda.ops import attention_rows, sample_rows, score_rows
+from attnscale.measure.cuda.attended import attended_rows
+from attnscale.measure.cuda.attention_op import attention_rows
+from attnscale.measure.cuda.row_ops import sample_rows, score_rows
+from attnscale.measure.cuda.ways import way_of
+from attnscale.measure.pooled import Table
 
 from ..precision import assert_as_exact_as_sdpa, worst
-from .oracle import assert_rows, expected_rows
+from .oracle import assert_rows, assert_stats, expected_rows
 
 gpu = [
     pytest.mark.gpu,
@@ -49,6 +54,13 @@ def sdpa(query, key, value, scale, is_causal):
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
 
 
+def attended(query, key, value, scale, is_causal):
+    """The output, and max, total, gap, participation and lse of each row, as the kernels leave them."""
+    way = way_of(query, key, value, scale, is_causal)
+    output, lse, sums = attended_rows(query, key, value, scale, is_causal, way)
+    return output, torch.stack([*sums[:4], lse])
+
+
 def assert_attended(found, wanted, tolerance):
     """The statistics beside an output: the first four of RowSums, and the lse."""
     assert_rows(found[:4], wanted, tolerance)
@@ -63,9 +75,12 @@ CPU_TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-13}
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 def test_rows_on_a_cpu_are_those_of_the_full_matrix(dtype, is_causal):
     query, key, value = qkv("cpu", dtype)
-    output, found = attention_rows(query, key, value, 0.3, is_causal)
-    assert_attended(found, exact_rows(query, key, 0.3, is_causal), CPU_TOLERANCE[dtype])
-    assert output.dtype == found.dtype == dtype
+    output, lse, table = attention_rows(query, key, value, 0.3, is_causal)
+    tolerance = 10 * CPU_TOLERANCE[dtype]
+    assert_stats(ScoreStats(6, True, Table(table)), scores(query, key, 0.3, is_causal), tolerance, tolerance)
+    wanted = exact_rows(query, key, 0.3, is_causal)
+    assert worst(lse, wanted["max"] + np.log(wanted["total"])) < tolerance
+    assert output.dtype == lse.dtype == dtype
     weights = reference.softmax(scores(query, key, 0.3, is_causal))
     assert worst(output, weights @ value.double().numpy().repeat(3, axis=1)) < CPU_TOLERANCE[dtype]
     assert_rows(
@@ -98,14 +113,15 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 def test_gradients_on_a_cpu_are_those_of_sdpa(dtype, options, is_causal):
     tensors = qkv("cpu", dtype, grad=True, **OPTIONS[options])
-    output, sums = attention_rows(*tensors, 0.3, is_causal)
+    output, lse, table = attention_rows(*tensors, 0.3, is_causal)
     reference_output = sdpa(*tensors, 0.3, is_causal)
     direction = torch.randn_like(output)
     found = torch.autograd.grad(output, tensors, direction)
     wanted = torch.autograd.grad(reference_output, tensors, direction)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).abs().max() <= 10 * CPU_TOLERANCE[dtype]
-    assert not sums.requires_grad
+    assert not lse.requires_grad
+    assert not table.requires_grad
 
 
 def test_gradients_pass_gradcheck():
@@ -184,9 +200,9 @@ def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=gpu)])
 def test_compiles_in_one_graph_with_its_gradients(device, backend):
     def run(query, key, value):
-        output, sums = attention_rows(query * 1.5, key, value, 0.3, True)
+        output, _, table = attention_rows(query * 1.5, key, value, 0.3, True)
         sampled = sample_rows(query, key, rows, 0.3, True, True)
-        return output.square().sum(), sums, score_rows(query, key, None, None, 0.3, True), sampled
+        return output.square().sum(), table, score_rows(query, key, None, None, 0.3, True), sampled
 
     rows = torch.tensor([2, 11], device=device)
     compiled = torch.compile(run, fullgraph=True, backend=backend)
@@ -203,8 +219,8 @@ def test_a_cpu_needs_no_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from attnscale.measure.cuda.ops import attention_rows
-print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[1][1].tolist())
+from attnscale.measure.cuda.attention_op import attention_rows
+print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[1].exp().round().tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[[[1.0, 2.0]]]"
@@ -232,7 +248,7 @@ def test_the_kernel_is_as_exact_as_sdpa(device, dtype, head_dim, is_causal):
     scale = 1.5 * head_dim**-0.5
     for q_len, kv_len in SIZES:
         query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        output, found = attention_rows(query, key, value, scale, is_causal)
+        output, found = attended(query, key, value, scale, is_causal)
         assert_attended(found, exact_rows(query, key, scale, is_causal), TOLERANCE)
         weights = reference.softmax(scores(query, key, scale, is_causal))
         exact = weights @ value.double().cpu().numpy().repeat(3, axis=1)
@@ -247,7 +263,7 @@ def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_di
     scale = head_dim**-0.5
     for q_len, kv_len in SIZES:
         query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        lse = attention_rows(query, key, value, scale, True)[1][4]
+        lse = attention_rows(query, key, value, scale, True)[1]
         rows = torch.randperm(q_len)[: 1 + q_len // 8]
         found = score_rows(query, key, lse if given_lse else None, rows.to(device) if sampled else None, scale, True)
         kept = rows.numpy() if sampled else slice(None)
@@ -260,13 +276,13 @@ def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_di
 def test_constant_and_one_hot_rows_are_exact_on_a_gpu(device, is_causal, dtype):
     query, key, value = qkv(device, dtype, q_len=613, kv_len=1021, head_dim=64)
     visible = torch.arange(1.0, 614.0, device=device) if is_causal else torch.full((613,), 1021.0, device=device)
-    _, (_, total, gap, participation, _) = attention_rows(query, key[:, :, :1].expand_as(key), value, 0.3, is_causal)
+    _, (_, total, gap, participation, _) = attended(query, key[:, :, :1].expand_as(key), value, 0.3, is_causal)
     rounding = {"rtol": 1e-6, "atol": 1e-6}  # the Hopper kernel scales and shifts a score in one instruction
     torch.testing.assert_close(total, visible.expand_as(total), **rounding)
     torch.testing.assert_close(gap, torch.zeros_like(gap), **rounding)
     torch.testing.assert_close(participation, (1 / visible).expand_as(participation), **rounding)
     key = F.normalize(key.float(), dim=-1).to(dtype)
-    _, (_, total, gap, participation, _) = attention_rows(key, key, value, 1e4, False)
+    _, (_, total, gap, participation, _) = attended(key, key, value, 1e4, False)
     assert (total >= 1).all()
     assert (participation <= 1).all()
     for found, wanted in ((total, 1.0), (gap, 0.0), (participation, 1.0)):
@@ -339,7 +355,7 @@ def test_65537_rows_are_as_exact_as_a_few(device, is_causal):
     query, key, value = qkv(
         device, torch.bfloat16, batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length, head_dim=64
     )
-    output, found = attention_rows(query, key, value, 0.125, is_causal)
+    output, found = attended(query, key, value, 0.125, is_causal)
     assert output.isfinite().all()
     assert found.isfinite().all()
     rows = [0, 1, 127, 128, 30011, length - 129, length - 2, length - 1]

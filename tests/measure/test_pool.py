@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from attnscale.measure import score_stats
-from attnscale.measure.cuda.attention import Sampled
-from attnscale.measure.cuda.ops import sample_rows
 from attnscale.measure.pool import POOLED_FIELDS, pooled_together
-from attnscale.measure.sampling import design
 
 from .test_ops import DEVICES
 
@@ -29,20 +26,3 @@ def test_calls_of_several_kinds(device, rows):
     assert_pooled(
         [score_stats(*pair, rows=rows, is_causal=True, **each) for pair, each in zip(pairs, given, strict=True)]
     )
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_passes_over_spans_of_keys_each_with_rows_of_its_own(is_causal):
-    torch.manual_seed(0)
-    heads, length, span, scale = 3, 53, 29, 0.3
-    planned = design(11, length, 2, is_causal)
-    passes = []
-    for _ in range(4):
-        query, key = torch.randn(2, 2, heads, length, 8, dtype=torch.float64)
-        positions = torch.tensor(planned.draw())
-        spans = [sample_rows(query, part, positions, scale, False, True) for part in key.split(span, 2)]
-        sums, norms = (torch.cat(each, 1) for each in zip(*spans, strict=True))
-        passes.append(Sampled(planned.sample(positions), sums, norms, span, length, scale, is_causal))
-    assert len({passed.kind for passed in passes}) == 1
-    assert len({tuple(passed.sample.positions.tolist()) for passed in passes}) > 1
-    assert_pooled([passed.stats() for passed in passes])

@@ -1,13 +1,14 @@
 """Sampled statistics: where the rows lie, what the standard errors promise, what the bracket holds."""
 
+import numpy as np
 import pytest
 import torch
 
 from attnscale import score_stats
 from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.dense import rows_of
-from attnscale.measure.sampling import sample_positions
-from attnscale.measure.stats import SUMS
+from attnscale.measure.pooled import SUMS
+from attnscale.measure.sampling import design, sample_positions
 
 SEEDS = 1000  # samples, each drawn anew
 
@@ -123,3 +124,19 @@ def test_sampled_parts_merge_into_the_whole_with_smaller_errors():
     assert whole.rows.tolist() == [256, 256]
     assert (whole.stderr("entropy") < parts[0].stderr("entropy")).all()
     assert ((whole.entropy - exact.entropy).abs() < 5 * whole.stderr("entropy")).all()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("rows", "length"), [(2, 3), (7, 11), (64, 4099)])
+def test_many_draws_at_once_are_draws_of_the_same_design(rows, length, uneven):
+    planned = design(rows, length, 1, uneven)
+    draws = planned.draws(997)
+    assert draws.shape == (997, len(planned.draw()))
+    assert draws.flags.c_contiguous  # each is read as one piece of memory
+    assert (np.diff(draws, axis=1) > 0).all()
+    found = np.apply_along_axis(np.searchsorted, 1, draws, [planned.certain, *planned.edges[1:]])
+    assert (found == np.cumsum([planned.certain, *planned.taken])).all()
+    if length == 11:
+        shares = np.bincount(draws.ravel(), minlength=length) / len(draws)
+        wanted = np.repeat(np.array(planned.taken) / np.diff(planned.edges), np.diff(planned.edges))
+        assert np.abs(shares[planned.certain :] - wanted).max() < 0.08  # five standard errors

@@ -11,7 +11,8 @@ import torch
 
 Step = Callable[[], None]
 Clock = Callable[[], float]  # milliseconds of one step
-CALLS, GRAPH = "calls", "graph"
+CALLS, GRAPH, HOST = "calls", "graph", "host"
+QUEUED = 50  # calls that the GPU's queue takes without stopping the host
 TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
 CAPTURED = 4.0  # milliseconds of steps in one graph: launching it does not show, and the clock has no time to change
 LONGEST_CAPTURED = 20.0  # milliseconds; a longer step hides the host's time by itself, and its graph keeps its memory
@@ -23,7 +24,7 @@ def clocks(step: Step, device: str) -> dict[str, Clock]:
         return {CALLS: lambda: _wall(step)}
     _events(step, 1)  # the first call after another kind of work is slower
     taken = _events(step, 1)
-    found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / taken)))}
+    found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / taken))), HOST: lambda: _host(step)}
     steps = max(1, round(CAPTURED / taken))
     graph = _captured(step, steps) if taken < LONGEST_CAPTURED else None
     if graph is not None:
@@ -48,6 +49,21 @@ def _wall(step: Step) -> float:
     start = time.perf_counter()
     step()
     return (time.perf_counter() - start) * 1e3
+
+
+def _host(step: Step) -> float:
+    """Until a call returns, with nothing to wait for: the least of five rounds."""
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        found.append(_wall(lambda: _repeat(step, QUEUED)) / QUEUED)
+    torch.cuda.synchronize()
+    return min(found)
+
+
+def _repeat(step: Step, times: int) -> None:
+    for _ in range(times):
+        step()
 
 
 def _events(step: Step, times: int) -> float:

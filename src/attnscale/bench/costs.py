@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attnscale.bench.cases import Case
-from attnscale.bench.clocks import CALLS, GRAPH, Clock, Step, clocks
+from attnscale.bench.clocks import CALLS, GRAPH, HOST, Clock, Step, clocks
 from attnscale.bench.variants import OURS, PLAIN, variants
 
-ROUNDS = {"cpu": 9, "cuda": 16}
+ROUNDS = {"cpu": 9, "cuda": 11}
 TRIALS = 3  # of each plain backend, to find the fastest
 
 
@@ -40,13 +40,17 @@ class Cost:
     calls: Timing  # called from Python
     graph: Timing | None  # replayed as a CUDA graph: the device's time alone; None where it was not captured
     peak_bytes: int | None  # above the tensors given, where the device tells
+    host_microseconds: float | None = None  # of a call from Python; None where the host is the device
 
 
 def measure_case(case: Case, device: str, progress: Callable[[str], None] = lambda name: None) -> list[Cost]:
     """Time every variant of one case in turns, plain SDPA's best backend first."""
     dtype = getattr(torch, case.dtype)
-    shape = case.batch, case.heads, case.length, case.head_dim
-    qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=case.backward) for _ in range(3)]
+    shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
+    qkv = [
+        torch.randn(case.batch, *shape, case.head_dim, device=device, dtype=dtype, requires_grad=case.backward)
+        for shape in shapes
+    ]
     ways, memory = {}, {}
     for name, forward in variants(case, device).items():
         step = partial(_step, forward, qkv, case.backward)
@@ -63,7 +67,8 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
         way: _compared({name: found[way] for name, found in ways.items() if way in found}, ROUNDS[device])
         for way in (CALLS, GRAPH)
     }
-    costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name]) for name in ways]
+    hosts = {name: found[HOST]() * 1e3 if HOST in found else None for name, found in ways.items()}
+    costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name], hosts[name]) for name in ways]
     return sorted(costs, key=lambda cost: (cost.graph or cost.calls).ratio != 1.0)
 
 

@@ -8,15 +8,19 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
+from attnscale.measure import plan
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
+from attnscale.measure.cuda import sampled
+from attnscale.measure.cuda.row_ops import BOUND_SLACK
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
+from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import sample_positions
-from attnscale.measure.stats import SUMS, ScoreStats
+from attnscale.measure.sampling import Sample, design, drawn_ahead
+from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import run, scaled_call
 from attnscale.rules.apply import Scale
@@ -97,30 +101,41 @@ def attention_with_stats(
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
     """attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
+    kind = None
+    if attn_mask is None and softcap is None:
+        kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
+        planned = plan.PLANS.get(kind)
+        if planned is not None:
+            return planned(query, key, value)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     _check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
+        way: plan.Planned = partial(on_cuda.attend_planned, call.scale, is_causal)
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
-        output, stats = on_cuda.attend_sampling(call, rows)
+        output, stats = sampled.attend_sampling(call, rows)
+        way = partial(sampled.attend_planned, rows, dropout_p, call.scale, is_causal)
     elif rows is None and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
+        kind = None
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
             stats = measured(call, rows)
+        kind = None
+    if kind is not None and call.query is query and call.key is key and call.value is value:  # nothing was folded
+        plan.keep(kind, way)
     return output.reshape(shape), stats
 
 
 def measured(call: Call, rows: int | None) -> ScoreStats:
     """The statistics of an attention that was not run, of every row or of about this many a head."""
     if on_cuda.measures(call):
-        return on_cuda.measure(call, rows)
-    batch, _, q_len, _ = call.query.shape
-    sample = None if rows is None else sample_positions(rows, q_len, batch, uneven=not call.visibility.is_full)
+        return sampled.measure(call, rows)
+    sample = None if rows is None else _sample(call, rows)
     positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
     if positions is None:
         found, bound = measure_rows(call), None
@@ -128,7 +143,18 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
         look = partial(_look, call, positions)
         found, bound = alone(look) if call.query.device.type == "cpu" else look()
     pool = Unpooled(lambda: found, lambda: bound, sample)
-    return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool)
+    refreshed = call.query.is_cuda and on_cuda.capturing()
+    return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
+
+
+def _sample(call: Call, rows: int) -> Sample | None:
+    planned = design(rows, call.query.shape[-2], call.query.shape[0], uneven=not call.visibility.is_full)
+    if planned is None:
+        return None
+    device = call.query.device
+    return (
+        drawn_ahead(planned, device).next() if device.type == "cuda" else planned.sample(torch.tensor(planned.draw()))
+    )
 
 
 @torch.no_grad()
@@ -148,7 +174,7 @@ def _max_bound(call: Call) -> Tensor:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.visibility.bias is not None:
         bound = bound + call.visibility.bias.amax((-2, -1))
-    highest: Tensor = (bound * (1 + on_cuda.BOUND_SLACK)).amax(0)
+    highest: Tensor = (bound * (1 + BOUND_SLACK)).amax(0)
     return highest
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.uncertainty import Uncertainty
@@ -23,6 +25,7 @@ LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
 DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
+SOURCE = np.random.default_rng(0)  # likewise, of many draws at once
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)
 
 
@@ -118,6 +121,23 @@ class Design:
             positions += sorted(source.sample(range(start, stop), taken))
         return positions
 
+    def draws(self, count: int) -> NDArray[np.int32]:
+        """So many draws at once, (count, rows), each in one piece: Floyd's algorithm on all strata of all draws."""
+        edges, taken = np.array(self.edges), np.array(self.taken)
+        widest = int(taken.max(initial=0))
+        chosen = np.full((count, len(taken), widest), -1)
+        for step in range(widest):
+            size = (
+                np.diff(edges) - taken + step
+            )  # the step-th of a stratum comes from so many of its first, and one more
+            picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
+            met = (chosen[..., :step] == picked[..., None]).any(-1)
+            chosen[..., step] = np.where(step < taken, np.where(met, size, picked), -1)
+        positions = np.sort(np.where(chosen < 0, -1, chosen + edges[:-1, None]), axis=-1).reshape(count, -1)
+        kept = (np.arange(widest) >= widest - taken[:, None]).reshape(-1)
+        certain = np.broadcast_to(np.arange(self.certain), (count, self.certain))
+        return np.ascontiguousarray(np.concatenate([certain, positions[:, kept]], axis=1), np.int32)
+
     def sample(self, positions: Tensor) -> Sample:
         """A draw with what it is worth."""
         return Sample(positions, self.stratum, self.sizes)
@@ -181,7 +201,7 @@ class DrawnAhead:
         return self.planned.sample(positions)
 
     def _draw(self, count: int, stream: torch.cuda.Stream) -> None:
-        draws = torch.tensor([self.planned.draw() for _ in range(count)], dtype=torch.int32)
+        draws = torch.from_numpy(self.planned.draws(count))
         self.drawn, self.stream = draws.to(self.device, non_blocking=True).unbind(), stream
 
 

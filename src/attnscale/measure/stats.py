@@ -1,9 +1,6 @@
 """ScoreStats: what the scores of each head do to its softmax, kept so that shards merge into the whole.
 
-Every statistic is a ratio of two sums over rows. Kept are those sums, estimated for all rows where only some were
-looked at, and the uncertainty of the estimates; both add over disjoint rows. Scores enter as deviations
-from the head's mean, which a merge moves (Chan et al. 1979): n, Σ(s − μ), Σ(s − μ)² of a row become, for a mean lower
-by δ, n, Σ(s − μ) + nδ, Σ(s − μ)² + 2δΣ(s − μ) + nδ².
+Every statistic is a ratio of two sums over rows (pooled.py), formed when it is read.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,67 +13,60 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
+from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, Known, Pooled, Table, merged, pack, unpack
 from attnscale.measure.statistics import of_scores
-from attnscale.measure.uncertainty import Uncertainty, packed_size
-from attnscale.measure.uncertainty import merged as merged_uncertainty
+from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
 
-# What is summed over rows; the first three are moved by a merge.
-SUMS = (
-    "scores", "deviations", "squares",
-    "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
-)  # fmt: skip
 PER_ROW = ("entropy", "top1", "saturated", "gradient_gain", "effective_keys")
 DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
     "entropy_ratio": "rows_of_several",
     "mean": "scores",
     "variance": "scores",
 }
-NUMBERS = ("rows", "count", "mean", "max", "max_bound")
 NUMERATOR = {"mean": "deviations", "variance": "squares"}
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """The rows of every head in one: what ScoreStats reads its statistics from."""
-
-    rows: Tensor  # looked at, with at least one visible key
-    count: Tensor  # scores looked at
-    mean: Tensor  # of the scores
-    max: Tensor
-    max_bound: Tensor
-    sums: Tensor  # (heads, len(SUMS)), float64
-    uncertainty: Uncertainty | None  # of the sums; None where exact
+def table_of(pooled: Pooled) -> Tensor:
+    """The columns of Table."""
+    stats = ScoreStats(len(pooled.mean), exact=True, pool=Known(pooled))
+    numbers = [getattr(pooled, name).double() for name in NUMBERS]
+    shown = [getattr(stats, name) for name in FINISHED]
+    whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
+    return torch.cat([torch.stack(numbers, -1), pooled.sums, torch.stack(shown, -1), whole], dim=-1)
 
 
 @dataclass(frozen=True)
 class ScoreStats:
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
 
-    Rows are pooled into heads when a statistic is first read: measuring in a training step that logs nothing costs
-    the pass over the scores alone.
+    They are final: nothing of the caller's tensors is kept, and nothing of them is read again. What a CUDA graph
+    writes is `refreshed` by each replay, and then read anew.
     """
 
     heads: int
     exact: bool  # every row was looked at
     pool: Callable[[], Pooled] = field(repr=False)
+    refreshed: bool = field(default=False, repr=False)  # by each replay of the graph that they were captured in
 
-    @cached_property
+    @property
     def pooled(self) -> Pooled:
-        """The sums over rows, formed once; what they were formed from is let go."""
+        """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
+        if self.refreshed or isinstance(self.pool, Known | Table):
+            return self.pool()
         pooled = self.pool()
-        object.__setattr__(self, "pool", lambda: pooled)
+        object.__setattr__(self, "pool", Known(pooled))
         return pooled
 
     @property
     def rows(self) -> Tensor:
         """Rows looked at, with at least one visible key."""
-        return self.pooled.rows
+        return self.pooled.rows.long()
 
     @property
     def count(self) -> Tensor:
         """Scores looked at."""
-        return self.pooled.count
+        return self.pooled.count.long()
 
     @property
     def keys(self) -> Tensor:
@@ -87,6 +77,9 @@ class ScoreStats:
     @property
     def mean(self) -> Tensor:
         """Mean of the scores."""
+        finished = self.pooled.finished
+        if finished:
+            return finished["mean"]
         return torch.where(self._sum("scores") > 0, self.pooled.mean, torch.nan)
 
     @property
@@ -107,7 +100,7 @@ class ScoreStats:
     @property
     def std(self) -> Tensor:
         """The spread: standard deviation of the scores."""
-        return self.variance.sqrt()
+        return self.pooled.finished["std"] if self.pooled.finished else self.variance.sqrt()
 
     @property
     def entropy(self) -> Tensor:
@@ -151,7 +144,7 @@ class ScoreStats:
             known = ", ".join(sorted([*DENOMINATOR, "std"]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
-        uncertainty = self.pooled.uncertainty
+        uncertainty = self.pooled.uncertainty if self.refreshed else self._uncertainty
         if uncertainty is None:
             return torch.zeros_like(self.pooled.mean)
         # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
@@ -173,13 +166,13 @@ class ScoreStats:
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> "ScoreStats":
         """Merge the statistics of every rank of the group, each with rows of its own, in one collective."""
         world = dist.get_world_size(group)
-        packed = _pack(self.pooled)
+        packed = pack(self.pooled)
         gathered = packed.new_empty(world * packed.shape[0], *packed.shape[1:])
         dist.all_gather_into_tensor(gathered, packed, group=group)
-        pooled = merged([_unpack(part) for part in gathered.chunk(world)])
+        pooled = merged([unpack(part) for part in gathered.chunk(world)])
         assert pooled.uncertainty is not None  # every rank sent one
         exact = not pooled.uncertainty.freedom.any()
-        return ScoreStats(self.heads, exact, lambda: pooled)
+        return ScoreStats(self.heads, exact, Known(pooled))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, one list a statistic; None where a head has no rows to tell it from."""
@@ -187,10 +180,27 @@ class ScoreStats:
             name: plain(getattr(self, name).tolist()) for name in of_scores()
         }
 
+    @cached_property
+    def _uncertainty(self) -> Uncertainty | None:
+        return self.pooled.uncertainty
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The sums, whatever they are formed from, without the memory that they may be views of."""
+        pooled = self.pooled
+        kept = {name: getattr(pooled, name).clone() for name in (*NUMBERS, "sums")}
+        return {"heads": self.heads, "exact": self.exact, "pooled": Pooled(**kept, errors=pooled.uncertainty)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = {"heads": state["heads"], "exact": state["exact"], "pool": Known(state["pooled"]), "refreshed": False}
+        self.__dict__.update(found)
+
     def _sum(self, name: str) -> Tensor:
         return self.pooled.sums[:, SUMS.index(name)]
 
     def _ratio(self, name: str) -> Tensor:
+        finished = self.pooled.finished
+        if finished:
+            return finished[name]
         below = self._sum(DENOMINATOR[name])
         return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
 
@@ -211,64 +221,15 @@ def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
     return (
         parts[0]
         if len(parts) == 1
-        else ScoreStats(parts[0].heads, all(part.exact for part in parts), Merged(tuple(parts)))
+        else ScoreStats(
+            parts[0].heads,
+            exact=all(part.exact for part in parts),
+            pool=Merged(tuple(parts)),
+            refreshed=any(part.refreshed for part in parts),
+        )
     )
 
 
 def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:
     pooled = merged([part.pooled for part in parts])
-    return ScoreStats(parts[0].heads, all(part.exact for part in parts), lambda: pooled)
-
-
-def merged(parts: list[Pooled]) -> Pooled:
-    """The rows of all parts together; in whatever order, up to float64 rounding."""
-    scores = [part.sums[:, SUMS.index("scores")] for part in parts]
-    total = torch.stack(scores).sum(0)
-    weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
-    mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
-    moves = [_move(part.mean - mean) for part in parts]
-    sums = [(move @ part.sums.unsqueeze(-1)).squeeze(-1) for move, part in zip(moves, parts, strict=True)]
-    pooled = torch.stack(sums).sum(0)
-    pooled[:, SUMS.index("deviations")] = 0.0
-    uncertainties = [
-        part.uncertainty.moved(move) for move, part in zip(moves, parts, strict=True) if part.uncertainty is not None
-    ]
-    return Pooled(
-        rows=torch.stack([part.rows for part in parts]).sum(0),
-        count=torch.stack([part.count for part in parts]).sum(0),
-        mean=mean,
-        max=torch.stack([part.max for part in parts]).amax(0),
-        max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
-        sums=pooled,
-        uncertainty=merged_uncertainty(uncertainties),
-    )
-
-
-def _move(delta: Tensor) -> Tensor:
-    """The matrix that turns sums about a mean into sums about a mean lower by delta, (heads, sums, sums)."""
-    matrix = torch.eye(len(SUMS), dtype=delta.dtype, device=delta.device).repeat(delta.shape[0], 1, 1)
-    matrix[:, 1, 0] = delta
-    matrix[:, 2, 0] = delta**2
-    matrix[:, 2, 1] = 2 * delta
-    return matrix
-
-
-def _pack(pooled: Pooled) -> Tensor:
-    """Everything of every head in one float64 row: numbers, sums, their uncertainty."""
-    numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
-    uncertainty = Uncertainty.none(pooled.sums) if pooled.uncertainty is None else pooled.uncertainty
-    return torch.cat([numbers, pooled.sums, uncertainty.packed()], dim=-1)
-
-
-def _unpack(packed: Tensor) -> Pooled:
-    numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
-    rows, count, mean, largest, bound = numbers.unbind(-1)
-    return Pooled(
-        rows=rows.to(torch.int64),
-        count=count.to(torch.int64),
-        mean=mean,
-        max=largest,
-        max_bound=bound,
-        sums=sums,
-        uncertainty=Uncertainty.unpacked(rest, len(SUMS)),
-    )
+    return ScoreStats(parts[0].heads, all(part.exact for part in parts), Known(pooled))

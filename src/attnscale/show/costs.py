@@ -14,12 +14,13 @@ def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     for title, group in groupby(costs, key=_title):
         console.print(f"\n{title}", style="bold", highlight=False)
         table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for heading in ("timed as", "ms", "× plain", "quartiles", "peak MB"):
+        for heading in ("timed as", "ms", "× plain", "quartiles", "peak MB", "host µs"):
             table.add_column(heading, justify="right")
         for cost in group:
             peak = "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 1e6:,.0f}"
             first, *others = [(way, *_cells(cost[way])) for way in ("graph", "calls") if cost[way]]
-            table.add_row(cost["variant"], *first, peak)
+            host = "" if cost["host_microseconds"] is None else f"{cost['host_microseconds']:.0f}"
+            table.add_row(cost["variant"], *first, peak, host)
             for cells in others:
                 table.add_row("", *cells)
         console.print(table)
@@ -31,12 +32,13 @@ def _cells(timing: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
-    """One line a case: what attnscale's statistics, and eager ones, cost over plain SDPA.
+    """One line a case: what attnscale's statistics, all of them read, and eager ones cost over plain SDPA.
 
-    Where a CUDA graph was timed too, its ratio, the device's own, stands first and that of calls behind it.
+    Where a CUDA graph was timed too, its ratio, the device's own, stands first; behind it that of calls from Python,
+    and how long the host takes for one.
     """
     columns = ("attnscale, every row", "attnscale, 64 rows", "eager with statistics")
-    lines = ["| case | exact statistics | 64 rows | eager with statistics |", "|---|---|---|---|"]
+    lines = ["| case | exact, read | 64 rows, read | eager with statistics |", "|---|---|---|---|"]
     for title, group in groupby(costs, key=_title):
         found = {cost["variant"]: _ratios(cost) for cost in group}
         lines.append(f"| {title} | {' | '.join(found.get(column, '–') for column in columns)} |")
@@ -44,12 +46,14 @@ def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
 
 
 def _ratios(cost: dict[str, Any]) -> str:
-    calls = f"{cost['calls']['ratio']:.2f}×"
-    return calls if cost["graph"] is None else f"{cost['graph']['ratio']:.2f}× ({calls})"
+    calls, host = f"{cost['calls']['ratio']:.2f}×", cost["host_microseconds"]
+    called = calls if host is None else f"{calls}, {host:.0f} µs"
+    return called if cost["graph"] is None else f"{cost['graph']['ratio']:.2f}× ({called})"
 
 
 def _title(cost: dict[str, Any]) -> str:
     case = cost["case"]
-    shape = f"({case['batch']}, {case['heads']}, {case['length']}, {case['head_dim']})"
+    names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+    shape = f"({', '.join(str(case[name]) for name in names)})"
     causal = ", causal" if case["is_causal"] else ""
     return f"{shape} {case['dtype']}{causal}, {'forward and backward' if case['backward'] else 'forward'}"

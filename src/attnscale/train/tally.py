@@ -15,8 +15,9 @@ from torch import Tensor
 
 from attnscale.errors import SettingError
 from attnscale.measure.pool import pooled_together
-from attnscale.measure.stats import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.stats import SUMS, Pooled, ScoreStats, merged
+from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
+from attnscale.measure.pooled import SUMS, Pooled, merged
+from attnscale.measure.stats import ScoreStats
 from attnscale.watching.layer import Layer
 
 WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares

@@ -18,7 +18,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
-    """The gradients of query, key and value, by the backward of the kernel that SDPA would choose for them."""
+    """The gradients of query, key and value."""
+    return attention_gradients(grad, query, key, value, output, lse, scale, is_causal)
+
+
+def attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    """The same on a GPU, by the backward of the kernel that SDPA would choose for them."""
     if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
         of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)

@@ -30,9 +30,14 @@ def _direct(call: Call) -> bool:
         and call.query.shape[-1] == call.value.shape[-1]
         and call.query.shape[-1] % ALIGNMENT == 0
         and call.query.dtype == call.key.dtype == call.value.dtype
-        and not torch.is_autocast_enabled("cuda")
+        and not _casts(call)
         and not torch.compiler.is_compiling()
     )
+
+
+def _casts(call: Call) -> bool:
+    """Whether autocast would hand the kernel other tensors."""
+    return torch.is_autocast_enabled("cuda") and call.query.dtype != torch.get_autocast_dtype("cuda")
 
 
 def _choice(call: Call) -> SDPBackend:
@@ -46,21 +51,21 @@ def _choice(call: Call) -> SDPBackend:
 
 
 def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse.reshape(call.query.shape[:3])
 
 
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
         *(call.query, call.key, call.value, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse
 
 
 def _efficient(call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
     )
     return output, lse[..., : call.query.shape[2]]  # what is behind is padding

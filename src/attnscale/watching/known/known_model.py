@@ -11,7 +11,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from attnscale.measure.stats import Pooled, ScoreStats
+from attnscale.measure.pooled import Pooled
+from attnscale.measure.stats import ScoreStats
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.traces import Signature, Trace

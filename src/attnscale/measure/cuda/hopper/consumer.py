@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnscale.measure.cuda.hopper.registers import beside_lanes, full_sum, partial_sum, rescale
+from attnscale.measure.cuda.hopper.registers import LANES, PAIR, beside_lanes, full_sum, partial_sum, rescale
 from attnscale.measure.cuda.hopper.schedule import ROWS, tile_at
 
 MASKED = gl.constexpr(-1.0e30)  # finite, because p·x must be 0 and not NaN for a masked key
@@ -30,9 +30,14 @@ def consume(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
+    MOMENTS: gl.constexpr,
 ):
-    """Attend from 64 rows of each of this program's tiles; scores are in units of log 2."""
-    o_desc, sums_ptr, buffers, barriers, sizes, scale = shared
+    """Attend from 64 rows of each of this program's tiles; scores are in units of log 2.
+
+    MOMENTS: Σ z and Σ z² too, z from the same base as the weights' exponents; moved with it, n z's by the shift δ,
+    they become Σ z + nδ and Σ z² + 2δ Σ z + nδ².
+    """
+    o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale = shared
     q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_len, kv_len, heads, all_heads, tiles = sizes[0], sizes[1], sizes[2], sizes[4], sizes[6]
@@ -78,6 +83,11 @@ def consume(
         total = partial_sum(weights)
         moment = partial_sum(weights * scores)
         square = partial_sum(weights * weights)
+        if MOMENTS:
+            below = gl.where(visible, scores, 0.0)
+            first = partial_sum(below)
+            second = partial_sum(below * below)
+            counted = gl.sum(visible.to(gl.float32).broadcast_to([ROWS, BLOCK_N]), 1)
         operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
         output = gl.zeros([ROWS, HEAD_DIM], gl.float32, output_layout)
 
@@ -105,6 +115,12 @@ def consume(
             moment = lanes_keep * (moment + total * beside_lanes(shift, total)) + partial_sum(weights * scores)
             square = lanes_keep * lanes_keep * square + partial_sum(weights * weights)
             total = lanes_keep * total + partial_sum(weights)
+            if MOMENTS:  # each of the threads of a row takes its part of the keys that were counted
+                lanes_shift = beside_lanes(shift, total)
+                moved = lanes_shift * beside_lanes(counted * (1.0 / (LANES * PAIR)), total)
+                second += lanes_shift * (2.0 * first + moved) + partial_sum(scores * scores)
+                first += moved + partial_sum(scores)
+                counted += BLOCK_N
             output, operand = warpgroup_mma_wait(0, deps=(output, operand))
             mbarrier.arrive(v_empty.index(v_slot))
             operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
@@ -121,12 +137,20 @@ def consume(
         own_rows = row + gl.arange(0, ROWS, row_layout)
         inside = (own_rows >= 0) & (own_rows < q_len)
         plane = all_heads.to(gl.int64) * q_len  # the statistics lie one behind the other, in the order of RowSums
-        to = sums_ptr + (batch * heads + head).to(gl.int64) * q_len + own_rows
+        place = (batch * heads + head).to(gl.int64) * q_len + own_rows
+        to = sums_ptr + place
         gl.store(to, largest * LN2, mask=inside)
         gl.store(to + plane, exact_total, mask=inside)
         gl.store(to + 2 * plane, gl.maximum(ahead - full_sum(moment) * inverse, 0.0) * LN2, mask=inside)
         gl.store(to + 3 * plane, gl.minimum(full_sum(square) * inverse * inverse, 1.0), mask=inside)
-        gl.store(to + 4 * plane, (largest + gl.log2(exact_total)) * LN2, mask=inside)  # the lse
+        if MOMENTS:
+            number = gl.convert_layout(counted, row_layout, assert_trivial=True)
+            from_base = full_sum(first) / number
+            deviation = gl.maximum(full_sum(second) - full_sum(first) * from_base, 0.0)
+            mean = largest - ahead + from_base
+            gl.store(to + 4 * plane, mean * LN2, mask=inside)
+            gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
+        gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))
         step += 1

@@ -22,6 +22,7 @@ def attend(
     v_desc,
     o_desc,
     sums_ptr,
+    lse_ptr,
     scale,
     q_len,
     kv_len,
@@ -35,8 +36,9 @@ def attend(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
+    MOMENTS: gl.constexpr,
 ):
-    """Attention output and the five statistics of each row, scale in units of log 2."""
+    """Attention output, the lse and four statistics of each row, or six; scale in units of log 2."""
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -64,13 +66,13 @@ def attend(
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (q_len, kv_len, heads, kv_heads, all_heads, together, tiles)
-    shared = (o_desc, sums_ptr, buffers, barriers, sizes, scale)
+    shared = (o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale)
     # Registers: 65536 over 12 or 16 warps; the first consumer gets what the others leave: as many as the second.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
                 (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
             ],
             [4, 1],
@@ -79,9 +81,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
-                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
+                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
                 (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
             ],
             [4, 4, 1],

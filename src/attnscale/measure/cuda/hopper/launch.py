@@ -2,19 +2,22 @@
 # mypy: disable-error-code="import-untyped"
 
 import math
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
+from attnscale.measure.cuda.triton.launching import Compiled, current_stream, on_device
 
 LOG2E = math.log2(math.e)
-SUMS = 5  # a row: max, total, gap, participation, lse
+SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
 TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
 DTYPES = (torch.bfloat16, torch.float16)
@@ -35,23 +38,27 @@ VARIANTS = {
     "two_persistent": Variant(2, 128, 3, lazy=True, persistent=True),
     "three": Variant(3, 128, 2, lazy=False, persistent=False),
     "three_deep": Variant(3, 128, 3, lazy=False, persistent=False),
+    "wide": Variant(2, 64, 2, lazy=True, persistent=False),
     "three_persistent": Variant(3, 128, 2, lazy=False, persistent=True),
 }
-FASTEST = {64: "three", 128: "two"}  # by head_dim, on one H200; three warpgroups' registers do not hold 128 columns
+# By head_dim, padded, on one H200; three warpgroups' registers do not hold 128 columns, nor the memory 128 keys of 256.
+FASTEST = {64: "three", 128: "two", 256: "wide"}
+# With moments three warpgroups' registers do not hold 64 columns either, and short rows are a tile's beginning and end.
+FASTEST_WITH_MOMENTS = {64: "two_persistent", 128: "two", 256: "wide"}
+WIDEST = max(FASTEST)
 DEFAULT = "fastest"
 
 
-class Unchecked(TensorDescriptor):  # type: ignore[misc]  # triton has no types
-    """A TMA descriptor of a tensor that `supported` has looked at: looking again takes as long as the launch."""
-
-    def __post_init__(self) -> None:
-        pass
+def padded(head_dim: int) -> int:
+    """How wide a tile is: TMA fills it up with zeros where it reads, and drops them where it writes."""
+    return next(width for width in FASTEST if head_dim <= width)
 
 
 def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attend_rows` takes these (batch, heads, len, head_dim) tensors of one dtype, on one Hopper GPU."""
     return (
-        query.shape[-1] in FASTEST
+        query.shape[-1] <= WIDEST
+        and query.shape[-1] % (TMA_ALIGNMENT // query.element_size()) == 0
         and query.dtype in DTYPES
         and key.shape == value.shape
         and _loadable(query)
@@ -79,52 +86,87 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, variant: str = DEFAULT
-) -> tuple[Tensor, Tensor]:
-    """Attention output and, for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p², m + ln l.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    moments: bool = False,
+    variant: str = DEFAULT,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention output, the lse, and for each row of scores s = scale·q·k, m = max s, l = Σ e^(s−m), E[m − s], Σ p².
 
-    Row i sees keys j ≤ i if causal; the statistics are float32 (5, batch, heads, q_len).
+    With `moments`, also the mean of s and Σ (s − mean)². Row i sees keys j ≤ i if causal; the statistics are float32
+    (4 or 6, batch, heads, q_len).
     """
     batch, heads, q_len, head_dim = query.shape
-    name = FASTEST[head_dim] if variant == DEFAULT else variant
+    width = padded(head_dim)
+    fastest = FASTEST_WITH_MOMENTS if moments else FASTEST
+    name = fastest[width] if variant == DEFAULT else variant
     chosen = VARIANTS[name]
     kv_heads, kv_len = key.shape[1:3]
     if scale < 0:  # the kernel takes a row's maximum before it scales
         query, scale = -query, -scale
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    sums = torch.empty((SUMS, batch, heads, q_len), dtype=torch.float32, device=query.device)
+    sums = torch.empty((SUMS[moments], batch, heads, q_len), dtype=torch.float32, device=query.device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     all_heads = batch * heads
     tiles = all_heads * -(-q_len // (chosen.consumers * ROWS.value))
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
-    kind = name, head_dim, query.dtype, is_causal, query.device.index
-    compiled = COMPILED.get(kind)
-    describe = TensorDescriptor if compiled is None else Unchecked
-    arguments = (
-        _descriptor(describe, query, ROWS.value),
-        _descriptor(describe, key, chosen.block_n),
-        _descriptor(describe, value, chosen.block_n),
-        _descriptor(describe, output, ROWS.value),
-        *(sums, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
-        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy),
+    kind = name, width, query.dtype, is_causal, moments, query.device.index
+    scalars = (
+        *(sums, lse, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
+        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments),
     )
-    with torch.cuda.device_of(query):
+    tensors = (query, ROWS.value), (key, chosen.block_n), (value, chosen.block_n), (output, ROWS.value)
+    with on_device(query):
+        compiled = COMPILED.get(kind)
         if compiled is None:
-            COMPILED[kind] = attend[(programs,)](*arguments, num_warps=4)
-        else:  # half of the time of a launch that looks the kernel up by the types of its arguments
-            compiled[(programs, 1, 1)](*arguments)
-    return output, sums
+            described = [_descriptor(tensor, rows, width) for tensor, rows in tensors]
+            COMPILED[kind] = Described(attend[(programs,)](*described, *scalars, num_warps=4))
+        else:
+            compiled.launch(programs, tensors, width, scalars)
+    return output, lse, sums
 
 
-COMPILED: dict[tuple[object, ...], Any] = {}  # kernels, by all that their compilation depends on
+class Described(Compiled):
+    """The compiled kernel with its TMA descriptors: those of a place and shape met before are not encoded again."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        inner = self.launcher.launch  # triton's own encodes every descriptor at every launch, then calls this:
+        within = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        self.direct = within["launcher"].cell_contents
+        self.layouts = within["tensordesc_meta"].cell_contents
+        self.encoded: dict[Hashable, list[Any]] = {}
+
+    def launch(
+        self, programs: int, tensors: Sequence[tuple[Tensor, int]], width: int, scalars: tuple[Any, ...]
+    ) -> None:
+        """Run it on so many programs."""
+        arguments: list[Any] = []
+        for (tensor, rows), layout in zip(tensors, self.layouts, strict=True):
+            place = tensor.data_ptr(), tensor.shape, tensor.stride(), rows
+            encoded = self.encoded.get(place)
+            if encoded is None:
+                if len(self.encoded) >= MOST_ENCODED:
+                    self.encoded.clear()
+                encoded = self.encoded[place] = make_tensordesc_arg(_descriptor(tensor, rows, width), layout)
+            arguments += encoded
+        stream = current_stream()
+        self.direct(programs, 1, 1, stream, self.kernel.function, *self.before, *self.after, *arguments, *scalars)
+
+
+MOST_ENCODED = 1024  # descriptors: 128 bytes each, and what names them
+COMPILED: dict[tuple[object, ...], Described] = {}  # kernels, by all that their compilation depends on
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elements, four axes
 
 
-def _descriptor(describe: type[Any], tensor: Tensor, rows: int) -> Any:
+def _descriptor(tensor: Tensor, rows: int, width: int) -> Any:
     """A TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped."""
-    shape = list(tensor.shape)
-    return describe(tensor, shape, _strides(tensor), [1, 1, rows, shape[-1]], LAYOUT)
+    return TensorDescriptor(tensor, list(tensor.shape), _strides(tensor), [1, 1, rows, width], LAYOUT)
 
 
 @cache

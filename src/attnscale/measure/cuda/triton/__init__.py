@@ -1,14 +1,22 @@
 """Triton: attention that leaves exact statistics of its scores behind, and passes for the statistics alone."""
 
+from attnscale.measure.cuda.triton.finishing import Cut, finish_attended, finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
-from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, sample_tiles, tiles
+from attnscale.measure.cuda.triton.launching import capability
+from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
     "DTYPES",
     "WIDEST",
+    "Cut",
     "Tiles",
     "attend_rows",
+    "capability",
+    "few_tiles",
     "fill",
+    "finish_attended",
+    "finish_sampled",
+    "finish_scored",
     "sample_rows",
     "sample_tiles",
     "score_rows",

@@ -45,6 +45,7 @@ def rows_kernel(
     ATTENDS: tl.constexpr,
     GIVEN_LSE: tl.constexpr,
     GIVEN_ROWS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """One tile of query rows against all the keys they see."""
@@ -74,7 +75,7 @@ def rows_kernel(
     square = tl.zeros([TILE_ROWS], tl.float32)
     # moments are taken about the first key's score: a large mean does not swallow the variance
     pivot = tl.zeros([TILE_ROWS], tl.float32)
-    if not ATTENDS:  # beside an output they would cost a tenth of its time
+    if MOMENTS:
         first_key = tl.load(key_at + dims, mask=dims < HEAD_DIM, other=0.0)
         pivot = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1)
     away = tl.zeros([TILE_ROWS], tl.float32)
@@ -113,6 +114,7 @@ def rows_kernel(
             MASKED,
             CAUSAL,
             ATTENDS,
+            MOMENTS,
             GIVEN_LSE,
             PRECISION,
         )
@@ -135,8 +137,9 @@ def rows_kernel(
     tl.store(sums_at + 2 * plane, tl.maximum(-mean * LN_2, 0.0), mask=kept)
     tl.store(sums_at + 3 * plane, participation, mask=kept)
     if ATTENDS:
-        tl.store(sums_at + 4 * plane, highest * scale + tl.log(total), mask=kept)
-    else:
+        lse_at += batch * lse_batch + head * lse_head
+        tl.store(lse_at + row.to(tl.int64) * lse_row, highest * scale + tl.log(total), mask=kept)
+    if MOMENTS:
         visible = tl.minimum(position + 1, kv_len) if CAUSAL else tl.zeros_like(position) + kv_len
         mean_away = away / visible.to(tl.float32)
         tl.store(sums_at + 4 * plane, (pivot + mean_away) * scale, mask=kept)
@@ -171,6 +174,7 @@ def _visit(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     ATTENDS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     GIVEN_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -185,7 +189,7 @@ def _visit(
             if CAUSAL:
                 visible = visible & (column[None, :] <= position[:, None])
             products = tl.where(visible, products, float("-inf"))
-        if not ATTENDS:
+        if MOMENTS:
             difference = products - pivot[:, None]
             if MASKED:
                 difference = tl.where(visible, difference, 0.0)

@@ -24,6 +24,10 @@ LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 3
 # what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
 SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
 PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
+# float32 as three products on tensor cores: twice the bytes, and the halves of both operands beside them.
+LARGE_FLOAT32 = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}
+SMALL_FLOAT32 = {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
+FEW_ROWS = 16  # of a decoding step: what a tile of tensor cores holds at least
 
 
 def padded_width(head_dim: int, least: int) -> int:
@@ -33,23 +37,30 @@ def padded_width(head_dim: int, least: int) -> int:
 
 def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiling of a pass over every row."""
-    table = PLAIN if _plain(dtype, capability) else LARGE if _large(capability) else SMALL
+    if capability < TENSOR_CORES:
+        table = PLAIN
+    elif dtype == torch.float32:
+        table = LARGE_FLOAT32 if _large(capability) else SMALL_FLOAT32
+    else:
+        table = LARGE if _large(capability) else SMALL
     return table[padded_width(head_dim, 64)]
+
+
+def few_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiling of a pass over rows so few that reading keys and values is all the work."""
+    cut = tiles(head_dim, dtype, capability)
+    return cut if cut.rows < FEW_ROWS else Tiles(FEW_ROWS, 64 if head_dim <= 128 else 32, 4, cut.stages)
 
 
 def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiling of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
-    if _plain(dtype, capability):
+    if dtype == torch.float32 or capability < TENSOR_CORES:
         return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
     height = min(padded_width(rows, 16), SAMPLED_ROWS)
     if head_dim > 128:
         return Tiles(height, 32, 4, 2)
     tall = height > 32
     return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
-
-
-def _plain(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    return dtype == torch.float32 or capability < TENSOR_CORES
 
 
 def _large(capability: tuple[int, int]) -> bool:

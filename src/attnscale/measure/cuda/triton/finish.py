@@ -1,0 +1,241 @@
+"""The rows of each head -> its statistics, in one launch: sums in float64, added up in a fixed order.
+
+Programs pool some rows each, or put some rows of the Gram matrices together; whichever of a head comes last adds up
+what all of them left. The table has a row a head: NUMBERS and SUMS of `attnscale.measure.stats`.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from attnscale.measure.cuda.triton.combine import AT_ONCE, FIELDS, TABLE, combine, moments
+from attnscale.theory.limits import SATURATED_TOP1
+
+SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "rows_each",
+        "pool_parts",
+        "batch",
+        "heads",
+        "kv_heads",
+        "segments",
+        "row_tiles",
+    ]
+)
+def finish_kernel(
+    sums_at: tl.tensor,
+    work_at: tl.tensor,
+    triangles_at: tl.tensor,
+    left_at: tl.tensor,
+    arrived_at: tl.tensor,
+    table_at: tl.tensor,
+    scale: tl.tensor,
+    scale_rest: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
+    q_len: tl.tensor,
+    kv_len: tl.tensor,
+    rows_each: tl.tensor,
+    pool_parts: tl.tensor,
+    segments: tl.tensor,
+    row_tiles: tl.tensor,
+    CAUSAL: tl.constexpr,
+    GRAMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Slot by slot: pooled rows, then batch entries × parts of the Gram matrices; the last one writes the table."""
+    slot, head = tl.program_id(0), tl.program_id(1)
+    slots = tl.num_programs(0)
+    left_at += (head * slots).to(tl.int64) * FIELDS
+    if slot < pool_parts:
+        _pool(
+            sums_at,
+            left_at + slot * FIELDS,
+            head,
+            slot * rows_each,
+            rows_each,
+            batch,
+            heads,
+            q_len,
+            kv_len,
+            CAUSAL,
+            GRAMS,
+            BLOCK,
+        )
+    else:
+        if GRAMS:
+            combine(
+                work_at,
+                triangles_at,
+                left_at + slot * FIELDS,
+                head,
+                slot - pool_parts,
+                batch,
+                heads,
+                kv_heads,
+                q_len,
+                kv_len,
+                segments,
+                row_tiles,
+                CAUSAL,
+                WIDTH,
+                PART,
+                SEGMENT,
+                TILE,
+            )
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
+        fields = tl.arange(0, FIELDS)
+        total = tl.zeros([FIELDS], tl.float64)
+        for start in range(0, pool_parts, AT_ONCE):
+            place = start + tl.arange(0, AT_ONCE)[:, None]
+            at = left_at + place * FIELDS + fields[None, :]
+            total += tl.sum(tl.load(at, mask=place < pool_parts, other=0.0, cache_modifier=".cg"), 0)
+        rows, scores = _field(total, 0), _field(total, 1)
+        if GRAMS:
+            wide_scale = tl.cast(scale, tl.float64) + tl.cast(scale_rest, tl.float64)
+            mean, squares = moments(
+                left_at + pool_parts * FIELDS, batch, scores / tl.cast(batch, tl.float64), wide_scale, WIDTH // PART
+            )
+        else:
+            mean = _field(total, 2) / tl.maximum(scores, 1.0)
+            squares = _field(total, 7) - scores * mean * mean
+        largest = _highest(left_at, pool_parts)
+        total = tl.where(fields == 2, mean, total)
+        total = tl.where((fields == 3) | (fields == 4), largest, total)
+        total = tl.where(fields == 5, scores, total)
+        total = tl.where(fields == 7, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), total)
+        total = tl.where(fields == 8, rows, total)
+        table_at += head * TABLE
+        tl.store(table_at + fields, total)
+        squares = _field(total, 7)
+        show(table_at, 16, squares / scores)
+        show(table_at, 17, tl.sqrt(squares / scores))
+        show(table_at, 18, _field(total, 9) / rows)
+        several = _field(total, 10)
+        show(table_at, 19, tl.where(several > 0, _field(total, 11) / tl.maximum(several, 1.0), float("nan")))
+        for field in tl.static_range(12, 16):
+            show(table_at, 8 + field, _field(total, field) / rows)
+        show_number(table_at, 24, rows)
+        show_number(table_at, 25, scores)
+        tl.store(arrived_at + head, 0)  # for the next launch
+
+
+@triton.jit
+def show(table_at: tl.tensor, column: tl.constexpr, value: tl.tensor) -> None:
+    """A statistic as it is read."""
+    tl.store(table_at + column, value)
+
+
+@triton.jit
+def show_number(table_at: tl.tensor, column: tl.constexpr, value: tl.tensor) -> None:
+    """A whole number, in the bits of an int64."""
+    tl.store((table_at + column).to(tl.pointer_type(tl.int64)), value.to(tl.int64))
+
+
+@triton.jit
+def _field(total: tl.tensor, field: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, FIELDS) == field, total, 0.0), 0)
+
+
+@triton.jit
+def _highest(left_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+    highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
+    for start in range(0, slots, AT_ONCE):
+        slot = start + tl.arange(0, AT_ONCE)
+        here = tl.load(left_at + slot * FIELDS + 3, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
+    return largest_of(highest)
+
+
+@triton.jit
+def largest_of(values: tl.tensor) -> tl.tensor:
+    """The maximum; NaN where there is one."""
+    bad = tl.sum(tl.where(values != values, 1, 0), 0) > 0
+    return tl.where(bad, float("nan"), tl.max(values, 0))
+
+
+@triton.jit
+def _pool(
+    sums_at: tl.tensor,
+    left_at: tl.tensor,
+    head: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    q_len: tl.tensor,
+    kv_len: tl.tensor,
+    CAUSAL: tl.constexpr,
+    GRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Some of the rows of a head, the batch entries one behind the other."""
+    scores = tl.zeros([BLOCK], tl.float64)
+    entropy = tl.zeros([BLOCK], tl.float64)
+    several = tl.zeros([BLOCK], tl.float64)
+    ratio = tl.zeros([BLOCK], tl.float64)
+    top1 = tl.zeros([BLOCK], tl.float64)
+    saturated = tl.zeros([BLOCK], tl.float64)
+    gain = tl.zeros([BLOCK], tl.float64)
+    keys = tl.zeros([BLOCK], tl.float64)
+    first = tl.zeros([BLOCK], tl.float64)
+    second = tl.zeros([BLOCK], tl.float64)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    plane = tl.cast(batch, tl.int64) * heads * q_len
+    end = tl.minimum(begin + count, batch * q_len)
+    for start in range(begin, end, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept = row < end
+        entry, position = row // q_len, row % q_len
+        at = sums_at + (entry * heads + head).to(tl.int64) * q_len + position
+        maximum = tl.load(at, mask=kept, other=float("-inf"))
+        total = tl.load(at + plane, mask=kept, other=1.0)
+        gap = tl.load(at + 2 * plane, mask=kept, other=0.0)
+        participation = tl.load(at + 3 * plane, mask=kept, other=1.0)
+        visible = tl.zeros_like(position) + kv_len
+        if CAUSAL:
+            visible = tl.minimum(position + 1, kv_len)
+        some = kept & (visible > 1)
+        row_entropy = tl.where(kept, tl.log(total) + gap, 0.0)
+        weight = 1.0 / total
+        highest = tl.maximum(highest, maximum, propagate_nan=tl.PropagateNan.ALL)
+        scores += tl.where(kept, visible, 0).to(tl.float64)
+        entropy += row_entropy.to(tl.float64)
+        several += some.to(tl.float64)
+        ratio += tl.where(some, row_entropy / tl.log(tl.maximum(visible, 2).to(tl.float32)), 0.0).to(tl.float64)
+        top1 += tl.where(kept, weight, 0.0).to(tl.float64)
+        saturated += tl.where(kept & (weight > SATURATED), 1.0, 0.0).to(tl.float64)
+        gain += tl.where(kept, 1.0 - participation, 0.0).to(tl.float64)
+        keys += tl.where(kept, 1.0 / participation, 0.0).to(tl.float64)
+        if not GRAMS:
+            mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
+            deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
+            number = visible.to(tl.float64)
+            first += tl.where(kept, number * mean, 0.0)
+            second += tl.where(kept, deviation + number * mean * mean, 0.0)
+    tl.store(left_at, tl.maximum(end - begin, 0).to(tl.float64))
+    tl.store(left_at + 1, tl.sum(scores, 0))
+    tl.store(left_at + 2, tl.sum(first, 0))
+    tl.store(left_at + 3, largest_of(highest.to(tl.float64)))
+    for unused in tl.static_range(4, 9):
+        if unused != 7:
+            tl.store(left_at + unused, 0.0)
+    tl.store(left_at + 7, tl.sum(second, 0))
+    tl.store(left_at + 9, tl.sum(entropy, 0))
+    tl.store(left_at + 10, tl.sum(several, 0))
+    tl.store(left_at + 11, tl.sum(ratio, 0))
+    tl.store(left_at + 12, tl.sum(top1, 0))
+    tl.store(left_at + 13, tl.sum(saturated, 0))
+    tl.store(left_at + 14, tl.sum(gain, 0))
+    tl.store(left_at + 15, tl.sum(keys, 0))

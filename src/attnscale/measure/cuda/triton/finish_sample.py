@@ -1,0 +1,155 @@
+"""The sampled rows of each head, seen in spans of keys -> its statistics, one program a head, in float64."""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from attnscale.measure.cuda.triton.combine import TABLE
+from attnscale.measure.cuda.triton.finish import SATURATED, largest_of, show, show_number
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span"])
+def finish_sample_kernel(
+    sums_at: tl.tensor,
+    rows_at: tl.tensor,
+    weights_at: tl.tensor,
+    bounds_at: tl.tensor,
+    table_at: tl.tensor,
+    lse_batch: tl.tensor,
+    lse_head: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    q_len: tl.tensor,
+    kv_len: tl.tensor,
+    spans: tl.tensor,
+    span: tl.tensor,
+    bound_scale: tl.tensor,
+    bound_slack: tl.tensor,
+    CAUSAL: tl.constexpr,
+    GIVEN_LSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOUND_BLOCK: tl.constexpr,
+) -> None:
+    """Each row over its spans, then all rows with the weight of the positions that they stand for."""
+    head = tl.program_id(0)
+    rows = tl.zeros([BLOCK], tl.float64)
+    seen = tl.zeros([BLOCK], tl.float64)
+    scores = tl.zeros([BLOCK], tl.float64)
+    looked = tl.zeros([BLOCK], tl.float64)
+    first = tl.zeros([BLOCK], tl.float64)
+    second = tl.zeros([BLOCK], tl.float64)
+    entropy = tl.zeros([BLOCK], tl.float64)
+    several = tl.zeros([BLOCK], tl.float64)
+    ratio = tl.zeros([BLOCK], tl.float64)
+    top1 = tl.zeros([BLOCK], tl.float64)
+    saturated = tl.zeros([BLOCK], tl.float64)
+    gain = tl.zeros([BLOCK], tl.float64)
+    keys = tl.zeros([BLOCK], tl.float64)
+    highest = tl.full([BLOCK], float("-inf"), tl.float64)
+    step = tl.cast(batch, tl.int64) * heads * count  # from span to span
+    plane = step * spans
+    for start in range(0, batch * count, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept = row < batch * count
+        entry, place = row // count, row % count
+        position = tl.load(rows_at + place).to(tl.int32)
+        weight = tl.where(kept, tl.load(weights_at + place), 0.0)
+        visible = tl.zeros_like(position) + kv_len
+        if CAUSAL:
+            visible = tl.minimum(position + 1, kv_len)
+        at = sums_at + (entry * heads + head).to(tl.int64) * count + place
+        largest = tl.full([BLOCK], float("-inf"), tl.float64)
+        for number in range(spans):
+            shown = kept & (visible > number * span)
+            here = tl.load(at + number * step, mask=shown, other=float("-inf")).to(tl.float64)
+            largest = tl.maximum(largest, here, propagate_nan=tl.PropagateNan.ALL)
+        base = tl.where(kept, largest, 0.0)
+        total = tl.zeros([BLOCK], tl.float64)
+        gap = tl.zeros([BLOCK], tl.float64)
+        square = tl.zeros([BLOCK], tl.float64)
+        row_first = tl.zeros([BLOCK], tl.float64)
+        row_second = tl.zeros([BLOCK], tl.float64)
+        for number in range(spans):
+            shown = kept & (visible > number * span)
+            here = at + number * step
+            below = tl.where(shown, base - tl.load(here, mask=shown, other=0.0).to(tl.float64), 0.0)
+            share = tl.load(here + plane, mask=shown, other=0.0).to(tl.float64) * tl.exp(-below)
+            total += share
+            gap += share * (tl.load(here + 2 * plane, mask=shown, other=0.0).to(tl.float64) + below)
+            square += share * share * tl.load(here + 3 * plane, mask=shown, other=0.0).to(tl.float64)
+            mean = tl.load(here + 4 * plane, mask=shown, other=0.0).to(tl.float64)
+            there = tl.where(shown, tl.minimum(visible - number * span, span), 0).to(tl.float64)
+            row_first += there * mean
+            row_second += tl.load(here + 5 * plane, mask=shown, other=0.0).to(tl.float64) + there * mean * mean
+        total = tl.where(kept, total, 1.0)
+        participation = tl.where(kept, square / (total * total), 1.0)
+        row_entropy = tl.log(total) + gap / total
+        number_seen = visible.to(tl.float64)
+        some = visible > 1
+        highest = tl.maximum(highest, largest, propagate_nan=tl.PropagateNan.ALL)
+        rows += weight
+        seen += kept.to(tl.float64)
+        scores += weight * number_seen
+        looked += tl.where(kept, number_seen, 0.0)
+        first += weight * row_first
+        second += weight * row_second
+        entropy += weight * row_entropy
+        several += tl.where(some, weight, 0.0)
+        ratio += tl.where(some, weight * row_entropy / tl.log(tl.maximum(number_seen, 2.0)), 0.0)
+        top1 += weight / total
+        saturated += tl.where(1.0 / total > SATURATED, weight, 0.0)
+        gain += weight * (1.0 - tl.minimum(participation, 1.0, propagate_nan=tl.PropagateNan.ALL))
+        keys += weight / participation
+
+    bound = tl.full([BOUND_BLOCK], float("-inf"), tl.float32)
+    for entry in range(batch):
+        if GIVEN_LSE:  # no score of a row is above its ln Σ eˢ
+            at = bounds_at + entry * lse_batch + head * lse_head
+            for start in range(0, q_len, BOUND_BLOCK):
+                row = start + tl.arange(0, BOUND_BLOCK)
+                lse = tl.load(at + row, mask=row < q_len, other=float("-inf"))
+                bound = tl.maximum(bound, lse, propagate_nan=tl.PropagateNan.ALL)
+        else:  # Cauchy–Schwarz: nor above |a| · max‖q‖ · max‖k‖
+            place = tl.arange(0, BOUND_BLOCK)
+            at = bounds_at + (place * batch + entry) * heads + head
+            query = tl.max(tl.load(at, mask=place < spans, other=0.0), 0)
+            key = tl.max(tl.load(at + spans * batch * heads, mask=place < spans, other=0.0), 0)
+            bound = tl.maximum(bound, tl.sqrt(query) * tl.sqrt(key) * bound_scale, propagate_nan=tl.PropagateNan.ALL)
+    wide_bound = largest_of(bound.to(tl.float64))
+    if GIVEN_LSE:
+        wide_bound += bound_slack * tl.maximum(tl.abs(wide_bound), 1.0)
+    largest = largest_of(highest)
+    all_scores = tl.sum(scores, 0)
+    mean = tl.sum(first, 0) / tl.maximum(all_scores, 1.0)
+    squares = tl.sum(second, 0) - all_scores * mean * mean
+    to = table_at + head * TABLE
+    squares = tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    all_rows, all_several = tl.sum(rows, 0), tl.sum(several, 0)
+    tl.store(to, tl.sum(seen, 0))
+    tl.store(to + 1, tl.sum(looked, 0))
+    tl.store(to + 2, mean)
+    tl.store(to + 3, largest)
+    tl.store(to + 4, tl.maximum(wide_bound, largest, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(to + 5, all_scores)
+    tl.store(to + 6, all_scores * 0.0)
+    tl.store(to + 7, squares)
+    show(to, 16, squares / all_scores)
+    show(to, 17, tl.sqrt(squares / all_scores))
+    tl.store(to + 8, all_rows)
+    _keep(to, 9, 18, tl.sum(entropy, 0), all_rows)
+    tl.store(to + 10, all_several)
+    _keep(to, 11, 19, tl.sum(ratio, 0), tl.where(all_several > 0, all_several, float("nan")))
+    _keep(to, 12, 20, tl.sum(top1, 0), all_rows)
+    _keep(to, 13, 21, tl.sum(saturated, 0), all_rows)
+    _keep(to, 14, 22, tl.sum(gain, 0), all_rows)
+    _keep(to, 15, 23, tl.sum(keys, 0), all_rows)
+    show_number(to, 24, tl.sum(seen, 0))
+    show_number(to, 25, tl.sum(looked, 0))
+
+
+@triton.jit
+def _keep(to: tl.tensor, column: tl.constexpr, shown: tl.constexpr, total: tl.tensor, number: tl.tensor) -> None:
+    """A sum over rows, and the mean that is read."""
+    tl.store(to + column, total)
+    show(to, shown, total / number)

@@ -1,0 +1,75 @@
+"""Which kernels serve an attention with exact statistics: decided once for each layout of query, key and value.
+
+Beside an output, the moments of the scores cost a tenth of its time or more; from Gram matrices they cost time linear
+in the length, more the more is on the diagonal. Measured on an H200 (LOG.md), the second way pays for long rows.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+HOPPER = (9, 0)  # the compute capability its kernel is written for
+LINEAR_FROM, LINEAR_CAUSAL_FROM = 4096, 8192  # keys a row, from which Gram matrices are the faster way to the moments
+LINEAR_WIDEST = 128  # a head dimension, beyond which they are not
+ENOUGH_PROGRAMS = 100  # of a decoding step: a program a key head; fewer leave most of a GPU idle
+ALIGNMENT = 16  # bytes, of what is loaded at once
+
+
+class Kernel(Enum):
+    """What computes the output."""
+
+    HOPPER = "hopper"
+    TRITON = "triton"
+    FOLDED = "folded"  # one query: the heads that share keys are the rows of one tile
+    APART = "apart"  # torch's own kernel; the statistics by that for sampled rows, which cuts rows into spans of keys
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a kind of call is served."""
+
+    kernel: Kernel
+    moments: bool  # beside the output; otherwise from Gram matrices
+    kind: Hashable  # stands for all that the kernels' compilation depends on
+
+
+WAYS: dict[Hashable, Way] = {}
+
+
+def way_of(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Way:
+    """The way of these tensors."""
+    kind = *layout_of(query), *layout_of(key), *layout_of(value), is_causal, scale > 0.0, scale == 0.0
+    way = WAYS.get(kind)
+    if way is None:
+        way = WAYS[kind] = Way(*_chosen(query, key, value, scale, is_causal), ("exact", kind))
+    return way
+
+
+def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """All that a kernel's compilation depends on of a tensor: layout, type, place and alignment."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
+
+
+def _chosen(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Kernel, bool]:
+    batch, _, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if q_len == 1:
+        return (Kernel.FOLDED if batch * kv_heads >= ENOUGH_PROGRAMS or is_causal else Kernel.APART), True
+    least = LINEAR_CAUSAL_FROM if is_causal else LINEAR_FROM
+    moments = min(q_len, kv_len) < least or head_dim > LINEAR_WIDEST
+    if on_hopper(query.device.index) and scale != 0.0:
+        from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
+
+        if hopper.supported(query, key, value):
+            return Kernel.HOPPER, moments
+    return Kernel.TRITON, moments
+
+
+@cache
+def on_hopper(device: int) -> bool:
+    """Whether that GPU is one."""
+    return torch.cuda.get_device_capability(device) == HOPPER

@@ -1,0 +1,35 @@
+"""Which way a call goes, decided once for each layout of its tensors.
+
+Checks, scale and folding depend on shapes, strides, dtypes and flags alone, where the scale is a number or the
+default; a call like one before goes straight to its kernels. On a GPU the host's time shows for short sequences.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.measure.cuda.watched import looked_on
+from attnscale.measure.cuda.ways import layout_of
+from attnscale.measure.stats import ScoreStats
+
+Planned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ScoreStats]]
+PLANS: dict[Hashable, Planned] = {}
+MOST_PLANS = 4096  # lengths that never come again would fill the memory
+
+
+def kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:
+    """What calls that go the same way have in common; None for those that are looked at each time."""
+    plain = query.is_cuda and key.is_cuda and value.is_cuda and query.dim() == key.dim() == value.dim() == 4
+    if not plain or not (scale is None or type(scale) is float) or looked_on(query, key, value):
+        return None
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return *layout_of(query), *layout_of(key), *layout_of(value), scale, cast, *flags
+
+
+def keep(kind: Hashable, planned: Planned) -> None:
+    """The way of a kind."""
+    if len(PLANS) >= MOST_PLANS:
+        PLANS.clear()
+    PLANS[kind] = planned
