@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 INTERNALS: list["Internal"] = []
+KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+}
 
 
 class Internal:
@@ -73,6 +79,23 @@ _module_call = Internal(
 )
 _sdpa_choice = Internal(
     "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
+)
+_dispatch_modes = Internal(
+    "torch._C", "_len_torch_dispatch_stack", "operators are never launched directly: slower calls"
+)
+_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "operators are never launched directly")
+SLOWER = "the backward of attention_with_stats forms its attention again"
+NO_LSE = "the largest score of rows that are not looked at has a wider bracket"
+_forwards = {
+    backend: Internal("torch", f"ops.aten._scaled_dot_product_{name}_attention.default", f"{NO_LSE} ({name})")
+    for backend, name in KERNELS.items()
+}
+_backwards = {
+    backend: Internal("torch", f"ops.aten._scaled_dot_product_{name}_attention_backward.default", f"{SLOWER} ({name})")
+    for backend, name in KERNELS.items()
+}
+_cpu_backward = Internal(
+    "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", f"{SLOWER} (on a CPU)"
 )
 _shard_offset = Internal(
     "torch.distributed.tensor._utils",
@@ -164,10 +187,27 @@ def in_transform() -> bool:
     return _transforms() is not None
 
 
-def sdpa_backend(*args: Any, **kwargs: Any) -> int | None:
-    """The number of the kernel that SDPA would choose."""
-    found: int | None = _sdpa_choice(*args, **kwargs)
-    return found
+def looks_on() -> bool:
+    """Whether a mode or a transform is on, which what is launched past an operator would pass by."""
+    return bool(_dispatch_modes(otherwise=1)) or bool(_function_modes(otherwise=True)) or in_transform()
+
+
+def sdpa_backend(*args: Any, **kwargs: Any) -> SDPBackend | None:
+    """The kernel that SDPA would choose; None where it does not tell."""
+    found = _sdpa_choice(*args, **kwargs)
+    return None if found is None else SDPBackend(found)
+
+
+def sdpa_forward(backend: SDPBackend | None) -> Callable[..., Any] | None:
+    """The kernel itself, which returns the lse of each row second; None where there is no such kernel."""
+    return None if backend not in _forwards else _forwards[backend].found
+
+
+def sdpa_backward(backend: SDPBackend | None, device: str) -> Callable[..., Any] | None:
+    """The backward of that kernel, or of the one there is on a CPU."""
+    if device == "cpu":
+        return _cpu_backward.found  # type: ignore[no-any-return]
+    return None if backend not in _backwards else _backwards[backend].found
 
 
 @contextmanager

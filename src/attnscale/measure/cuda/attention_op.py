@@ -7,6 +7,7 @@ kernels are launched directly.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale.measure.cuda.attended import Attended, attended
@@ -61,11 +62,9 @@ def attention_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_c
 
 @attention_rows.register_kernel("cpu")
 def _attention_rows_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, scale=scale
-    )
-    table = table_of_rows(measured_rows(query, key, None, scale, is_causal))
-    return output.contiguous(), lse.to(wide_dtype(query)).contiguous(), table
+    rows = measured_rows(query, key, None, scale, is_causal)
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+    return output.contiguous(), rows.lse.to(wide_dtype(query)).contiguous(), table_of_rows(rows)
 
 
 @attention_rows.register_fake

@@ -1,6 +1,7 @@
 """The backward of attention_rows: torch's own kernels, from the lse that the forward left."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +9,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import padded
+from attnscale.torch_internals import sdpa_backend, sdpa_backward
 
 CUDA_ALIGNMENT = 8  # torch's CUDA backwards take head dimensions that are multiples of this
 LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
 Gradients = tuple[Tensor, Tensor, Tensor]
+Kernel = Callable[..., Any]
 
 
 @torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
@@ -33,17 +36,19 @@ def attention_gradients(
     back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
     if width != query.shape[-1]:
         back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
-    run = BACKWARDS.get(_sdpa_backend(back), _efficient_backward)
-    return _laid_out(run(back), (query, key, value))
+    backend = _sdpa_backend(back)
+    backend = backend if backend in BACKWARDS else SDPBackend.EFFICIENT_ATTENTION
+    kernel = sdpa_backward(backend, "cuda")
+    gradients = _recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back)
+    return _laid_out(gradients, (query, key, value))
 
 
 @attention_rows_backward.register_kernel("cpu")
 def _backward_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
-    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, scale=scale
-    )
+    back, kernel = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal), sdpa_backward(None, "cpu")
+    gradients = _recomputed(back) if kernel is None else kernel(*back[:6], 0.0, is_causal, scale=scale)
     return _laid_out(gradients, (query, key, value))
 
 
@@ -67,19 +72,29 @@ class Pass(NamedTuple):
     is_causal: bool
 
 
-def _sdpa_backend(back: Pass) -> SDPBackend:
+def _sdpa_backend(back: Pass) -> SDPBackend | None:
     """The kernel F.scaled_dot_product_attention would train with: it knows what each GPU, dtype and shape allow."""
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
         grouped = query.shape[1] != key.shape[1]
-        return SDPBackend(
-            torch._fused_sdp_choice(query, key, value, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped)
+        return sdpa_backend(query, key, value, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped)
+
+
+def _recomputed(back: Pass) -> Gradients:
+    """Where torch does not give its backward away: from an attention that is formed again."""
+    with torch.enable_grad():
+        tensors = [x.detach().requires_grad_() for x in (back.query, back.key, back.value)]
+        grouped = back.query.shape[1] != back.key.shape[1]
+        output = F.scaled_dot_product_attention(
+            *tensors, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped
         )
+        of_query, of_key, of_value = torch.autograd.grad(output, tensors, back.grad)
+    return of_query, of_key, of_value
 
 
-def _cudnn_backward(back: Pass) -> Gradients:
+def _cudnn_backward(kernel: Kernel, back: Pass) -> Gradients:
     unused = torch.empty((), dtype=torch.int64, device=back.query.device)  # the state of dropout's random numbers
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    of_query, of_key, of_value = kernel(
         *(*back[:5], back.lse.unsqueeze(-1), unused, unused),
         *(None, None, None),  # no bias, no packed sequences
         *(back.query.shape[2], back.key.shape[2]),
@@ -89,9 +104,9 @@ def _cudnn_backward(back: Pass) -> Gradients:
     return of_query, of_key, of_value
 
 
-def _flash_backward(back: Pass) -> Gradients:
+def _flash_backward(kernel: Kernel, back: Pass) -> Gradients:
     state, unused = (torch.empty(size, dtype=torch.uint64, device=back.query.device) for size in ((2,), ()))
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    of_query, of_key, of_value = kernel(
         *back[:6],
         *(None, None),  # no packed sequences
         *(back.query.shape[2], back.key.shape[2]),
@@ -101,12 +116,12 @@ def _flash_backward(back: Pass) -> Gradients:
     return of_query, of_key, of_value
 
 
-def _efficient_backward(back: Pass) -> Gradients:
+def _efficient_backward(kernel: Kernel, back: Pass) -> Gradients:
     """For float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys."""
     group = back.query.shape[1] // back.key.shape[1]
     key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (back.key, back.value))
     unused = torch.empty((), dtype=torch.int64, device=back.query.device)
-    of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    of_query, of_key, of_value, _ = kernel(
         *(back.grad, back.query, key, value, None, back.output),
         *(F.pad(back.lse, (0, -back.lse.shape[-1] % LSE_ALIGNMENT)), unused, unused),
         *(0.0, [True, True, True, False], back.is_causal),
@@ -117,7 +132,11 @@ def _efficient_backward(back: Pass) -> Gradients:
     return of_query, of_key, of_value
 
 
-BACKWARDS = {SDPBackend.CUDNN_ATTENTION: _cudnn_backward, SDPBackend.FLASH_ATTENTION: _flash_backward}
+BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
+    SDPBackend.CUDNN_ATTENTION: _cudnn_backward,
+    SDPBackend.FLASH_ATTENTION: _flash_backward,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient_backward,
+}
 
 
 def _laid_out(gradients: Gradients, tensors: Gradients) -> Gradients:
