@@ -26,8 +26,8 @@ KERNELS = {
 class Internal:
     """A private name of torch; `found` is None where this torch does not have it."""
 
-    def __init__(self, module: str, name: str, lost: str) -> None:
-        self._module, self._name, self.lost = module, name, lost
+    def __init__(self, module: str, name: str, lost: str, only_with_cuda: bool = False) -> None:
+        self._module, self._name, self.lost, self.only_with_cuda = module, name, lost, only_with_cuda
         INTERNALS.append(self)
 
     @property
@@ -80,10 +80,11 @@ _module_call = Internal(
 _sdpa_choice = Internal(
     "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
 )
-_dispatch_modes = Internal(
-    "torch._C", "_len_torch_dispatch_stack", "operators are never launched directly: slower calls"
+_dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "no operator is launched directly, which is slower")
+_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "no operator is launched directly")
+_raw_stream = Internal(
+    "torch._C", "_cuda_getCurrentRawStream", "a launch asks for its stream a slower way", only_with_cuda=True
 )
-_function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "operators are never launched directly")
 SLOWER = "the backward of attention_with_stats forms its attention again"
 NO_LSE = "the largest score of rows that are not looked at has a wider bracket"
 _forwards = {
@@ -180,6 +181,12 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     """The module that this frame calls; None where it is no such call."""
     code = getattr(_module_call.found, "__code__", None)
     return frame.f_locals.get("self") if frame.f_code is code else None
+
+
+def current_stream() -> int:
+    """The current stream of the current device, as a launch takes it."""
+    device = torch.cuda.current_device()
+    return int(_raw_stream(device) if _raw_stream.found is not None else torch.cuda.current_stream(device).cuda_stream)
 
 
 def in_transform() -> bool:

@@ -17,6 +17,7 @@ from attnscale.measure.cuda.attention_op import attention_rows
 from attnscale.measure.cuda.row_ops import sample_rows, score_rows
 from attnscale.measure.cuda.ways import way_of
 from attnscale.measure.pooled import Table
+from attnscale.torch_internals import sdpa_backward
 
 from ..precision import assert_as_exact_as_sdpa, worst
 from .oracle import assert_rows, assert_stats, expected_rows
@@ -124,16 +125,27 @@ def test_gradients_on_a_cpu_are_those_of_sdpa(dtype, options, is_causal):
     assert not table.requires_grad
 
 
+def test_gradients_are_the_same_where_torch_gives_no_backward_away():
+    query, key, value = qkv("cpu", kv_heads=1, q_len=13, kv_len=17)
+    output, lse, _ = attention_rows(query, key, value, 0.3, True)
+    grad = torch.randn_like(output)
+    found = backward._recomputed(backward.Pass(grad, query, key, value, output, lse, 0.3, True))
+    wanted = backward.attention_rows_backward(grad, query, key, value, output, lse, 0.3, True)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_gradients_pass_gradcheck():
     tensors = qkv("cpu", torch.float64, batch=1, heads=2, kv_heads=1, q_len=3, kv_len=5, head_dim=2, grad=True)
     assert torch.autograd.gradcheck(lambda *x: attention_rows(*x, 0.7, True)[0], tensors)
 
 
-@pytest.mark.parametrize("run", [backward._cudnn_backward, backward._flash_backward, backward._efficient_backward])
-def test_every_cuda_backward_is_called_as_this_torch_declares_it(run):
+@pytest.mark.parametrize("backend", backward.BACKWARDS)
+def test_every_cuda_backward_is_called_as_this_torch_declares_it(backend):
     query, key, value = qkv("meta", torch.bfloat16, q_len=13, kv_len=13)
     lse = torch.empty(query.shape[:3], device="meta")
-    gradients = run(backward.Pass(query, query, key, value, query, lse, 0.3, True))
+    kernel = sdpa_backward(backend, "cuda")
+    gradients = backward.BACKWARDS[backend](kernel, backward.Pass(query, query, key, value, query, lse, 0.3, True))
     assert [x.shape for x in gradients] == [x.shape for x in (query, key, value)]
 
 

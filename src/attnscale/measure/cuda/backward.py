@@ -83,12 +83,12 @@ def _sdpa_backend(back: Pass) -> SDPBackend | None:
 def _recomputed(back: Pass) -> Gradients:
     """Where torch does not give its backward away: from an attention that is formed again."""
     with torch.enable_grad():
-        tensors = [x.detach().requires_grad_() for x in (back.query, back.key, back.value)]
-        grouped = back.query.shape[1] != back.key.shape[1]
+        query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
+        grouped = query.shape[1] != key.shape[1]
         output = F.scaled_dot_product_attention(
-            *tensors, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped
+            query, key, value, is_causal=back.is_causal, scale=back.scale, enable_gqa=grouped
         )
-        of_query, of_key, of_value = torch.autograd.grad(output, tensors, back.grad)
+        of_query, of_key, of_value = torch.autograd.grad(output, (query, key, value), back.grad)
     return of_query, of_key, of_value
 
 

@@ -14,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
-from attnscale.measure.cuda.triton.launching import Compiled, current_stream, on_device
+from attnscale.measure.cuda.triton.launching import Compiled, on_device
+from attnscale.torch_internals import current_stream
 
 LOG2E = math.log2(math.e)
 SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation

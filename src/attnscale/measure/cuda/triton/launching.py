@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.cuda.triton.tiles import TENSOR_CORES
+from attnscale.torch_internals import current_stream
 
 COMPILED: dict[Hashable, Any] = {}  # by the kernel and all that its compilation depends on
 
@@ -48,12 +49,6 @@ class Compiled:
             self.kernel[grid[:3]](*arguments)
             return
         self.launcher.launch(*grid[:3], current_stream(), self.kernel.function, *self.before, *self.after, *arguments)
-
-
-def current_stream() -> int:
-    """The current stream of the current device, as a launch takes it."""
-    stream: int = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    return stream
 
 
 def counters(device: torch.device, count: int) -> Tensor:
