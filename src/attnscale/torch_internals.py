@@ -183,9 +183,9 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     return frame.f_locals.get("self") if frame.f_code is code else None
 
 
-def current_stream() -> int:
-    """The current stream of the current device, as a launch takes it."""
-    device = torch.cuda.current_device()
+def current_stream(device: int | None = None) -> int:
+    """The current stream of a device, the current one unless given, as a launch takes it."""
+    device = torch.cuda.current_device() if device is None else device
     return int(_raw_stream(device) if _raw_stream.found is not None else torch.cuda.current_stream(device).cuda_stream)
 
 

@@ -55,7 +55,7 @@ def counters(device: torch.device, count: int) -> Tensor:
     """So many zeros, which whoever counts with them leaves as zeros; one set a stream, and a graph has its own."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    key = device.index, current_stream(device.index)
     found = COUNTERS.get(key)
     if found is None or found.shape[0] < count:
         found = COUNTERS[key] = torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device)
