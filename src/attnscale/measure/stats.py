@@ -73,8 +73,8 @@ class Table:
 
     @cached_property
     def _pooled(self) -> Pooled:
-        *_, rows, count = self.columns.view(torch.int64).unbind(-1)
         columns = self.columns.unbind(-1)
+        rows, count = (column.view(torch.int64) for column in columns[-2:])
         mean, largest, bound = columns[2 : len(NUMBERS)]
         finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
         sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
@@ -101,6 +101,9 @@ class Known:
         return self.pooled
 
 
+FINAL = (Known, Table)  # formed once by themselves
+
+
 @dataclass(frozen=True)
 class ScoreStats:
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
@@ -117,9 +120,9 @@ class ScoreStats:
     @property
     def pooled(self) -> Pooled:
         """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
-        if self.refreshed or isinstance(self.pool, Known | Table):
-            return self.pool()
         pooled = self.pool()
+        if self.refreshed or type(self.pool) in FINAL:
+            return pooled
         object.__setattr__(self, "pool", Known(pooled))
         return pooled
 
