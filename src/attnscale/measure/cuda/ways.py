@@ -14,7 +14,7 @@ from torch import Tensor
 
 HOPPER = (9, 0)  # the compute capability its kernel is written for
 # Lengths at which Gram matrices are the faster way to the moments, and were found exact: whole segments of 1024, up to
-# eight. Of 8,209 rows the variance was once off by 1.6e-3 (LOG.md), so what does not fill its segments goes the other way.
+# eight. Of 8,209 rows the variance was once off by 1.6e-3 (LOG.md): what does not fill its segments goes the other way.
 LINEAR_LENGTHS = range(4096, 8193, 1024)
 LINEAR_WIDEST = 128  # a head dimension, beyond which they are not
 ENOUGH_PROGRAMS = 100  # of a decoding step: a program a key head; fewer leave most of a GPU idle
