@@ -9,9 +9,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def table() -> str:
-    """The cases of the H200 and of two CPU cores, in one table."""
-    recorded = [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in ("h200.json", "cpu.json")]
-    return markdown_table([cost for result in recorded for cost in result["costs"]])
+    """The cases of the H200."""
+    recorded = json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))
+    return markdown_table(recorded["costs"])
 
 
 if __name__ == "__main__":

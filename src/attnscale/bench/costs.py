@@ -18,7 +18,7 @@ from attnscale.bench.cases import Case
 from attnscale.bench.clocks import CALLS, GRAPH, HOST, Clock, Step, clocks
 from attnscale.bench.variants import OURS, PLAIN, variants
 
-ROUNDS = {"cpu": 9, "cuda": 11}
+ROUNDS = {"cpu": 9, "cuda": 9}
 TRIALS = 3  # of each plain backend, to find the fastest
 
 

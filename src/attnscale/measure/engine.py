@@ -14,6 +14,7 @@ from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.row_ops import BOUND_SLACK
+from attnscale.measure.cuda.ways import way_of
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
@@ -111,23 +112,24 @@ def attention_with_stats(
     _check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
+    way: plan.Planned | None = None
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
-        way: plan.Planned = partial(on_cuda.attend_planned, call.scale, is_causal)
+        if kind is not None:
+            chosen = way_of(call.query, call.key, call.value, call.scale, is_causal)
+            way = partial(on_cuda.attend_planned, call.scale, is_causal, chosen)
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
         output, stats = sampled.attend_sampling(call, rows)
         way = partial(sampled.attend_planned, rows, dropout_p, call.scale, is_causal)
     elif rows is None and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
-        kind = None
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
             stats = measured(call, rows)
-        kind = None
-    if kind is not None and call.query is query and call.key is key and call.value is value:  # nothing was folded
-        plan.keep(kind, way)
+    if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
+        plan.keep(kind, way)  # nothing was folded
     return output.reshape(shape), stats
 
 

@@ -60,8 +60,8 @@ class Table:
 
     @cached_property
     def _pooled(self) -> Pooled:
-        *_, rows, count = self.columns.view(torch.int64).unbind(-1)
         columns = self.columns.unbind(-1)
+        rows, count = (column.view(torch.int64) for column in columns[-2:])
         mean, largest, bound = columns[2 : len(NUMBERS)]
         finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
         sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
@@ -77,6 +77,9 @@ class Known:
     def __call__(self) -> Pooled:
         """As they are."""
         return self.pooled
+
+
+FINAL = (Known, Table)  # formed once by themselves
 
 
 def merged(parts: list[Pooled]) -> Pooled:

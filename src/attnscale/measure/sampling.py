@@ -177,7 +177,7 @@ class DrawnAhead:
 
     def __init__(self, planned: Design, device: torch.device) -> None:
         self.planned, self.device = planned, device
-        self.stream = torch.cuda.current_stream(device)  # on which the draws were copied
+        self.stream, self.raw = torch.cuda.current_stream(device), raw_stream(device)  # on which draws were copied
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
@@ -186,23 +186,33 @@ class DrawnAhead:
         if SEED.get() is not None:
             drawn = torch.tensor(self.planned.draw(), dtype=torch.int32)
             return self.planned.sample(drawn.to(self.device, non_blocking=True))
-        stream, capturing = torch.cuda.current_stream(self.device), torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not capturing or not self.drawn:
-                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD), stream)  # few for a length not seen again
+                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few for a length not seen again
             self.used = 0
         positions = self.drawn[self.used]
         self.used += 1
         if capturing:
             CAPTURED.append(positions)
-        elif stream != self.stream:
+        elif raw_stream(self.device) != self.raw:  # a stream itself takes long to ask for
+            stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self.stream)
             positions.record_stream(stream)
         return self.planned.sample(positions)
 
-    def _draw(self, count: int, stream: torch.cuda.Stream) -> None:
+    def _draw(self, count: int) -> None:
         draws = torch.from_numpy(self.planned.draws(count))
-        self.drawn, self.stream = draws.to(self.device, non_blocking=True).unbind(), stream
+        self.drawn = draws.to(self.device, non_blocking=True).unbind()
+        self.stream, self.raw = torch.cuda.current_stream(self.device), raw_stream(self.device)
+
+
+def raw_stream(device: torch.device) -> int:
+    """The number of a device's current stream."""
+    stream: int = torch._C._cuda_getCurrentRawStream(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+    return stream
 
 
 CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
-from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, Known, Pooled, Table, merged, pack, unpack
+from attnscale.measure.pooled import FINAL, FINISHED, NUMBERS, SUMS, Known, Pooled, merged, pack, unpack
 from attnscale.measure.statistics import of_scores
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
@@ -52,9 +52,9 @@ class ScoreStats:
     @property
     def pooled(self) -> Pooled:
         """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
-        if self.refreshed or isinstance(self.pool, Known | Table):
-            return self.pool()
         pooled = self.pool()
+        if self.refreshed or type(self.pool) in FINAL:
+            return pooled
         object.__setattr__(self, "pool", Known(pooled))
         return pooled
 

@@ -15,9 +15,11 @@ Attended = tuple[Tensor, Tensor, Tensor]  # output, lse, table of the heads
 Rows = tuple[Tensor, Tensor, Tensor]  # output, lse, sums of the rows: ATTENDED, and mean and deviation with moments
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Attended:
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, way: Way | None = None
+) -> Attended:
     """softmax(scale · QKᵀ) V, the lse, and the table of the statistics of each head."""
-    way = way_of(query, key, value, scale, is_causal)
+    way = way or way_of(query, key, value, scale, is_causal)
     if way.kernel is Kernel.APART:
         output, lse = forward.attend(Call(query, key, value, Visibility.of(None, False), 0.0, scale, None))
         if lse is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda import attention_op, row_ops
+from attnscale.measure.cuda.ways import Way
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.row_sums import RowSums
@@ -58,10 +59,10 @@ def attend(call: Call) -> tuple[Tensor, ScoreStats]:
 
 
 def attend_planned(
-    scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
+    scale: float, is_causal: bool, way: Way, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ScoreStats]:
     """The same for tensors laid out like some that attends() has looked at."""
-    output, table = attention_op.attend_directly(query, key, value, scale, is_causal)
+    output, table = attention_op.attend_directly(query, key, value, scale, is_causal, way)
     return output, ScoreStats(query.shape[1], exact=True, pool=Table(table))
 
 

@@ -14,6 +14,7 @@ from attnscale.measure.cuda.attended import Attended, attended
 from attnscale.measure.cuda.backward import attention_gradients, attention_rows_backward
 from attnscale.measure.cuda.row_ops import empty_wide, measured_rows, table_of_rows
 from attnscale.measure.cuda.watched import looked_on
+from attnscale.measure.cuda.ways import Way
 from attnscale.measure.pooled import TABLE
 from attnscale.numerics import wide_dtype
 
@@ -26,12 +27,14 @@ def attend_stats(query: Tensor, key: Tensor, value: Tensor, scale: float, is_cau
     return attend_directly(query, key, value, scale, is_causal)
 
 
-def attend_directly(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The same, past the operator."""
+def attend_directly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, way: Way | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same, past the operator; the way is that of tensors laid out like these."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         output, table = _Attention.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
         return output, table
-    output, _, table = attended(query, key, value, scale, is_causal)
+    output, _, table = attended(query, key, value, scale, is_causal, way)
     return output, table
 
 

@@ -6,7 +6,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from attnscale.measure.cuda.triton.combine import FIELDS, TABLE
@@ -55,8 +54,8 @@ def finish_attended(
     kv_heads, kv_len = key.shape[1:3]
     width = padded_width(head_dim, LEAST_WIDTH)
     cut = cut or grams_cut(width, query.dtype, is_causal)
-    segments = triton.cdiv(max(q_len, kv_len), cut.segment)
-    row_tiles = triton.cdiv(q_len, cut.tile) if is_causal else 0
+    segments = _ceil(max(q_len, kv_len), cut.segment)
+    row_tiles = _ceil(q_len, cut.tile) if is_causal else 0
     sides = batch * (heads + kv_heads)
     parts, rows_each = _pool_parts(batch * q_len, heads, POOLED_BESIDE)
     combined = min(width, COMBINED)
@@ -158,9 +157,13 @@ def finish_sampled(
 
 def _pool_parts(rows: int, heads: int, block: int) -> tuple[int, int]:
     """How many programs pool a head's rows, and how many rows each."""
-    parts = max(1, min(PROGRAMS * POOLED_ROWS // (block * heads), triton.cdiv(rows, block)))
-    each = triton.cdiv(triton.cdiv(rows, parts), block) * block
-    return triton.cdiv(rows, each), each
+    parts = max(1, min(PROGRAMS * POOLED_ROWS // (block * heads), _ceil(rows, block)))
+    each = _ceil(_ceil(rows, parts), block) * block
+    return _ceil(rows, each), each
+
+
+def _ceil(number: int, part: int) -> int:
+    return -(-number // part)
 
 
 def single(number: float) -> float:
