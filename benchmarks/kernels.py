@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnscale import attention_with_stats
 from attnscale.measure.cuda import hopper, triton
-from attnscale.measure.cuda.triton import Cut
 
 CALLS = 9
 SHAPES = [
@@ -78,16 +77,6 @@ def show(label: str, call: Callable[[], object]) -> None:
         print(f"  {label:28} {type(error).__name__}: {str(error)[-300:]}", flush=True)
 
 
-def cuts(head_dim: int, dtype: torch.dtype) -> list[Cut]:
-    """Ways to cut the pass over query and key that could win."""
-    width = max(16, 1 << (head_dim - 1).bit_length())
-    part = min(width, 128)
-    if dtype == torch.float32:
-        return [Cut(512, 32, part, 4, 2)]
-    tiles = ((64, 4, 3), (64, 4, 2), (128, 8, 3), (128, 4, 2))
-    return [Cut(segment, tile, part, warps, stages) for segment in (512, 1024) for tile, warps, stages in tiles]
-
-
 def look(shape: tuple[int, int, int, int, int, int, str], is_causal: bool, tune: bool) -> None:
     """One shape."""
     batch, heads, kv_heads, q_len, kv_len, head_dim, name = shape
@@ -111,16 +100,15 @@ def look(shape: tuple[int, int, int, int, int, int, str], is_causal: bool, tune:
         for moments in (False, True):
             call = partial(hopper.attend_rows, q, k, v, scale, is_causal, moments)
             show(f"Hopper, moments {moments}", call)
-    _, _, sums = triton.attend_rows(q, k, v, scale, is_causal)
-    for cut in cuts(head_dim, dtype):
-        show(str(tuple(cut)), partial(triton.finish_attended, q, k, sums, scale, is_causal, cut=cut))
+    _, _, sums = triton.attend_rows(q, k, v, scale, is_causal, moments=True)
+    show("pooling", partial(triton.finish_scored, sums, kv_len, is_causal))
 
 
 def main() -> None:
     """Look at every shape, or at some."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))))
-    parser.add_argument("--tune", action="store_true", help="also every cut")
+    parser.add_argument("--tune", action="store_true", help="also the kernels behind it")
     arguments = parser.parse_args()
     for number in arguments.shapes:
         for is_causal in (False, True):

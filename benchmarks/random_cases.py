@@ -16,7 +16,7 @@ from attnscale.measure import ScoreStats
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (11, 40, 64, 96, 128, 256)
 LENGTHS = (1, 2, 7, 31, 64, 65, 127, 128, 129, 200, 257, 384, 511, 513, 700, 1025)
-LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # where moments come from Gram matrices
+LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # of the cases, much longer rows
 RELATIVE = ("mean", "variance", "max", "entropy", "entropy_ratio", "top1", "gradient_gain", "effective_keys")
 
 

@@ -248,9 +248,8 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
 FINISHED = {
     "groups": dict(heads=4, kv_heads=2, q_len=37, kv_len=53),
     "more queries than keys": dict(heads=2, kv_heads=2, q_len=71, kv_len=29, head_dim=11),
-    "several segments": dict(heads=1, kv_heads=1, q_len=101, kv_len=101),
+    "one head": dict(heads=1, kv_heads=1, q_len=101, kv_len=101),
 }
-SMALL_CUT = kernels.Cut(segment=32, tile=16, part=16, warps=4, stages=1)
 
 
 @pytest.mark.parametrize("offset", [0.0, 2.0, 30.0])
@@ -260,16 +259,14 @@ def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
     query, key, value = qkv(**FINISHED[shape])
     query, key = query + offset * torch.randn(query.shape[-1]), key + offset * torch.randn(query.shape[-1])
     scale = 0.3 / (1 + offset)  # so that rows are not one-hot
-    _, _, sums = kernels.attend_rows(query, key, value, scale, is_causal, cut=SMALL_TILES)
     group = query.shape[1] // key.shape[1]
     q, k = (x.double().numpy() for x in (query, key.repeat_interleave(group, 1)))
     mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
     scores = reference.attention_scores(q, k, scale, mask)
-    table = kernels.finish_attended(query, key, sums, scale, is_causal, cut=SMALL_CUT)
-    assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
-    sums = kernels.score_rows(query, key, None, None, scale, is_causal, SMALL_TILES)
-    table = kernels.finish_scored(sums, key.shape[2], is_causal)
-    assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
+    _, _, beside = kernels.attend_rows(query, key, value, scale, is_causal, moments=True, cut=SMALL_TILES)
+    for sums in (beside, kernels.score_rows(query, key, None, None, scale, is_causal, SMALL_TILES)):
+        table = kernels.finish_scored(sums, key.shape[2], is_causal)
+        assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
 
 
 def test_moments_beside_an_output_are_those_of_the_rows():

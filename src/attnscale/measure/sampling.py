@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.uncertainty import Uncertainty
+from attnscale.torch_internals import current_stream
 
 ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
 LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
@@ -177,7 +178,10 @@ class DrawnAhead:
 
     def __init__(self, planned: Design, device: torch.device) -> None:
         self.planned, self.device = planned, device
-        self.stream, self.raw = torch.cuda.current_stream(device), raw_stream(device)  # on which draws were copied
+        self.stream, self.raw = (
+            torch.cuda.current_stream(device),
+            current_stream(device.index),
+        )  # on which draws were copied
         self.drawn: tuple[Tensor, ...] = ()
         self.used = 0
 
@@ -195,7 +199,7 @@ class DrawnAhead:
         self.used += 1
         if capturing:
             CAPTURED.append(positions)
-        elif raw_stream(self.device) != self.raw:  # a stream itself takes long to ask for
+        elif current_stream(self.device.index) != self.raw:  # a stream itself takes long to ask for
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self.stream)
             positions.record_stream(stream)
@@ -204,15 +208,7 @@ class DrawnAhead:
     def _draw(self, count: int) -> None:
         draws = torch.from_numpy(self.planned.draws(count))
         self.drawn = draws.to(self.device, non_blocking=True).unbind()
-        self.stream, self.raw = torch.cuda.current_stream(self.device), raw_stream(self.device)
-
-
-def raw_stream(device: torch.device) -> int:
-    """The number of a device's current stream."""
-    stream: int = torch._C._cuda_getCurrentRawStream(
-        torch.cuda.current_device() if device.index is None else device.index
-    )
-    return stream
+        self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
 
 
 CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives

@@ -12,7 +12,7 @@ from attnscale.measure.cuda.ways import Kernel, Way, way_of
 from attnscale.visibility import Visibility
 
 Attended = tuple[Tensor, Tensor, Tensor]  # output, lse, table of the heads
-Rows = tuple[Tensor, Tensor, Tensor]  # output, lse, sums of the rows: ATTENDED, and mean and deviation with moments
+Rows = tuple[Tensor, Tensor, Tensor]  # output, lse, sums of the rows in the order of RowSums
 
 
 def attended(
@@ -24,29 +24,23 @@ def attended(
         output, lse = forward.attend(Call(query, key, value, Visibility.of(None, False), 0.0, scale, None))
         if lse is not None:
             return output, lse.contiguous(), _table_of_one(query, key, scale, way)
+    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+
     output, lse, sums = attended_rows(query, key, value, scale, is_causal, way)
-    return output, lse, _table(query, key, sums, scale, is_causal, way)
+    return output, lse, triton.finish_scored(sums, key.shape[2], is_causal, way.kind)
 
 
 def attended_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, way: Way) -> Rows:
     """The output, the lse and the sums of every row."""
-    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+    from attnscale.measure.cuda import triton
 
     if way.kernel in (Kernel.FOLDED, Kernel.APART):
         return _folded(query, key, value, scale, is_causal, way)
     if way.kernel is Kernel.HOPPER:
         from attnscale.measure.cuda import hopper
 
-        return hopper.attend_rows(query, key, value, scale, is_causal, way.moments)
-    return triton.attend_rows(query, key, value, scale, is_causal, way.moments, kind=way.kind)
-
-
-def _table(query: Tensor, key: Tensor, sums: Tensor, scale: float, is_causal: bool, way: Way) -> Tensor:
-    from attnscale.measure.cuda import triton
-
-    if way.moments:
-        return triton.finish_scored(sums, key.shape[2], is_causal, way.kind)
-    return triton.finish_attended(query, key, sums, scale, is_causal, way.kind)
+        return hopper.attend_rows(query, key, value, scale, is_causal, moments=True)
+    return triton.attend_rows(query, key, value, scale, is_causal, moments=True, kind=way.kind)
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, way: Way) -> Rows:

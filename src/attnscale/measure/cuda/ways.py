@@ -1,8 +1,4 @@
-"""Which kernels serve an attention with exact statistics: decided once for each layout of query, key and value.
-
-Beside an output, the moments of the scores cost a tenth of its time or more; from Gram matrices they cost time linear
-in the length. Measured on an H200 (LOG.md), the second way pays for long rows that see all keys.
-"""
+"""Which kernel serves an attention with exact statistics: decided once for each layout of query, key and value."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -13,10 +9,6 @@ import torch
 from torch import Tensor
 
 HOPPER = (9, 0)  # the compute capability its kernel is written for
-# Lengths at which Gram matrices are the faster way to the moments, and were found exact: whole segments of 1024, up to
-# eight. Of 8,209 rows the variance was once off by 1.6e-3 (LOG.md): what does not fill its segments goes the other way.
-LINEAR_LENGTHS = range(4096, 8193, 1024)
-LINEAR_WIDEST = 128  # a head dimension, beyond which they are not
 ENOUGH_PROGRAMS = 100  # of a decoding step: a program a key head; fewer leave most of a GPU idle
 ALIGNMENT = 16  # bytes, of what is loaded at once
 
@@ -35,7 +27,6 @@ class Way:
     """How a kind of call is served."""
 
     kernel: Kernel
-    moments: bool  # beside the output; otherwise from Gram matrices
     kind: Hashable  # stands for all that the kernels' compilation depends on
 
 
@@ -47,7 +38,7 @@ def way_of(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: b
     kind = *layout_of(query), *layout_of(key), *layout_of(value), is_causal, scale > 0.0, scale == 0.0
     way = WAYS.get(kind)
     if way is None:
-        way = WAYS[kind] = Way(*_chosen(query, key, value, scale, is_causal), ("exact", kind))
+        way = WAYS[kind] = Way(_chosen(query, key, value, scale, is_causal), ("exact", kind))
     return way
 
 
@@ -56,19 +47,16 @@ def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
 
 
-def _chosen(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> tuple[Kernel, bool]:
-    batch, _, q_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1:3]
+def _chosen(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Kernel:
+    batch, _, q_len, _ = query.shape
     if q_len == 1:
-        return (Kernel.FOLDED if batch * kv_heads >= ENOUGH_PROGRAMS or is_causal else Kernel.APART), True
-    linear = not is_causal and q_len in LINEAR_LENGTHS and kv_len in LINEAR_LENGTHS and head_dim <= LINEAR_WIDEST
-    moments = not linear
+        return Kernel.FOLDED if batch * key.shape[1] >= ENOUGH_PROGRAMS or is_causal else Kernel.APART
     if on_hopper(query.device.index) and scale != 0.0:
         from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
 
         if hopper.supported(query, key, value):
-            return Kernel.HOPPER, moments
-    return Kernel.TRITON, moments
+            return Kernel.HOPPER
+    return Kernel.TRITON
 
 
 @cache

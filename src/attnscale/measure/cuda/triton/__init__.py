@@ -1,6 +1,6 @@
 """Triton: attention that leaves exact statistics of its scores behind, and passes for the statistics alone."""
 
-from attnscale.measure.cuda.triton.finishing import Cut, finish_attended, finish_sampled, finish_scored
+from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
 from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, few_tiles, sample_tiles, tiles
@@ -8,13 +8,11 @@ from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, few_tiles
 __all__ = [
     "DTYPES",
     "WIDEST",
-    "Cut",
     "Tiles",
     "attend_rows",
     "capability",
     "few_tiles",
     "fill",
-    "finish_attended",
     "finish_sampled",
     "finish_scored",
     "sample_rows",

@@ -1,116 +1,53 @@
 """The rows of each head -> its statistics, in one launch: sums in float64, added up in a fixed order.
 
-Programs pool some rows each, or put some rows of the Gram matrices together; whichever of a head comes last adds up
-what all of them left. The table has a row a head: NUMBERS and SUMS of `attnscale.measure.stats`.
+Programs pool some rows each; whichever of a head comes last adds up what all of them left. The table has a row a
+head: NUMBERS, SUMS and FINISHED of `attnscale.measure.pooled`, and two of the numbers as whole ones.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.combine import AT_ONCE, FIELDS, TABLE, combine, moments
 from attnscale.theory.limits import SATURATED_TOP1
 
+FIELDS: tl.constexpr = tl.constexpr(16)  # what a program leaves: 5 numbers and 11 sums, in the order of the table
+TABLE: tl.constexpr = tl.constexpr(26)  # columns: those, 8 statistics as they are read, and 2 whole numbers
+AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "rows_each",
-        "pool_parts",
-        "batch",
-        "heads",
-        "kv_heads",
-        "segments",
-        "row_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=["q_len", "kv_len", "rows_each", "batch", "heads"])
 def finish_kernel(
     sums_at: tl.tensor,
-    work_at: tl.tensor,
-    triangles_at: tl.tensor,
     left_at: tl.tensor,
     arrived_at: tl.tensor,
     table_at: tl.tensor,
-    scale: tl.tensor,
-    scale_rest: tl.tensor,
     batch: tl.tensor,
     heads: tl.tensor,
-    kv_heads: tl.tensor,
     q_len: tl.tensor,
     kv_len: tl.tensor,
     rows_each: tl.tensor,
-    pool_parts: tl.tensor,
-    segments: tl.tensor,
-    row_tiles: tl.tensor,
     CAUSAL: tl.constexpr,
-    GRAMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Slot by slot: pooled rows, then batch entries × parts of the Gram matrices; the last one writes the table."""
+    """Some rows of a head a program; the last one writes its row of the table."""
     slot, head = tl.program_id(0), tl.program_id(1)
     slots = tl.num_programs(0)
     left_at += (head * slots).to(tl.int64) * FIELDS
-    if slot < pool_parts:
-        _pool(
-            sums_at,
-            left_at + slot * FIELDS,
-            head,
-            slot * rows_each,
-            rows_each,
-            batch,
-            heads,
-            q_len,
-            kv_len,
-            CAUSAL,
-            GRAMS,
-            BLOCK,
-        )
-    else:
-        if GRAMS:
-            combine(
-                work_at,
-                triangles_at,
-                left_at + slot * FIELDS,
-                head,
-                slot - pool_parts,
-                batch,
-                heads,
-                kv_heads,
-                q_len,
-                kv_len,
-                segments,
-                row_tiles,
-                CAUSAL,
-                WIDTH,
-                PART,
-                SEGMENT,
-                TILE,
-            )
+    begin = slot * rows_each
+    _pool(sums_at, left_at + slot * FIELDS, head, begin, rows_each, batch, heads, q_len, kv_len, CAUSAL, BLOCK)
     tl.debug_barrier()
     if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
         fields = tl.arange(0, FIELDS)
         total = tl.zeros([FIELDS], tl.float64)
-        for start in range(0, pool_parts, AT_ONCE):
+        for start in range(0, slots, AT_ONCE):
             place = start + tl.arange(0, AT_ONCE)[:, None]
             at = left_at + place * FIELDS + fields[None, :]
-            total += tl.sum(tl.load(at, mask=place < pool_parts, other=0.0, cache_modifier=".cg"), 0)
+            total += tl.sum(tl.load(at, mask=place < slots, other=0.0, cache_modifier=".cg"), 0)
         rows, scores = _field(total, 0), _field(total, 1)
-        if GRAMS:
-            wide_scale = tl.cast(scale, tl.float64) + tl.cast(scale_rest, tl.float64)
-            mean, squares = moments(
-                left_at + pool_parts * FIELDS, batch, scores / tl.cast(batch, tl.float64), wide_scale, WIDTH // PART
-            )
-        else:
-            mean = _field(total, 2) / tl.maximum(scores, 1.0)
-            squares = _field(total, 7) - scores * mean * mean
-        largest = _highest(left_at, pool_parts)
+        mean = _field(total, 2) / tl.maximum(scores, 1.0)
+        squares = _field(total, 7) - scores * mean * mean
+        largest = _highest(left_at, slots)
         total = tl.where(fields == 2, mean, total)
         total = tl.where((fields == 3) | (fields == 4), largest, total)
         total = tl.where(fields == 5, scores, total)
@@ -177,7 +114,6 @@ def _pool(
     q_len: tl.tensor,
     kv_len: tl.tensor,
     CAUSAL: tl.constexpr,
-    GRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Some of the rows of a head, the batch entries one behind the other."""
@@ -218,12 +154,11 @@ def _pool(
         saturated += tl.where(kept & (weight > SATURATED), 1.0, 0.0).to(tl.float64)
         gain += tl.where(kept, 1.0 - participation, 0.0).to(tl.float64)
         keys += tl.where(kept, 1.0 / participation, 0.0).to(tl.float64)
-        if not GRAMS:
-            mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
-            deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
-            number = visible.to(tl.float64)
-            first += tl.where(kept, number * mean, 0.0)
-            second += tl.where(kept, deviation + number * mean * mean, 0.0)
+        mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
+        deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
+        number = visible.to(tl.float64)
+        first += tl.where(kept, number * mean, 0.0)
+        second += tl.where(kept, deviation + number * mean * mean, 0.0)
     tl.store(left_at, tl.maximum(end - begin, 0).to(tl.float64))
     tl.store(left_at + 1, tl.sum(scores, 0))
     tl.store(left_at + 2, tl.sum(first, 0))

@@ -4,8 +4,7 @@
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.combine import TABLE
-from attnscale.measure.cuda.triton.finish import SATURATED, largest_of, show, show_number
+from attnscale.measure.cuda.triton.finish import SATURATED, TABLE, largest_of, show, show_number
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span"])
