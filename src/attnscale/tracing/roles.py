@@ -6,7 +6,7 @@ scores, that it is about them.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from attnscale.tracing.product import Product
 
 Effect = Literal["same", "times", "over", "plus", "shift", "fill", "tanh", "norm", "exp", "pair", "other"]
-EVERY: frozenset[Effect] = frozenset(
-    ("same", "times", "over", "plus", "shift", "fill", "tanh", "norm", "exp", "pair", "other")
-)
+EVERY: frozenset[Effect] = frozenset(get_args(Effect))
 ELEMENTWISE = EVERY - {"norm", "exp"}  # a value of the result is still told from one of the operand
 MOVED: frozenset[Effect] = frozenset(("same",))
 
