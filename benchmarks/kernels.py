@@ -1,4 +1,4 @@
-"""Device time of every kernel behind a call, at each cut that could serve: `python benchmarks/kernels.py`."""
+"""Device time of every kernel behind a call: `python benchmarks/kernels.py`."""
 
 import argparse
 import statistics
@@ -15,20 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from attnscale import attention_with_stats
+from attnscale.bench.cases import H200 as SHAPES
 from attnscale.measure.cuda import hopper, triton
 
 CALLS = 9
-SHAPES = [
-    (4, 16, 16, 4096, 4096, 128, "bfloat16"),
-    (2, 32, 8, 8192, 8192, 128, "bfloat16"),
-    (1, 8, 8, 32768, 32768, 128, "bfloat16"),
-    (8, 12, 12, 1024, 1024, 64, "bfloat16"),
-    (2, 16, 16, 3001, 3001, 128, "bfloat16"),
-    (2, 16, 16, 4096, 4096, 96, "bfloat16"),
-    (2, 16, 16, 4096, 4096, 256, "bfloat16"),
-    (32, 32, 8, 1, 8192, 128, "bfloat16"),
-    (2, 8, 8, 2048, 2048, 64, "float32"),
-]
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
