@@ -14,15 +14,15 @@ import pytest
 
 from attnscale.errors import SettingError, SinkWarning
 from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
-from attnscale.train.log import beside
 from attnscale.train.room import thin_files
 from attnscale.train.sinks import jsonlines as module
+from attnscale.train.snapshot import beside
 from attnscale.train.thinning import thin
 
 
 def record(step, largest=1.0, **more):
     numbers = {"max": [largest, 0.5], "entropy_ratio": [1 / (1 + largest), 0.9], "spread": [1.0, float("nan")]}
-    return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **more)
+    return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **{"run": "one", **more})
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -125,7 +125,7 @@ def test_a_device_that_is_full_is_told_once(tmp_path):
 def test_steps_that_a_resumed_run_repeats_are_taken_from_it(tmp_path):
     sink = JsonLines(tmp_path / "scores.jsonl")
     for step, largest in ((0, 1.0), (50, 2.0), (100, 3.0), (50, 20.0), (100, 30.0)):
-        sink(record(step, largest))
+        sink(record(step, largest, part="first" if largest < 10 else "resumed"))
     records = read_log(tmp_path / "scores.jsonl").records
     assert [(found.step, found.layers["layer"].whole("max")) for found in records] == [
         (0, 1.0),

@@ -1,0 +1,46 @@
+"""Course: a run of any length as few records, for curves; its last record as it is."""
+
+from collections.abc import Iterable, Iterator
+
+from attnscale.measure.statistics import logged
+from attnscale.train.record import LayerRecord, Record
+from attnscale.train.thinning import thin
+
+MOST = 600  # records: twice the points of a curve
+
+
+class Course:
+    """Records that go by, kept as numbers of whole layers, neighbours put together where they become many."""
+
+    def __init__(self) -> None:
+        self._kept: list[Record] = []
+        self._last: Record | None = None
+
+    def passing(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The same records, each noted as it goes by."""
+        for record in records:
+            if self._last is not None:
+                self._kept.append(_of_layers(self._last))
+                if len(self._kept) > MOST:
+                    self._kept = thin(self._kept)
+            self._last = record
+            yield record
+
+    @property
+    def records(self) -> list[Record]:
+        """Those that are kept, in order of steps."""
+        return [*self._kept, *([] if self._last is None else [self._last])]
+
+
+def _of_layers(record: Record) -> Record:
+    """A record with one number a layer in place of one a head."""
+    layers = {
+        name: LayerRecord(
+            layer.rows,
+            {number: [layer.whole(number)] for number in logged() if number in layer.numbers},
+            layer.broken,
+            layer.softcap,
+        )
+        for name, layer in record.layers.items()
+    }
+    return Record(record.step, record.time, layers, [], record.ranks, record.rank, record.until, record.run)
