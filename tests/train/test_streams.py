@@ -23,7 +23,7 @@ from attnscale.train import room, survey
 from attnscale.show import report  # so that what is imported is not counted
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[2] == "thin": room.rewrite_thinned(Path(sys.argv[1]))
-else: report.run_page("log", (found := survey.survey(Path(sys.argv[1]))).course, found.run)
+else: report.run_page("log", (found := survey.survey(Path(sys.argv[1]), curves=True)).course, found.run)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

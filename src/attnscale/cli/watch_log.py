@@ -37,10 +37,10 @@ def watch_log(
 
     if html is not None:
         require_writable(html)
-    found = survey(file, run)
+    found = survey(file, run, curves=html is not None)
     if thin:
         rewrite_thinned(file)
-        found = survey(file, run)
+        found = survey(file, run, curves=html is not None)
     if html is not None:
         from attnscale.show.report import run_page
 

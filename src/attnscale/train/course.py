@@ -1,12 +1,9 @@
 """Course: a run of any length as few records, for curves; its last record as it is."""
 
-from collections.abc import Iterable, Iterator
-
-from attnscale.measure.statistics import logged
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.thinning import thin
 
-MOST = 600  # records: twice the points of a curve
+MOST = 400  # records: more than the points of a curve
 
 
 class Course:
@@ -16,15 +13,13 @@ class Course:
         self._kept: list[Record] = []
         self._last: Record | None = None
 
-    def passing(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The same records, each noted as it goes by."""
-        for record in records:
-            if self._last is not None:
-                self._kept.append(_of_layers(self._last))
-                if len(self._kept) > MOST:
-                    self._kept = thin(self._kept)
-            self._last = record
-            yield record
+    def add(self, record: Record) -> None:
+        """Note a record that goes by."""
+        if self._last is not None:
+            self._kept.append(_of_layers(self._last))
+            if len(self._kept) > MOST:
+                self._kept = thin(self._kept)
+        self._last = record
 
     @property
     def records(self) -> list[Record]:
@@ -37,7 +32,7 @@ def _of_layers(record: Record) -> Record:
     layers = {
         name: LayerRecord(
             layer.rows,
-            {number: [layer.whole(number)] for number in logged() if number in layer.numbers},
+            {number: [layer.whole(number)] for number in layer.numbers},
             layer.broken,
             layer.softcap,
         )

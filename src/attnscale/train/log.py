@@ -8,7 +8,7 @@ are runs too: a step that goes back begins another.
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -63,6 +63,7 @@ class RunIndex:
     began: float  # seconds since the epoch, of its first record
     ended: float = 0.0  # of its last
     newest: int = 0  # how many lines of the log came before its last
+    is_in_order: bool = True  # every record came after those that stand before it
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     last_steps: "array[int]" = field(default_factory=lambda: array("q"))
     places: Places = field(default_factory=Places)
@@ -72,10 +73,12 @@ class RunIndex:
         """Put a record where it belongs; the first of a new part replaces the steps from its own on."""
         if self.parts and record.part not in self.parts:
             first = bisect_left(self.steps, record.step)
+            self.is_in_order &= first == len(self.steps)
             for column in (self.steps, self.last_steps, self.places.files, self.places.offsets):
                 del column[first:]
         self.parts[record.part] = None
         at = bisect_right(self.steps, record.step)
+        self.is_in_order &= at == len(self.steps)
         self.steps.insert(at, record.step)
         self.last_steps.insert(at, record.last_step)
         self.places.insert(at, place)
@@ -111,8 +114,8 @@ def read_log(path: str | Path) -> Log:
         return Log([record for run in index.runs for record in run.records(log)], len(index.damaged))
 
 
-def index_of(log: Snapshot) -> Index:
-    """Look at every line of a log once, and keep where each record stands."""
+def index_of(log: Snapshot, seen: Callable[[Record], None] = lambda record: None) -> Index:
+    """Look at every line of a log once, and keep where each record stands; `seen` is called with each."""
     index, runs = Index(), dict[str | None, RunIndex]()
     for number, (place, line) in enumerate(log.lines()):
         if not line.strip():
@@ -130,6 +133,7 @@ def index_of(log: Snapshot) -> Index:
             index.runs.append(run)
         run.add(record, place)
         run.newest = number
+        seen(record)
     index.damage = [f"{log.told(place)}: {why}" for place, why in zip(index.damaged, index.damage, strict=False)]
     return index
 

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -82,11 +82,11 @@ class Record:
     def from_dict(cls, given: Mapping[str, Any]) -> "Record":
         """The record that to_dict() gave, every field checked; numbers that were null are NaN."""
         line = Fields(given, "a record")
-        step = line.whole("step")
+        step, names = line.whole("step"), logged()
         return cls(
             step,
             line.number("time", -LATEST, LATEST),
-            {name: _layer(Fields(layer, "a layer")) for name, layer in line.entries("layers").items()},
+            {name: _layer(Fields(layer, "a layer"), names) for name, layer in line.entries("layers").items()},
             [_alarm(Fields(alarm, "an alarm")) for alarm in line.items("alarms")],
             line.whole("ranks", least=1) if "ranks" in line else 1,
             line.optional("rank", line.whole),
@@ -96,8 +96,8 @@ class Record:
         )
 
 
-def _layer(layer: Fields) -> LayerRecord:
-    numbers = {name: layer.numbers(name) for name in logged() if name in layer}
+def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
+    numbers = {name: layer.numbers(name) for name in names if name in layer}
     if len(set(map(len, numbers.values()))) > 1:
         raise LineError("expected as many numbers in every list of a layer as it has heads, and some have fewer")
     broken = layer.whole("broken") if "broken" in layer else 0

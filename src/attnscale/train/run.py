@@ -62,21 +62,37 @@ class Run:
         }
 
 
-def summarise(records: Iterable[Record], damaged: int = 0, damage: Sequence[str] = ()) -> Run:
-    """A run from its records, in order of steps; at least one. They are looked at one by one, and not kept."""
-    layers: dict[str, _Following] = {}
-    alarms: list[tuple[int, Finding]] = []
-    first: Record | None = None
-    last, count = None, 0
-    for record in records:
-        first, last, count = first or record, record, count + 1
-        alarms += [(record.step, alarm) for alarm in record.alarms]
+class Summary:
+    """A run while its records go by, in order of steps: what is known of it so far."""
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Following] = {}
+        self._alarms: list[tuple[int, Finding]] = []
+        self._steps: tuple[int, int] | None = None
+        self._records = 0
+
+    def add(self, record: Record) -> None:
+        """Look at a record, and keep none of it but what a run is told by."""
+        self._steps = (self._steps[0] if self._steps else record.step, record.step)
+        self._records += 1
+        self._alarms += [(record.step, alarm) for alarm in record.alarms]
         for name, layer in record.layers.items():
-            layers.setdefault(name, _Following()).add(record.step, layer)
-    if first is None or last is None:
-        raise InputError("Expected at least one record to summarise, got none.")
-    runs = [following.concluded(name) for name, following in layers.items()]
-    return Run(first.step, last.step, count, damaged, runs, alarms, last.run, tuple(damage))
+            self._layers.setdefault(name, _Following()).add(record.step, layer)
+
+    def run(self, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
+        """The run as a whole."""
+        if self._steps is None:
+            raise InputError("Expected at least one record to summarise, got none.")
+        layers = [following.concluded(layer) for layer, following in self._layers.items()]
+        return Run(*self._steps, self._records, damaged, layers, self._alarms, name, tuple(damage))
+
+
+def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
+    """A run from its records, in order of steps; at least one."""
+    summary = Summary()
+    for record in records:
+        summary.add(record)
+    return summary.run(damaged)
 
 
 class _Following:
