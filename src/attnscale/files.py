@@ -31,6 +31,20 @@ def write_whole(path: Path, text: str) -> None:
         raise SettingError(f"Could not write {path}: {error.strerror or error}.") from None
 
 
+def read_whole(path: Path, most: int) -> bytes:
+    """What is in a file of at most so many bytes; a pipe or a device is refused at once, and never waited for.
+
+    What the system says of a file that cannot be opened is raised as it is.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise SettingError(f"Expected a file in {path}, and it is none.")
+        if found.st_size > most:
+            raise SettingError(f"Expected at most {most / 2**20:,.0f} MiB in {path}, got {found.st_size / 2**20:,.0f}.")
+        return file.read(most)
+
+
 @contextmanager
 def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of another once it is written; `part` is its name for the last moment.
