@@ -3,7 +3,7 @@
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.thinning import thin
 
-MOST = 400  # records: more than the points of a curve
+MOST = 320  # records: as many as a curve has points, and some
 
 
 class Course:
