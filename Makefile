@@ -7,7 +7,7 @@ INSTALLED := .venv/installed
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLD := .venv-torch-$(LOWEST)
 
-.PHONY: demo test lint types tests lowest print-lowest format gpu slow pictures docs outputs clean
+.PHONY: demo test lint types tests faults lowest print-lowest format gpu slow pictures docs outputs clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -21,10 +21,17 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-# A process a core, and one thread each: torch's threads would only wait for each other.
+# A process a core, and one thread each: torch's threads would only wait for each other. Then one file alone, whether or
+# not others failed: Triton's interpreter is chosen before anything imports triton.
 tests: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal
-	$(BIN)/pytest tests/measure/test_kernels.py  # alone: Triton's interpreter is chosen before anything imports triton
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
+	$(BIN)/pytest tests/measure/test_kernels.py || failed=1; \
+	exit $$failed
+
+# What takes too long for every day: kills, corrupt logs, hostile models, large logs. Prints tried and survived.
+faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
 # The tests again with the lowest torch; what is drawn in a browser, or printed by documentation, is not its business.
 lowest: $(OLD)/installed

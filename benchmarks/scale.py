@@ -15,10 +15,10 @@ import torch
 
 from attnscale import score_stats
 from attnscale.declared import Declared
-from attnscale.train.log import beside
 from attnscale.train.numbers import records
 from attnscale.train.record import Record
 from attnscale.train.room import Thinner
+from attnscale.train.snapshot import beside
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
 from attnscale.train.thinning import thin
 from attnscale.watching.gradients import GradientSquares

@@ -1,5 +1,6 @@
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,3 +33,22 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, place):
     with pytest.raises(SettingError, match="Could not write"):
         write_whole(tmp_path / place, "new")
     assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a umask")
+def test_a_file_has_the_permissions_of_the_umask_which_is_never_touched(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask is the whole process's"))
+        write_whole(tmp_path / "file", "text")
+        assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
+
+
+def test_many_threads_write_whole_files(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: write_whole(tmp_path / f"{number % 3}", f"{number}" * 1000), range(200)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    assert len({path.read_text()[:1000] for path in tmp_path.iterdir()}) == 3

@@ -1,8 +1,55 @@
-"""Plain values, as JSON takes them: None for a number that it has no word for."""
+"""Plain values, as JSON takes them, and plain text: the one place where what steers a terminal is escaped."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
+
+# All but ordinary ASCII is looked at one by one, by str.isprintable(): it takes no control characters of either kind,
+# no marks that turn the direction of text, no halves of characters, no separators of lines.
+UNUSUAL = re.compile("[^ -~]")
+
+
+def printable(text: str) -> str:
+    """The text with all that would steer a terminal as escapes: names and messages may come from anywhere.
+
+    >>> print(printable("layer\\x1b[31m.0"), printable("\\x9b√\\u202e"))
+    layer\\x1b[31m.0 \\x9b√\\u202e
+    """
+    return UNUSUAL.sub(lambda found: _escaped(found[0]), text)
+
+
+def printable_lines(text: str) -> str:
+    """The same for a text of several lines.
+
+    >>> print(printable_lines("one\\ntwo\\r"))
+    one
+    two\\r
+    """
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def json_text(value: object) -> str:
+    """A value as a readable block of JSON, with nothing in it that would steer a terminal.
+
+    >>> print(json_text({"√": "\\u202e"}))
+    {
+     "√": "\\u202e"
+    }
+    """
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    return UNUSUAL.sub(
+        lambda found: found[0] if found[0] in "\n" or found[0].isprintable() else _in_json(found[0]), text
+    )
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def _in_json(character: str) -> str:
+    return json.dumps(character)[1:-1]
 
 
 def finite(value: float) -> float | None:

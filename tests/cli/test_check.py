@@ -15,9 +15,11 @@ import pytest
 from attnscale.cli import main
 from attnscale.diagnose import CODES, SEVERITIES
 from tests.checking.broken import EVIL
+from tests.processes import started
 
 BROKEN = "tests.checking.broken:"
-ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(Path.cwd())}
+PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
+ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         ([f"{BROKEN}nothing"], "Could not make the model"),
         (["nowhere/at/all"], ".* no such path. Models are not fetched"),
         (["--rows", "0"], "Expected --rows of at least 1, got 0."),
-        (["--length", "1"], "Expected --length of at least 2, got 1."),
+        (["--length", "1"], "Expected --length from 2 to 1,048,576, got 1."),
         (["--device", "tpu"], "Expected a device that is here"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
         (["--html", "."], "Expected a file to write, and . is a folder."),
@@ -267,14 +269,12 @@ def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
         "import time\ndef make():\n    print('ready', flush=True)\n    time.sleep(60)\n", encoding="utf-8"
     )
     (tmp_path / "report.html").write_text("old", encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "attnscale", "check", "slow:make", "--html", "report.html"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    command = [sys.executable, "-m", "attnscale", "check", "slow:make", "--html", "report.html"]
+    with started(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"

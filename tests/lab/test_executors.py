@@ -2,12 +2,13 @@ import os
 import time
 from concurrent.futures import Executor
 
+import psutil
 import pytest
 
 from attnscale.errors import SettingError
 from attnscale.lab.executors import JobExecutor, executor_for, tasks_for
 from attnscale.lab.sweep import sweep
-from tests.lab.sweeping import SMALL, findings, identities, swept
+from tests.lab.sweeping import SMALL, findings, identities, processes, swept
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,24 @@ def test_the_default_is_one_process_a_core_or_as_many_as_asked_for(tmp_path, who
         assert executor._max_workers == 2
         assert executor.submit(os.getpid).result() != os.getpid()
         assert findings(swept(tmp_path, executor, seeds=2)) == whole
+
+
+def test_a_pool_that_is_stopped_ends_its_own_workers_and_nothing_else(tmp_path):
+    other = processes.Process(target=time.sleep, args=(60,))
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), executor_for("pool", 1, tmp_path) as executor:  # noqa: PT012
+            worker = executor.submit(os.getpid).result()
+            executor.submit(time.sleep, 60)
+            raise KeyboardInterrupt
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(worker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not psutil.pid_exists(worker)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_submitit_gives_the_same_numbers(tmp_path, whole):

@@ -17,6 +17,7 @@ from attnscale.lab.cell import Cell
 from attnscale.lab.running import SweepError, run_cell
 from attnscale.lab.store import Store, Stored
 from tests.lab.sweeping import SMALL, findings, identities, processes, swept
+from tests.processes import started
 
 CELL = Cell("variance", 1, {"case": "normal", "head_dim": 5, "seed": 3})
 
@@ -161,17 +162,17 @@ def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, whole, mon
 def test_a_command_killed_leaves_no_worker_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "attnscale", "lab", "variance", "--quick", "--jobs", "2", "--json", "--out"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = subprocess.Popen([*command, str(tmp_path / "killed")], **quiet)
     cells = tmp_path / "killed" / "cells"
-    while len(list(cells.glob("*.json"))) < 5:
-        assert started.poll() is None
-        time.sleep(0.01)
-    workers = psutil.Process(started.pid).children(recursive=True)
-    started.kill()
-    started.wait()
-    assert workers
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive
+    with started([*command, str(tmp_path / "killed")], **quiet) as process:
+        while len(list(cells.glob("*.json"))) < 5:
+            assert process.poll() is None
+            time.sleep(0.01)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert workers
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
     before = identities(cells)
     runs = {}
     for name in ("killed", "whole"):
@@ -187,12 +188,26 @@ def test_ctrl_c_says_what_is_kept_and_ends_with_130(tmp_path):
     import signal
 
     command = [sys.executable, "-m", "attnscale", "lab", "variance", "--jobs", "2", "--out", str(tmp_path)]
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while len(list((tmp_path / "cells").glob("*.json"))) < 5:
-        assert started.poll() is None
-        time.sleep(0.01)
-    started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=30)
-    assert started.returncode == 130
+    with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while len(list((tmp_path / "cells").glob("*.json"))) < 5:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
     assert "cells are kept in" in errors
     assert "Traceback" not in errors
+
+
+def test_a_sweep_says_that_it_waits_and_for_whom(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnscale.lab.sweep.PATIENCE", 0.05)
+    cell, told = SMALL.cells(seeds=1)[0], []
+    with ThreadPoolExecutor(1) as one:
+        with Store(tmp_path).turn(cell, "process 17 on elsewhere, 1a2b"):
+            waiting = one.submit(swept, tmp_path, seeds=1, tell=told.append)
+            deadline = time.monotonic() + 60
+            while not told and time.monotonic() < deadline:
+                time.sleep(0.01)
+        waiting.result(timeout=60)
+    assert told == ["Waiting for a cell that process 17 on elsewhere is running in the same folder."]
+    assert not list(tmp_path.glob("*.holder"))

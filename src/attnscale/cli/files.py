@@ -4,12 +4,15 @@ import tempfile
 from pathlib import Path
 
 from attnscale.errors import SettingError
+from attnscale.files import read_whole
+
+MOST_TEXT = 2**26  # bytes: of a text no more is looked at than a model takes tokens
 
 
 def read_text(path: Path) -> str:
     """The text in a file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_whole(path, MOST_TEXT).decode("utf-8")
     except OSError as error:
         raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
     except UnicodeDecodeError:

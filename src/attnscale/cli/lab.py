@@ -74,6 +74,7 @@ def lab(
             device=device,
             tasks=tasks_for(executor, jobs),
             progress=progress,
+            tell=tell,
         )
     from attnscale.show.report import lab_page
 
@@ -110,11 +111,13 @@ def _progress(name: str, cells: Path) -> "Iterator[Progress]":
     import warnings
 
     from rich.console import Console
+    from rich.text import Text
 
+    from attnscale.plain import printable
     from attnscale.show.lab import sweep_progress
 
     with sweep_progress(Console(stderr=True)) as bar, warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: bar.console.print(f"attnscale: {message}", highlight=False)
+        warnings.showwarning = lambda message, *_: bar.console.print(Text(f"attnscale: {printable(str(message))}"))
         task = bar.add_task(name, total=None, reused=None)
 
         def progress(done: int, total: int) -> None:

@@ -16,6 +16,12 @@ def watch_log(
         bool,
         typer.Option("--thin", help="First rewrite the log with fewer old records, each keeping their extremes."),
     ] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="Of several runs in the log, the one of this name or number; else the newest."
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -23,30 +29,27 @@ def watch_log(
 
     Per layer: the largest score at the first and at the last record, by what it is multiplied in 1,000 steps (a
     robust fit to its logarithm over the latest records), and, where that growth is certain, the next of 100, 1,000
-    and 10,000 that it will pass and the step. Ends with status 1 if an alarm is an error.
+    and 10,000 that it will pass and the step. A log may hold several runs: they are listed, and one is shown. Lines
+    that are no records are left out, counted and told. Ends with status 1 if an alarm is an error.
     """
-    from attnscale.errors import SettingError
-    from attnscale.train.log import read_log
     from attnscale.train.room import rewrite_thinned
-    from attnscale.train.run import summarise
+    from attnscale.train.survey import survey
 
     if html is not None:
         require_writable(html)
-    log = read_log(file)
-    if not log.records:
-        raise SettingError(f"Expected records of attnscale.Monitor in {file}, and found none in it.")
+    found = survey(file, run, curves=html is not None)
     if thin:
         rewrite_thinned(file)
-        log = read_log(file)
-    run = summarise(log.records, log.damaged)
+        found = survey(file, run, curves=html is not None)
     if html is not None:
         from attnscale.show.report import run_page
 
-        write_whole(html, run_page(file.name, log.records, log.damaged))
+        write_whole(html, run_page(file.name, found.course, found.run))
     if json:
-        print_json(run.to_dict())
+        print_json(found.to_dict())
     else:
-        from attnscale.show.run import show_run
+        from attnscale.show.run import show_run, show_runs
 
-        show_run(run)
-    raise typer.Exit(1 if run.worst == "error" else 0)
+        show_runs(found.runs, found.chosen)
+        show_run(found.run)
+    raise typer.Exit(1 if found.run.worst == "error" else 0)

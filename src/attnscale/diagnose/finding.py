@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from attnscale.plain import printable
+
 # From the least to the worst.
 SEVERITIES = ("note", "warning", "error")
 
@@ -42,7 +44,7 @@ class Finding:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.place}: {self.code}: {self.message} {self.advice}"
+        return printable(f"{self.severity}: {self.place}: {self.code}: {self.message} {self.advice}")
 
     @property
     def place(self) -> str:

@@ -42,8 +42,11 @@ def _pool(detail: str, jobs: int, folder: Path) -> Iterator[Executor]:
     try:
         yield executor
     except BaseException:
+        own = list(
+            (executor._processes or {}).values()
+        )  # and no other children of this process; the shutdown forgets them
         executor.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
+        for process in own:
             process.terminate()
         raise
     executor.shutdown()

@@ -36,13 +36,13 @@ def run_cell(cell: Cell) -> Stored:
             torch.set_num_threads(threads)
 
 
-def run_stored(folder: Path, cells: Sequence[Cell]) -> list[Stored]:
-    """Compute cells and keep each as it is done; one that is there, or being made, is taken as found."""
-    return [_stored(Store(folder), cell) for cell in cells]
+def run_stored(folder: Path, cells: Sequence[Cell], whose: str = "") -> list[Stored]:
+    """Compute cells for somebody and keep each as it is done; one that is there, or being made, is taken as found."""
+    return [_stored(Store(folder), cell, whose) for cell in cells]
 
 
-def _stored(store: Store, cell: Cell) -> Stored:
-    with store.turn(cell):
+def _stored(store: Store, cell: Cell, whose: str) -> Stored:
+    with store.turn(cell, whose):
         stored = store.read(cell)
         if stored is None:
             stored = _told(cell)

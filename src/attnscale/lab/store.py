@@ -11,8 +11,10 @@ from typing import Any
 from filelock import FileLock
 
 from attnscale.errors import DamagedFileWarning, SettingError
-from attnscale.files import write_whole
+from attnscale.files import read_whole, write_whole
 from attnscale.lab.cell import Cell, Outcome, digest_of
+
+MOST_BYTES = 2**27  # of a cell: a thousand times the largest
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class Store:
         """A cell that is done; None where it is not. A damaged file is set aside, and said."""
         path = self.path(cell)
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_whole(path, MOST_BYTES))
             return _verified(found, cell)
         except FileNotFoundError:
             return None
+        except SettingError:
+            raise
         except (ValueError, TypeError, KeyError, RecursionError):
             self._set_aside(path)
             return None
@@ -61,15 +65,25 @@ class Store:
         write_whole(self.path(cell), json.dumps(value, ensure_ascii=False, indent=1))
 
     @contextmanager
-    def turn(self, cell: Cell) -> Iterator[None]:
-        """Hold a cell: another process that wants it waits. The hold ends with the process that has it."""
+    def turn(self, cell: Cell, whose: str = "") -> Iterator[None]:
+        """Hold a cell: another process that wants it waits, and finds `whose` it is. The hold ends with its process."""
         self._make_folder()
-        lock = self.path(cell).with_suffix(".lock")
+        lock, holder = (self.path(cell).with_suffix(suffix) for suffix in (".lock", ".holder"))
         with FileLock(lock):
+            with suppress(OSError):  # it is only told
+                holder.write_text(whose, encoding="utf-8")
             yield
+            holder.unlink(missing_ok=True)
             # Whoever waits for it, or makes a new one, finds the cell done. Windows keeps a file that is open.
             with suppress(OSError):
                 lock.unlink()
+
+    def holder(self, cell: Cell) -> str | None:
+        """Whose turn it is with a cell; None where nobody's."""
+        try:
+            return read_whole(self.path(cell).with_suffix(".holder"), 2**10).decode("utf-8", "replace") or None
+        except (OSError, SettingError):
+            return None
 
     def _make_folder(self) -> None:
         try:

@@ -1,8 +1,11 @@
 """A sweep: every cell of an experiment that is not done yet, on any executor; the sweep can stop at any moment."""
 
+import os
 import platform
+import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,7 @@ ONE_SEED = (
     "One seed has no bands, so nothing here is told from chance: the tables show what it gave. Two seeds or more make "
     "a conclusion."
 )
+PATIENCE = 2.0  # seconds without a cell done, after which it is told who holds one
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
@@ -37,8 +41,11 @@ def sweep(
     device: str = "cpu",
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> Result:
     """Run what is missing, and say what all of it shows. Cells that are done are read, never run again.
+
+    Where it waits for cells that another sweep of the same folder is running, it says so, and for whom.
 
     Each cell is a task of the executor, unless the number of `tasks` to make of them is given.
     """
@@ -47,7 +54,7 @@ def sweep(
     done = {cell.digest: stored for cell in cells if (stored := store.read(cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
     progress(len(done), len(cells))
-    for cell, stored in _run(missing, folder, executor, tasks or len(missing)):
+    for cell, stored in _run(missing, folder, executor, tasks or len(missing), tell):
         if store.read(cell) is None:  # a worker with a disk of its own
             store.write(cell, stored)
         done[cell.digest] = stored
@@ -84,13 +91,34 @@ def versions() -> dict[str, str]:
     }
 
 
-def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Iterable[tuple[Cell, Stored]]:
-    shares = [cells[first::tasks] for first in range(min(tasks, len(cells)))]
+def _run(
+    cells: list[Cell], folder: Path, executor: Executor, tasks: int, tell: Callable[[str], None]
+) -> Iterable[tuple[Cell, Stored]]:
+    shares, whose = [cells[first::tasks] for first in range(min(tasks, len(cells)))], _name_of_this_sweep()
     futures: dict[Future[list[Stored]], list[Cell]] = {
-        executor.submit(run_stored, folder, share): share for share in shares
+        executor.submit(run_stored, folder, share, whose): share for share in shares
     }
-    for future in as_completed(futures):
-        yield from zip(futures[future], _outcomes(future), strict=True)
+    left, known = set(futures), {whose}
+    while left:
+        done, left = wait(left, PATIENCE, FIRST_COMPLETED)
+        for future in done:
+            yield from zip(futures[future], _outcomes(future), strict=True)
+        if not done:
+            _tell_whom_it_waits_for([cell for future in left for cell in futures[future]], Store(folder), known, tell)
+
+
+def _name_of_this_sweep() -> str:
+    return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(4)}"
+
+
+def _tell_whom_it_waits_for(cells: list[Cell], store: Store, known: set[str], tell: Callable[[str], None]) -> None:
+    """Name each other sweep that holds one of the cells, once."""
+    holders = Counter(holder for cell in cells if (holder := store.holder(cell)) is not None)
+    for holder, held in holders.items():
+        if holder not in known:
+            known.add(holder)
+            told = "a cell" if held == 1 else f"{held} cells"
+            tell(f"Waiting for {told} that {holder.rpartition(',')[0] or holder} is running in the same folder.")
 
 
 def _outcomes(future: "Future[list[Stored]]") -> list[Stored]:

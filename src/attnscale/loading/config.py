@@ -1,10 +1,12 @@
 """config.json, read as data: what could fetch or run code is taken out before transformers sees it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from attnscale.errors import ModelError
+from attnscale.errors import AttnscaleError, ModelError
+from attnscale.files import read_whole
 
 # An attention or experts implementation may name a kernel on a hub, which would be fetched and run; auto_map names
 # Python files beside the weights; the rest name other repositories or files, or switch such loading on.
@@ -15,13 +17,34 @@ DISARMED = {
 }  # fmt: skip
 
 
+# How many of a thing are built one by one, each taking time and memory before any weight is made. The deepest network
+# that was published has 1,000 layers (arXiv:2203.00555), the most experts of one layer are 2,048 (arXiv:2101.03961).
+COUNTED = re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|experts|heads?)(_|$)")
+MOST_COUNTED = 4096
+DEEPEST = 64  # lists in lists: configurations nest three or four deep
+MOST_BYTES = 2**27  # of JSON that comes with a model: an index of 100,000 tensors has a tenth of that
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in that file, disarmed."""
+    """The configuration in that file, disarmed, with nothing in it that would take forever to build."""
     config = read_json(path)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"Expected {path} to be a model's configuration with a 'model_type', and it is not.")
     cleaned: dict[str, Any] = disarmed(config)
+    require_modest(cleaned, path)
     return cleaned
+
+
+def require_modest(value: Any, path: Path, name: str = "") -> None:
+    """Refuse counts of layers, heads and the like that no model has, before anything is built."""
+    if isinstance(value, dict):
+        for entry_name, entry in value.items():
+            require_modest(entry, path, entry_name)
+    elif isinstance(value, list):
+        for entry in value:
+            require_modest(entry, path, name)
+    elif isinstance(value, int | float) and value > MOST_COUNTED and COUNTED.search(name):
+        raise ModelError(f"Expected {name!r} of at most {MOST_COUNTED:,} in {path}, got {value:.4g}.")
 
 
 def disarmed(value: Any) -> Any:
@@ -36,9 +59,27 @@ def disarmed(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON in a file, or one sentence on why there is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_whole(path, MOST_BYTES).decode("utf-8"))
     except OSError as error:
         raise ModelError(f"Could not read {path}: {error.strerror or error}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        reason = f"line {error.lineno}, {error.msg}" if isinstance(error, json.JSONDecodeError) else "not such text"
+    except UnicodeDecodeError:
+        raise ModelError(f"Expected JSON in {path}, and it is not: not such text.") from None
+    except json.JSONDecodeError as error:
+        reason = f"line {error.lineno}, {error.msg}"
         raise ModelError(f"Expected JSON in {path}, and it is not: {reason}.") from None
+    except AttnscaleError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; lists in lists in lists
+        raise ModelError(f"Could not read {path}: {str(error).partition(';')[0]}.") from None
+    if _depth(found) > DEEPEST:
+        raise ModelError(f"Expected at most {DEEPEST} lists or objects in one another in {path}, and there are more.")
+    return found
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects lie in one another; level by level, since calling itself would end early."""
+    level, depth = [value], 0
+    while level := [entry for entry in level if isinstance(entry, dict | list)]:
+        level = [inner for entry in level for inner in (entry.values() if isinstance(entry, dict) else entry)]
+        depth += 1
+    return depth

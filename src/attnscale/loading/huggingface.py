@@ -41,7 +41,11 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
         config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         make = _class_of(config)
         if weights_path is None:
-            return _random(make, config, request)
+            config.dtype = torch.float32
+        _require_room(make, config, request)
+        if weights_path is None:
+            model: nn.Module = make(config)
+            return model
     request.report("reading weights")
     with quiet(), telling(f"load the weights {weights_path}"):
         require_room(size_of(weights_path), request.device)
@@ -93,14 +97,13 @@ def _class_of(config: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def _random(make: Any, config: Any, request: Request) -> nn.Module:
+def _require_room(make: Any, config: Any, request: Request) -> None:
+    """Refuse a model that its configuration makes too large, by a sketch of it that has shapes and no numbers."""
     with torch.device("meta"):
         sketch = make(deepcopy(config))
     tensors: Iterable[Tensor] = [*sketch.parameters(), *sketch.buffers()]
-    require_room(sum(tensor.numel() * torch.float32.itemsize for tensor in tensors), request.device)
-    config.dtype = torch.float32
-    model: nn.Module = make(config)
-    return model
+    itemsize = config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else torch.float16.itemsize
+    require_room(sum(tensor.numel() for tensor in tensors) * itemsize, request.device)
 
 
 def _loaded(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:

@@ -14,6 +14,7 @@ from attnscale.loading.telling import telling
 from attnscale.loading.weights import READABLE, read_weights
 from attnscale.models import CausalTransformer, default_text, encode, load_bundled
 
+MOST_LENGTH = 2**20  # tokens: beyond the longest contexts there are
 SEED = 0  # of a random initialisation, and of random inputs
 
 
@@ -40,8 +41,8 @@ def load_model(request: Request) -> Loaded:
 
 
 def _check(request: Request) -> None:
-    if request.length is not None and request.length < 2:
-        raise SettingError(f"Expected --length of at least 2, got {request.length}.")
+    if request.length is not None and not 2 <= request.length <= MOST_LENGTH:
+        raise SettingError(f"Expected --length from 2 to {MOST_LENGTH:,}, got {request.length}.")
     if request.text is not None and len(request.text.encode("utf-8")) < 2:
         raise SettingError("Expected a text of at least two characters, and it is shorter.")
     require_device(request.device)

@@ -7,16 +7,17 @@ import torch
 from attnscale.errors import ModelError
 
 GIB = 2**30
+SHARE = 0.8  # of what is free, for weights: running the model takes some too
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def require_room(needed: int, device: str) -> None:
     """Refuse a model whose weights, of so many bytes, do not fit into what is free."""
     free = free_bytes(device)
-    if free is not None and needed > free:
+    if free is not None and needed > SHARE * free:
         raise ModelError(
             f"Out of memory: the model's weights take {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free "
-            f"on {device}."
+            f"on {device}, of which they may take {SHARE:.0%}."
         )
 
 

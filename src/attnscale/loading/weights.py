@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_json
+from attnscale.loading.memory import require_room
 
 # In the order they are preferred; an index lists the files that a large model is cut into.
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -63,6 +65,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    require_room(path.stat().st_size, "cpu")
     try:
         return load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
     except SafetensorError as error:
@@ -71,7 +74,28 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"Could not read {path}: {error.strerror or error}.") from None
 
 
+def _require_stored(path: Path) -> None:
+    """Refuse an archive that unpacks to more than it is; torch packs nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # a pickle as torch wrote them before, or one that is damaged, which is told below
+    if packed:
+        raise ModelError(
+            f"Refused {path}: it is compressed, and could unpack to any size; torch.save writes none such."
+        )
+
+
+def _require_whole(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that are more than what is stored of them."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise ModelError(f"Refused {path}: {name!r} is sparse or repeats what is stored, and would grow when used.")
+
+
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    _require_stored(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # on protocols that torch itself does not write
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -87,4 +111,5 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ModelError(f"Expected tensors by name in {path}, and it holds something else.")
+    _require_whole(path, content)
     return content

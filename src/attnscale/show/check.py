@@ -8,8 +8,9 @@ from rich.text import Text
 from attnscale.checking import Checked, Group, Line
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.plain import printable
 from attnscale.show.columns import Column
-from attnscale.show.naming import by_pattern, pattern, printable, ranges
+from attnscale.show.naming import by_pattern, pattern, ranges
 from attnscale.show.numbers import number
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -20,7 +21,9 @@ def show_check(checked: Checked) -> None:
     """Print the table of layers, the findings, and the conclusion. Names are data: nothing in them is markup."""
     console = Console()
     console.print(Text(printable(checked.title), style="bold"))
-    console.print(Text(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}"))
+    console.print(
+        Text(f"on {printable(checked.fed)}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}")
+    )
     for title, members in by_pattern(line.name for line in checked.lines):
         _print_layers(checked, title, {name: index for index, name in members}, console)
     for word, meaning in checked.footnotes.items():
@@ -31,7 +34,7 @@ def show_check(checked: Checked) -> None:
     if checked.asked is not None and checked.what_if is not None:
         _print_what_if(checked, console)
     console.print()
-    console.print(Text(checked.conclusion, style=CONCLUSIONS.get(checked.audit.worst or "", "bold green")))
+    console.print(Text(printable(checked.conclusion), style=CONCLUSIONS.get(checked.audit.worst or "", "bold green")))
 
 
 def columns() -> list[Column[Line]]:
@@ -75,7 +78,9 @@ def _print_group(group: Group, console: Console) -> None:
     first = group.first
     style = STYLES[first.severity]
     console.print(
-        Text.assemble((f"{first.severity} ", style), (first.code, f"bold {style}"), f"  {printable(place(group))}")
+        Text.assemble(
+            (f"{first.severity} ", style), (printable(first.code), f"bold {style}"), f"  {printable(place(group))}"
+        )
     )
     for sentence in (first.message, first.advice):
         console.print(Padding(Text(printable(sentence)), (0, 0, 0, 2), expand=False))

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from attnscale.diagnose.finding import Finding
 from attnscale.measure.statistics import Place, in_place
+from attnscale.plain import printable
 from attnscale.show.check import STYLES
 from attnscale.show.numbers import number
 from attnscale.train.record import Record
@@ -42,7 +43,9 @@ class LiveTable:
             table.add_column(statistic.short, justify="right")
         for name, layer in record.layers.items():
             style = STYLES.get(worst.get(name, ""), "")
-            table.add_row(Text(name, style=style), *(number(layer.whole(one.name)) for one in statistics))
-        table.caption = Text("\n".join(f"{alarm.severity}: {alarm.place}: {alarm.message}" for alarm in self._alarms))
+            table.add_row(Text(printable(name), style=style), *(number(layer.whole(one.name)) for one in statistics))
+        table.caption = Text(
+            "\n".join(printable(f"{alarm.severity}: {alarm.place}: {alarm.message}") for alarm in self._alarms)
+        )
         table.caption_justify = "left"
         return table

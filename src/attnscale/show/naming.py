@@ -42,12 +42,3 @@ def ranges(numbers: Iterable[str]) -> str:
     runs = (list(run) for _, run in groupby(enumerate(whole), key=lambda pair: pair[1] - pair[0]))
     spans = [f"{run[0][1]}–{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
     return ", ".join([*spans, *(number for number in given if number and not number.isdigit())])
-
-
-def printable(text: str) -> str:
-    """The text without what would steer a terminal: names and messages may come from anywhere.
-
-    >>> printable("layer\\x1b[31m.0")
-    'layer�[31m.0'
-    """
-    return "".join(character if character.isprintable() else "�" for character in text)

@@ -1,6 +1,8 @@
 """A recorded training run in the terminal."""
 
 import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from rich.console import Console
 from rich.padding import Padding
@@ -11,12 +13,15 @@ from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.verdict import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
+from attnscale.plain import printable
 from attnscale.show.check import STYLES
 from attnscale.show.columns import Column
-from attnscale.show.naming import by_pattern, printable
+from attnscale.show.naming import by_pattern
 from attnscale.show.numbers import number
 from attnscale.train.run import LayerRun, Run
+from attnscale.train.survey import Entry
 
+LISTED = 20  # runs of a log
 STEPS = 1000  # a growth is told over
 LAST = EXPLODING[0][0]  # published threshold
 
@@ -24,8 +29,8 @@ LAST = EXPLODING[0][0]  # published threshold
 def show_run(run: Run) -> None:
     """Print the layers with their growth and forecast, then the alarms. Names are data: nothing in them is markup."""
     console = Console()
-    damaged = f", {run.damaged} damaged lines left out" if run.damaged else ""
-    console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records{damaged}", style="bold"))
+    console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records", style="bold"))
+    _print_damage(run, console)
     layers = {layer.name: layer for layer in run.layers}
     worst = {alarm.layer: alarm.severity for _, alarm in run.alarms}
     for title, members in by_pattern(layers):
@@ -35,6 +40,34 @@ def show_run(run: Run) -> None:
         _print_alarm(step, alarm, console)
     console.print()
     console.print(Text(conclusion(run), style=f"bold {STYLES.get(run.worst or '', 'green')}"))
+
+
+def show_runs(runs: Sequence[Entry], shown: Entry) -> None:
+    """Print the runs of a log, where it holds several; of many, the last."""
+    if len(runs) == 1:
+        return
+    console = Console()
+    console.print(Text(f"{len(runs)} runs in this log; number {shown.number} is shown, --run NUMBER shows another."))
+    table = Table("run", "name", "began", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("first step", "last step", "records"):
+        table.add_column(heading, justify="right")
+    for entry in runs[-LISTED:]:
+        began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
+        numbers = map(str, (entry.first_step, entry.last_step, entry.records))
+        name = Text(printable(entry.name or "–"))
+        table.add_row(str(entry.number), name, began, *numbers, style="bold" if entry is shown else "")
+    console.print(table)
+    console.print()
+
+
+def _print_damage(run: Run, console: Console) -> None:
+    if run.damaged:
+        lines = "1 damaged line" if run.damaged == 1 else f"{run.damaged} damaged lines"
+        console.print(Text(f"{lines} left out:", style="yellow"))
+        for told in run.damage:
+            console.print(Text(printable(told)), soft_wrap=True)
+        if run.damaged > len(run.damage):
+            console.print(Text(f"and {run.damaged - len(run.damage)} more"))
 
 
 def conclusion(run: Run) -> str:
@@ -89,7 +122,9 @@ def _print_alarm(step: int, alarm: Finding, console: Console) -> None:
     style = STYLES[alarm.severity]
     console.print(
         Text.assemble(
-            (f"step {step} {alarm.severity} ", style), (alarm.code, f"bold {style}"), f"  {printable(alarm.place)}"
+            (f"step {step} {alarm.severity} ", style),
+            (printable(alarm.code), f"bold {style}"),
+            f"  {printable(alarm.place)}",
         )
     )
     console.print(Padding(Text(printable(f"{alarm.message} {alarm.advice}")), (0, 0, 0, 2), expand=False))

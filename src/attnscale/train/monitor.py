@@ -28,7 +28,7 @@ from attnscale.errors import (
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
-from attnscale.train.record import Record
+from attnscale.train.record import Record, new_name
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
@@ -98,6 +98,7 @@ class Monitor:
         self.sinks = [sink_from(sink) for sink in sinks]
         self._history = History(limits or Thresholds())
         self.steps = 0  # training steps that are over
+        self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
@@ -202,11 +203,12 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: plain values, for any checkpoint."""
-        return {"steps": self.steps, "history": self.history.state_dict()}
+        return {"run": self.run, "steps": self.steps, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was taken."""
         self.cancel()
+        self.run, self._part = str(state.get("run", self.run)), new_name()
         self.steps = int(state["steps"])
         self.history.load_state_dict(state["history"])
         self.begin()
@@ -259,7 +261,9 @@ class Monitor:
         }
         step, seconds = at
         alarms = self._history.add(step, found)
-        self._last = record = Record(step, seconds, found, alarms, merged.ranks, merged.rank)
+        self._last = record = Record(
+            step, seconds, found, alarms, merged.ranks, merged.rank, None, self.run, self._part
+        )
         self._raise(step, alarms, merged.is_logged_here)
         if merged.is_written_here:
             self._write(record)

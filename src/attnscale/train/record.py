@@ -1,15 +1,27 @@
 """Record: what was seen of every layer and head at one training step; one line of a log."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
-from attnscale.plain import rounded
+from attnscale.plain import plain, rounded
+from attnscale.train.schema import LARGEST, LATEST, LONGEST_NAME, Fields, LineError
 
 DIGITS = 5  # of a number in a log
+OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
+
+
+def new_name() -> str:
+    """A name for a run, or for a part of one, that no other has; torch's random numbers are left alone.
+
+    >>> len(new_name())
+    8
+    """
+    return secrets.token_hex(4)
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Record:
     ranks: int = 1  # whose rows are in it
     rank: int | None = None  # whose record it is, where ranks were not merged
     until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
+    run: str | None = None  # which run it belongs to; a log may hold several
+    part: str | None = None  # of that run: a resumed one goes on under the same name as another part
 
     @property
     def last_step(self) -> int:
@@ -50,10 +64,9 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON takes it: numbers of five digits, null for one that is NaN or infinite."""
-        plain: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
-        plain |= {} if self.rank is None else {"rank": self.rank}
-        plain |= {} if self.until is None else {"until": self.until}
-        plain["layers"] = {
+        line: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
+        line |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
+        line["layers"] = {
             name: {
                 "rows": layer.rows,
                 **({"broken": layer.broken} if layer.broken else {}),
@@ -62,29 +75,50 @@ class Record:
             }
             for name, layer in self.layers.items()
         }
-        plain["alarms"] = [asdict(alarm) for alarm in self.alarms]
-        return plain
+        line["alarms"] = [plain(asdict(alarm)) for alarm in self.alarms]
+        return line
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> "Record":
-        """The record that to_dict() gave; numbers that were null are NaN."""
-        layers = {str(name): _layer(layer) for name, layer in plain["layers"].items()}
-        alarms = [Finding(**alarm) for alarm in plain.get("alarms", [])]
-        rank, until = plain.get("rank"), plain.get("until")
-        return cls(int(plain["step"]), float(plain["time"]), layers, alarms, int(plain.get("ranks", 1)), rank, until)
+    def from_dict(cls, given: Mapping[str, Any]) -> "Record":
+        """The record that to_dict() gave, every field checked; numbers that were null are NaN."""
+        line = Fields(given, "a record")
+        step, names = line.whole("step"), logged()
+        return cls(
+            step,
+            line.number("time", -LATEST, LATEST),
+            {name: _layer(Fields(layer, "a layer"), names) for name, layer in line.entries("layers").items()},
+            [_alarm(Fields(alarm, "an alarm")) for alarm in line.items("alarms")],
+            line.whole("ranks", least=1) if "ranks" in line else 1,
+            line.optional("rank", line.whole),
+            line.optional("until", line.whole, least=step),
+            line.optional("run", line.text, longest=LONGEST_NAME),
+            line.optional("part", line.text, longest=LONGEST_NAME),
+        )
 
 
-def _layer(plain: Mapping[str, Any]) -> LayerRecord:
-    numbers = {
-        key: [math.nan if value is None else float(value) for value in plain[key]] for key in logged() if key in plain
-    }
-    softcap = plain.get("softcap")
-    return LayerRecord(
-        int(plain["rows"]), numbers, int(plain.get("broken", 0)), None if softcap is None else float(softcap)
+def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
+    numbers = {name: layer.numbers(name) for name in names if name in layer}
+    if len(set(map(len, numbers.values()))) > 1:
+        raise LineError("expected as many numbers in every list of a layer as it has heads, and some have fewer")
+    broken = layer.whole("broken") if "broken" in layer else 0
+    return LayerRecord(layer.whole("rows"), numbers, broken, layer.optional("softcap", layer.number))
+
+
+def _alarm(alarm: Fields) -> Finding:
+    alarm.only([field.name for field in fields(Finding)])
+    return Finding(
+        alarm.text("layer"),
+        alarm.optional("head", alarm.whole),
+        alarm.text("code"),
+        alarm.one_of("severity", SEVERITIES),
+        alarm.text("message"),
+        alarm.optional("measured", alarm.number),
+        alarm.optional("expected", alarm.number),
+        alarm.text("advice"),
     )
 
 
 def _short(value: float) -> float | None:
-    """To DIGITS digits, and whole where that is shorter."""
-    short = rounded(value, DIGITS)
+    """To DIGITS digits, and whole where that is shorter; None for what no reader takes."""
+    short = rounded(value, DIGITS) if abs(value) <= LARGEST else None
     return int(short) if short is not None and short.is_integer() and abs(short) < 1e15 else short

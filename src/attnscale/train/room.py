@@ -2,20 +2,31 @@
 
 Rank 0 renames one file and starts one process, whatever the size of the log; FILE begins anew. The process writes
 FILE.older.jsonl beside the old one and puts it in place at once, then removes what was set aside. Killed at any moment
-it leaves a log that reads the same, and the next try begins where this one began.
+it leaves a log that reads the same, and the next try begins where this one began. Who thins holds a lock on what was
+set aside, which ends with the process.
 """
 
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from attnscale.errors import SinkWarning
-from attnscale.train.log import beside, files_of, line_of, lines_of, parsed, without_repeats
+from attnscale.files import replacing
+from attnscale.train.log import RunIndex, index_of, line_of
 from attnscale.train.record import Record
-from attnscale.train.thinning import folded, thin
+from attnscale.train.snapshot import Snapshot, beside, header, identity, identity_of, size_of, snapshot
+from attnscale.train.thinning import folded, groups
+
+try:
+    import fcntl
+except ImportError:  # Windows, where one process writes a log
+    fcntl = None  # type: ignore[assignment]
 
 AT_ONCE = 2**20  # bytes that are thinned without another process, which takes seconds to start: half a second of work
 PATIENCE = 1.125  # by how much a log may grow before a thinning that failed is tried again
@@ -33,12 +44,10 @@ class Thinner:
         """Set the log aside and begin to thin it, unless that is under way."""
         if self._is_running():
             return
-        size = sum(file.stat().st_size for file in files_of(self.path))
+        size = size_of(self.path)
         if size < self._next_try:
             return
-        aside = beside(self.path, "aside")
-        if self.path.exists() and not aside.exists():  # else a thinning was killed, and is done again
-            self.path.replace(aside)
+        set_aside(self.path)
         if size <= AT_ONCE or not hasattr(os, "posix_spawn"):
             thin_files(self.path)
             return
@@ -64,55 +73,83 @@ class Thinner:
         return False
 
 
+def set_aside(path: Path) -> None:
+    """Let FILE begin anew, unless another part of it is set aside: then a thinning was killed, and is done again."""
+    aside = beside(path, "aside")
+    try:
+        os.link(path, aside)  # unlike a renaming it never takes the place of what another process has set aside
+    except (FileExistsError, FileNotFoundError):
+        return
+    except OSError:  # no links here
+        if not aside.exists():
+            path.replace(aside)
+        return
+    path.unlink(missing_ok=True)
+
+
 def thin_files(path: Path) -> None:
     """Thin what was set aside, with what was thinned before; of each group of records one is in memory at a time."""
     older, aside = beside(path, "older"), beside(path, "aside")
-    part = older.with_name(f".{older.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as file:
-            for record in _thinned(aside):
-                file.write(line_of(record))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(older)
-        aside.unlink(missing_ok=True)
-    finally:
+    with _held(aside) as file:
+        if file is None:
+            return
+        if identity(path) == identity_of(file):  # killed before FILE could begin anew
+            path.unlink()
+        part = part_of(path)
         part.unlink(missing_ok=True)
+        with snapshot(path, newest=False) as log, replacing(older, part) as thinned:
+            size = log.files[-1].end
+            thinned.write(header(file, size))
+            index = index_of(log)
+            for run in index.runs:
+                for record in _thinned(run, log):
+                    thinned.write(line_of(record))
+            for place in index.damaged:  # not asked to delete them
+                log.copy(place, thinned)
+        file.seek(size)
+        if late := file.read():  # by a writer that had it open
+            with path.open("ab") as newest:
+                newest.write(late)
+        aside.unlink(missing_ok=True)
 
 
-def _thinned(aside: Path) -> Iterator[Record]:
-    index = without_repeats(_index(aside), lambda entry: entry[0].step)
-    kept = iter(index)
-    for group in thin([record for record, _ in index]):
-        members = []
-        for record, place in kept:
-            members.append(_read(place))
-            if record.last_step >= group.last_step:
-                break
-        yield reduce(folded, members)
+def part_of(path: Path) -> Path:
+    """What a file that is thinned into is called for the moment before it takes its place."""
+    return path.with_name(f".{beside(path, 'older').name}.part")
 
 
-def _index(aside: Path) -> Iterator[tuple[Record, tuple[Path, int]]]:
-    """The records of what is being thinned without their layers, and where each is."""
-    log = aside.with_name(aside.name.replace(".aside", "", 1))
-    for place, line in lines_of(log):
-        record = parsed(line) if place[0] != log else None
-        if record is not None:
-            yield Record(record.step, record.time, {}, until=record.until), place
+@contextmanager
+def _held(aside: Path) -> Iterator[BinaryIO | None]:
+    """What was set aside, held for this process alone; None where there is nothing, or another process has it."""
+    if not aside.exists():
+        yield None
+        return
+    with aside.open("rb") as file:
+        yield file if _lock(file) and identity(aside) == identity_of(file) else None
 
 
-def _read(place: tuple[Path, int]) -> Record:
-    with place[0].open("rb") as file:
-        file.seek(place[1])
-        record = parsed(file.readline())
-    assert record is not None  # it was one when it was indexed
-    return record
+def _lock(file: BinaryIO) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _thinned(run: RunIndex, log: Snapshot) -> Iterator[Record]:
+    records = run.records(log)
+    for first, end in pairwise([0, *groups(run.steps, run.last_steps)]):
+        for start in islice(records, 1):
+            yield reduce(folded, islice(records, end - first - 1), start)
 
 
 def rewrite_thinned(path: Path) -> None:
     """Thin a log by hand, nothing writing to it: all of it in one file again."""
-    if path.exists() and not beside(path, "aside").exists():
-        path.replace(beside(path, "aside"))
+    set_aside(path)
     thin_files(path)
     if not path.exists():
         beside(path, "older").replace(path)

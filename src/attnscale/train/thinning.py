@@ -5,8 +5,11 @@ become one, so that all old records come to stand for about as many; no alarm an
 """
 
 import math
+from array import array
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 from attnscale.measure.statistics import STATISTICS
 from attnscale.train.record import LayerRecord, Record
@@ -16,29 +19,40 @@ KEPT = 4  # one record in four, the newest, is left alone
 
 def thin(records: Sequence[Record]) -> list[Record]:
     """The same run in three quarters of its records, or fewer; a run of less than eight is left as it is."""
-    thinned, wanted = list(records), len(records) * 3 // 4
-    while len(thinned) > wanted and len(thinned) >= 2 * KEPT:
-        newest = len(thinned) - len(thinned) // KEPT
-        thinned = [thinned[0], *_fold_narrow(thinned[1:newest]), *thinned[newest:]]
-    return thinned
+    ends = groups([record.step for record in records], [record.last_step for record in records])
+    return [reduce(folded, records[first:end]) for first, end in pairwise([0, *ends])]
 
 
-def _fold_narrow(records: list[Record]) -> list[Record]:
-    """Neighbours folded that together stand for at most twice the steps of the narrowest such pair."""
-    limit = 2 * min(_width(first, second) for first, second in pairwise(records))
-    found = records[:1]
+def groups(steps: Sequence[int], last_steps: Sequence[int]) -> Sequence[int]:
+    """Which neighbours become one: where each group ends, of records by their first and last steps."""
+    found = _Spans(array("q", steps), array("q", last_steps), array("q", range(1, len(steps) + 1)))
+    wanted = len(steps) * 3 // 4
+    while len(found.ends) > wanted and len(found.ends) >= 2 * KEPT:
+        found = _fold_narrow(found, len(found.ends) - len(found.ends) // KEPT)
+    return found.ends
+
+
+class _Spans(NamedTuple):
+    """Groups of records: the first step of each, the last, and the record that ends it; 24 bytes each."""
+
+    first: "array[int]"
+    last: "array[int]"
+    ends: "array[int]"
+
+
+def _fold_narrow(given: _Spans, newest: int) -> _Spans:
+    """From the second to the newest, neighbours folded that stand for at most twice the steps of the narrowest pair."""
+    limit = 2 * min(given.last[at + 1] - given.first[at] + 1 for at in range(1, newest - 1))
+    found = _Spans(*(column[:2] for column in given))
     is_new = False  # the last of them was folded, and is not to be folded again
-    for record in records[1:]:
-        if not is_new and _width(found[-1], record) <= limit:
-            found[-1], is_new = folded(found[-1], record), True
+    for at in range(2, len(given.ends)):
+        if at < newest and not is_new and given.last[at] - found.first[-1] + 1 <= limit:
+            found.last[-1], found.ends[-1], is_new = given.last[at], given.ends[at], True
         else:
-            found.append(record)
+            for column, own in zip(found, given, strict=True):
+                column.append(own[at])
             is_new = False
     return found
-
-
-def _width(first: Record, second: Record) -> int:
-    return second.last_step - first.step + 1
 
 
 def folded(first: Record, second: Record) -> Record:
@@ -52,6 +66,8 @@ def folded(first: Record, second: Record) -> Record:
         min(first.ranks, second.ranks),
         first.rank,
         second.last_step,
+        second.run,
+        second.part,
     )
 
 

@@ -1,13 +1,13 @@
 """Trend: how the largest score of a layer grew over its latest samples, and what keeps it down."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from attnscale.diagnose.forecast import Ceiling, Growth, growth
-from attnscale.train.log import without_repeats
 from attnscale.train.record import LayerRecord
 
+Entry = TypeVar("Entry")
 WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
 
 
@@ -35,6 +35,20 @@ class Trend:
 def latest(samples: Iterable[Sample]) -> list[Sample]:
     """The last of them in order of steps; those that a resumed run repeats are taken from it."""
     return without_repeats(samples, lambda sample: sample.step)[-WINDOW:]
+
+
+def without_repeats(entries: Iterable[Entry], step: Callable[[Entry], int]) -> list[Entry]:
+    """In order of steps: those that a resumed run repeats are taken from it.
+
+    >>> without_repeats([(0, "a"), (5, "b"), (10, "c"), (5, "d")], lambda entry: entry[0])
+    [(0, 'a'), (5, 'd')]
+    """
+    kept: list[Entry] = []
+    for entry in entries:
+        while kept and step(kept[-1]) >= step(entry):
+            kept.pop()
+        kept.append(entry)
+    return kept
 
 
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:

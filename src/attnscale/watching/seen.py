@@ -10,6 +10,7 @@ from torch import Tensor
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
+from attnscale.plain import printable
 from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
@@ -156,4 +157,4 @@ def _cells(layer: Layer) -> tuple[str, ...]:
     statistics = (entry.whole(layer.stats) for entry in in_place(Place.SEEN))
     numbers = (layer.scale_applied, layer.scale_expected, *statistics)
     shown = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
-    return layer.name, layer.kind, heads, str(layer.head_dim), *shown
+    return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown

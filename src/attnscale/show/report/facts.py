@@ -52,13 +52,15 @@ def facts_of_run(run: Run) -> Iterator[Note]:
             f"({_factor(low)}–{_factor(high)}), which makes it {certain}.",
             place=fastest.name,
         )  # fmt: skip
+    if not run.layers:
+        return
     highest = max(run.layers, key=lambda layer: _or(layer.highest, -math.inf))
     if math.isfinite(highest.highest):
         yield Note("fact", "largest score", _largest(highest.highest), place=highest.name)
-    lowest = min(run.layers, key=lambda layer: _or(layer.numbers["entropy_ratio"], math.inf))
-    if math.isfinite(lowest.numbers["entropy_ratio"]):
-        told = f"The least mean entropy at the last record is {lowest.numbers['entropy_ratio']:.2f} of ln n."
-        yield Note("fact", "entropy", told, place=lowest.name)
+    entropies = {layer.name: layer.numbers.get("entropy_ratio", math.nan) for layer in run.layers}
+    name, lowest = min(entropies.items(), key=lambda entry: _or(entry[1], math.inf))
+    if math.isfinite(lowest):
+        yield Note("fact", "entropy", f"The least mean entropy at the last record is {lowest:.2f} of ln n.", place=name)
 
 
 def _or(value: float, otherwise: float) -> float:

@@ -18,14 +18,14 @@ from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
 
-def run_page(title: str, records: Sequence[Record], damaged: int = 0) -> str:
-    """The page of a log: `records` in order of steps, at least one, and how many lines of it were none."""
-    return render(run_report(title, records, damaged))
+def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> str:
+    """The page of a run: `records` in order of steps, at least one; `run`, where they are its course alone."""
+    return render(run_report(title, records, run))
 
 
-def run_report(title: str, records: Sequence[Record], damaged: int = 0) -> Page:
+def run_report(title: str, records: Sequence[Record], run: Run | None = None) -> Page:
     """A recorded run, as a report."""
-    run = summarise(records, damaged)
+    run = summarise(records) if run is None else run
     notes = _notes(run)
     return Page(
         kind="attnscale watch-log",

@@ -3,12 +3,14 @@
 import errno
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from attnscale.errors import SinkWarning
-from attnscale.train.log import files_of, line_of
-from attnscale.train.record import Record
-from attnscale.train.room import Thinner
+from attnscale.train.log import line_of
+from attnscale.train.record import Record, new_name
+from attnscale.train.room import Thinner, part_of
+from attnscale.train.snapshot import size_of
 
 DEFAULT_LIMIT = 10**9  # bytes of a log with all that belongs to it, while it is thinned too
 TORN = ".torn"  # what is set aside, beside the log
@@ -17,19 +19,21 @@ TORN = ".torn"  # what is set aside, beside the log
 class JsonLines:
     """Append records to a file, one a rank; a full disk is told once and never stops training.
 
-    A last line that a killed process left half-written goes to FILE.torn. A log that reaches half of `limit` bytes is
+    A record that names no run belongs to this sink's own, so that what is in the file already stays apart from it. A
+    last line that a killed process left half-written goes to FILE.torn. A log that reaches half of `limit` bytes is
     thinned: its older records become fewer, each keeping the extremes of those it stands for. They go to
     FILE.older.jsonl, by another process where that takes more than a moment.
     """
 
     def __init__(self, path: str | Path, limit: int = DEFAULT_LIMIT) -> None:
         self.path, self.limit = Path(path), limit
+        self.run = new_name()
         self._ready: dict[Path, Thinner] = {}
         self._warned = False
 
     def __call__(self, record: Record) -> None:
         """Append one line."""
-        line = line_of(record)
+        line = line_of(record if record.run is not None else replace(record, run=self.run))
         try:
             self._append(path_of_rank(self.path, record.rank), line)
         except OSError as error:
@@ -39,8 +43,9 @@ class JsonLines:
         if path not in self._ready:
             path.parent.mkdir(parents=True, exist_ok=True)
             set_aside_torn(path)
+            part_of(path).unlink(missing_ok=True)  # of a thinning that was killed as it ended
             self._ready[path] = Thinner(path)
-        if sum(file.stat().st_size for file in files_of(path)) + len(line) > self.limit // 2:
+        if size_of(path) + len(line) > self.limit // 2:
             self._ready[path].make_room()
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
