@@ -53,6 +53,9 @@ _dispatch_mode = Internal(
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
 )
+_modes_in_place = Internal(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes left behind are not counted"
+)
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
 _has_kernel = Internal(
@@ -96,6 +99,11 @@ def is_fake(kinds: tuple[type, ...]) -> bool:
 def without_modes() -> Any:
     """A context in which no mode sees what runs."""
     return _without_modes(otherwise=nullcontext())
+
+
+def modes_in_place() -> int:
+    """How many modes see what this thread runs."""
+    return len(_modes_in_place(otherwise=()))
 
 
 def schema_of(function: Any) -> Any | None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,7 +27,10 @@ def uncompiled(name: str) -> str:
 
 
 class Running:
-    """The modules of a model that are running now, and those that ever ran."""
+    """The modules of a model that are running now, and those that ever ran, on the thread that attached it.
+
+    Another thread that runs the model meanwhile, an evaluation beside training say, runs plainly and unseen.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,14 @@ class Running:
         self.began: list[int] = []  # of each, how many operations autograd had recorded
         self.called: set[str] = set()
         self._handles: list[RemovableHandle] = []
+        self._own = threading.local()  # `here` on the thread that attached; a number of a thread is given out again
+        self.ran_elsewhere = False  # some module, on another thread
+        self.is_over = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread whose modules are followed."""
+        return getattr(self._own, "here", False)
 
     @property
     def is_watched(self) -> bool:
@@ -79,13 +91,20 @@ class Running:
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
+        self._own.here = True
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def detach(self) -> None:
-        """Stop following, also where an interrupt left modules behind."""
+        """Stop following, also where an interrupt left modules behind.
+
+        A thread leaves its own modes alone: called by another while a module runs, the rest is done when that has run.
+        """
+        self.is_over = True
+        if self._entered and not self.is_here:
+            return
         self.stack.clear()
         self.began.clear()
         self._exit()
@@ -95,7 +114,10 @@ class Running:
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
-        if name is None:
+        if name is None or self.is_over:
+            return
+        if not self.is_here:
+            self.ran_elsewhere = True
             return
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
@@ -108,12 +130,16 @@ class Running:
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None and self.stack:
+        if name is None or not self.is_here or not self.stack:
+            return
+        if not self.is_over:
             self._ran(name, output)
-            self.stack.pop()
-            self.began.pop()
-            if len(self.stack) < self._entered:
-                self._exit()
+        self.stack.pop()
+        self.began.pop()
+        if len(self.stack) < self._entered:
+            self._exit()
+            if self.is_over:
+                self.detach()
 
     def _exit(self) -> None:
         if self._entered:

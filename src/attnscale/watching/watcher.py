@@ -52,7 +52,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         kwargs, traits = kwargs or {}, traits_of(func)
         if self.recognition.only_known and not traits.may_attend:
             return func(*args, **kwargs)
-        if in_backward() or not self.running.stack:
+        if in_backward() or not self.running.stack or self.running.is_over:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
         if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             if is_fake(types):
@@ -130,7 +130,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _why_nothing(self) -> str:
         if not self.running.called:
-            return "Expected the model to run inside watch(), but no module of it was called."
+            where = " on this thread; it ran on another thread, which is not watched" * self.running.ran_elsewhere
+            return f"Expected the model to run inside watch(), but no module of it was called{where}."
         softmaxes = self.reporter.softmaxes
         return (
             "Expected attention in the watched model, but saw none: no fused attention kernel ran, and "
