@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from attnscale.acting.folding import Folding, Head, Left
+from attnscale.acting.freshness import fresh_maxima, note_changed
 from attnscale.acting.writing import Touched, is_sharded
 from attnscale.errors import SettingError
 from attnscale.tracing.parameters import UntraceableError
@@ -22,6 +23,7 @@ from attnscale.watching.layer import Layer
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
 ROUNDING = 1e-5
+STALE = "it was clipped since it was measured, and waits to be measured again"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def clip_qk_(
     followed; the report says so, and every clipped head is logged with its maximum before.
 
     Where rows were sampled, the largest score seen decides; `by_bound` decides by the upper bound instead, after which
-    no score of that input can pass the threshold, though a head may be clipped that did not need it. Ranks that hold
+    no score of that input can pass the threshold, though a head may be clipped that did not need it. What was measured
+    clips once: given again, as by a monitor between its sampled steps, it leaves the heads it clipped. Ranks that hold
     the same parameters must agree: under FSDP2 and DDP they do, else give their `group`.
 
     >>> from attnscale import watch
@@ -115,18 +118,25 @@ def clip_qk_(
         raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
     layers = seen.layers
     groups = _groups(model, layers) if group is None else [group]
-    largest = _agreed(model, {name: _maxima(layer) for name, layer in layers.items()}, groups)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own = {name: fresh_maxima(layer, parameters) for name, layer in layers.items()}
+    largest = _agreed(model, own, groups)
     asked = {
         (name, head): (float(largest[name][1 if by_bound else 0, head]), layer)
         for name, layer in layers.items()
         for head in range(layer.heads)
     }
     over = {head: known for head, known in asked.items() if not known[0] <= threshold}
+    left = [
+        Left(name, head, STALE)
+        for (name, head), (maximum, layer) in asked.items()
+        if maximum == -math.inf
+        and not float((layer.stats.max_bound if by_bound else layer.stats.max)[head]) <= threshold
+    ]
     if not over:
-        return ClipReport(threshold, (), ())
+        return ClipReport(threshold, (), tuple(left))
     folding = Folding(model, layers)
     wanted: dict[Head, float] = {}
-    left: list[Left] = []
     for head, (maximum, layer) in over.items():
         aim = threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(layer.name)).eps))
         if layer.sinks is not None and float(layer.sinks[head[1]]) > aim:
@@ -142,6 +152,7 @@ def clip_qk_(
         maximum, layer = asked[each.layer, each.head]
         measured = "exact" if layer.stats.exact else "bound" if by_bound else "sampled"
         bound = float(largest[each.layer][1, each.head])
+        note_changed(layer, each.head, (parameters[touched.parameter] for touched in each.touched))
         clipped.append(ClippedHead(each.layer, each.head, maximum, bound, measured, each.factor, each.touched))
     report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
     _log(report)
@@ -169,11 +180,6 @@ def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | 
             raise SettingError(f"its largest score is the soft-cap, {softcap:.4g}, and what came before is not known")
         above, aim = math.atanh(above / softcap), math.atanh(aim / softcap)
     return aim / above
-
-
-def _maxima(layer: Layer) -> torch.Tensor:
-    """The largest score seen, and the bound: (2, heads)."""
-    return torch.stack([layer.stats.max, layer.stats.max_bound]).double().cpu()
 
 
 def _agreed(
@@ -224,4 +230,6 @@ def _log(report: ClipReport) -> None:
     for head in report.heads:
         LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
     for left in report.left:
-        LOGGER.warning("QK-Clip at %g: %s", report.threshold, left)
+        LOGGER.log(
+            logging.DEBUG if left.reason == STALE else logging.WARNING, "QK-Clip at %g: %s", report.threshold, left
+        )

@@ -243,7 +243,7 @@ class Monitor:
         merged = self._merging.merged(layers)  # at once: ranks wait for each other
         mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
         self.layers = {
-            name: replace(layers[name], stats=merged.tallies[key].stats)
+            name: replace(layers[name], stats=merged.tallies[key].stats, measured=())
             for name, key in mine.items()
             if key in merged.tallies
         }

@@ -132,6 +132,7 @@ class Seen:
             highest_bias=max(call.highest_bias for call in calls),
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
+            measured=tuple(call.stats for call in calls),
         )
 
     def __str__(self) -> str:
