@@ -161,6 +161,15 @@ def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
     return _shard_offset(shape, mesh, placements)
 
 
+def fsdp_groups(module: torch.nn.Module) -> list[Any]:
+    """The groups of ranks over which FSDP2 shards or copies a module's own parameters; none where it does not."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    held = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    meshes = [getattr(each, "mesh_info", None) for each in held]
+    groups = [getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("replicate", "shard")]
+    return [group for group in groups if group is not None]
+
+
 def called_module(frame: FrameType) -> torch.nn.Module | None:
     """The module that this frame calls; None where it is no such call."""
     code = getattr(_module_call.found, "__code__", None)
