@@ -6,6 +6,7 @@ tests/test_torch_internals.py says in one sentence which torch lacks what.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from types import FrameType
@@ -76,6 +77,9 @@ _module_call = Internal(
 )
 _sdpa_choice = Internal(
     "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
+)
+_default_store = Internal(
+    "torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged: each keeps to itself"
 )
 _shard_offset = Internal(
     "torch.distributed.tensor._utils",
@@ -159,6 +163,18 @@ def local_part(parameter: Tensor) -> Tensor | None:
 def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
     """The shape of this rank's part of a tensor, and where in the whole it begins."""
     return _shard_offset(shape, mesh, placements)
+
+
+def gloo_group(name: str, rank: int, size: int, seconds: float) -> Any:
+    """A gloo group that only its members know of, and that ends when it is let go.
+
+    One of new_group() takes the name of an earlier group of the same ranks once that is destroyed, and meets what it
+    left in the store.
+    """
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    store = PrefixStore(name, _default_store())
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
 
 
 def fsdp_groups(module: torch.nn.Module) -> list[Any]:

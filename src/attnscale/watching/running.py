@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnscale.torch_internals import called_module, recorded_operations
 
@@ -40,17 +41,23 @@ class Running:
         only_training: bool = False,
         begins: Callable[[str], bool] = lambda name: True,
         passed_over: Collection[str] = (),
+        replaced: Callable[[], None] = lambda: None,
     ) -> None:
         """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
 
-        Modules `passed_over` that hold no others are taken for a part of the one around them.
+        Modules `passed_over` that hold no others are taken for a part of the one around them. `replaced` is called
+        where the model turns out to hold a module that it did not hold before.
         """
         self._root = type(model).__name__
+        self._model, self._replaced = model, replaced
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         named = {id(module): (uncompiled(name), module) for name, module in reversed(list(model.named_modules()))}
         self._names = {
             key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
         }
+        self._others = WeakIdKeyDictionary(
+            {module: True for _, module in named.values() if id(module) not in self._names}
+        )
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
@@ -112,7 +119,17 @@ class Running:
             handle.remove()
         self._handles = []
 
+    def _find(self, module: nn.Module) -> None:
+        """A module that is not known runs inside the model: one put there since, perhaps in another's place."""
+        self._others[module] = True
+        named = [(uncompiled(name), each) for name, each in self._model.named_modules()]
+        if any(each is module for _, each in named):
+            self._names |= {id(each): name for name, each in reversed(named)}
+            self._replaced()
+
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if id(module) not in self._names and self.stack and self.is_here and module not in self._others:
+            self._find(module)
         name = self._names.get(id(module))
         if name is None or self.is_over:
             return

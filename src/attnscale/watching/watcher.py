@@ -40,7 +40,13 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.recognition = Recognition(settings)
         passed_over = () if known is None else known.called - known.attending
         self.running = Running(
-            model, self._ran, self, settings.training, self.recognition.begins, passed_over=passed_over
+            model,
+            self._ran,
+            self,
+            settings.training,
+            self.recognition.begins,
+            passed_over=passed_over,
+            replaced=self.recognition.forget,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
