@@ -6,6 +6,7 @@ tests/test_torch_internals.py says in one sentence which torch lacks what.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from types import FrameType
@@ -59,6 +60,9 @@ _dispatch_mode = Internal(
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
 )
+_modes_in_place = Internal(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes left behind are not counted"
+)
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
 _has_kernel = Internal(
@@ -98,6 +102,9 @@ _backwards = {
 _cpu_backward = Internal(
     "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", f"{SLOWER} (on a CPU)"
 )
+_default_store = Internal(
+    "torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged: each keeps to itself"
+)
 _shard_offset = Internal(
     "torch.distributed.tensor._utils",
     "compute_local_shape_and_global_offset",
@@ -120,6 +127,11 @@ def is_fake(kinds: tuple[type, ...]) -> bool:
 def without_modes() -> Any:
     """A context in which no mode sees what runs."""
     return _without_modes(otherwise=nullcontext())
+
+
+def modes_in_place() -> int:
+    """How many modes see what this thread runs."""
+    return len(_modes_in_place(otherwise=()))
 
 
 def schema_of(function: Any) -> Any | None:
@@ -175,6 +187,27 @@ def local_part(parameter: Tensor) -> Tensor | None:
 def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
     """The shape of this rank's part of a tensor, and where in the whole it begins."""
     return _shard_offset(shape, mesh, placements)
+
+
+def gloo_group(name: str, rank: int, size: int, seconds: float) -> Any:
+    """A gloo group that only its members know of, and that ends when it is let go.
+
+    One of new_group() takes the name of an earlier group of the same ranks once that is destroyed, and meets what it
+    left in the store.
+    """
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    store = PrefixStore(name, _default_store())
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+
+
+def fsdp_groups(module: torch.nn.Module) -> list[Any]:
+    """The groups of ranks over which FSDP2 shards or copies a module's own parameters; none where it does not."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    held = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    meshes = [getattr(each, "mesh_info", None) for each in held]
+    groups = [getattr(mesh, f"{kind}_process_group", None) for mesh in meshes for kind in ("replicate", "shard")]
+    return [group for group in groups if group is not None]
 
 
 def called_module(frame: FrameType) -> torch.nn.Module | None:

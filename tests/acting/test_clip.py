@@ -1,5 +1,6 @@
 """QK-Clip: what passed the threshold meets it, what did not stays as it was to the last bit, whatever the layout."""
 
+import copy
 import json
 import logging
 import math
@@ -279,3 +280,38 @@ def test_a_threshold_that_is_none_is_refused(threshold):
     model = made(Attention)
     with pytest.raises(SettingError, match="positive"):
         attnscale.clip_qk_(model, watched(model, batch()), threshold)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_measurement_clips_once_however_often_it_is_given(every):
+    """Called at each step with a monitor that samples each tenth: 100 → 4.9 → 0.24 → 0.012, it was."""
+    model, inputs = sharpened(made(Attention), "q_proj.weight", slice(0, HEAD_DIM), 1000), batch()
+    monitor = attnscale.Monitor(model, every=every, rows=None)
+    reports = []
+    for _ in range(7):
+        model(*inputs).sum().backward()
+        monitor.step()
+        reports.append(attnscale.clip_qk_(model, monitor, threshold=7.0))
+    monitor.close()
+    assert [len(report.heads) > 0 for report in reports] == [True, *(6 * [False])]
+    assert float(watched(model, inputs).layers["Attention"].stats.max.max()) == pytest.approx(7.0, rel=1e-3)
+    assert [bool(report.left) for report in reports[1:]] == 6 * [every > 1]
+    assert all("clipped since it was measured" in left.reason for report in reports for left in report.left)
+
+
+def test_calls_after_a_clip_are_judged_without_those_before_it():
+    model, inputs = sharpened(made(Attention), "q_proj.weight", slice(0, HEAD_DIM), 1000), batch()
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(*inputs)
+        assert attnscale.clip_qk_(model, seen, threshold=7.0).heads
+        model(*inputs)
+        again = attnscale.clip_qk_(model, seen, threshold=7.0)
+    assert not again.heads
+    assert not again.left
+
+
+def test_a_copy_of_the_model_is_clipped_by_the_same_measurement():
+    model, inputs = sharpened(made(Attention), "q_proj.weight", slice(0, HEAD_DIM), 1000), batch()
+    copied, seen = copy.deepcopy(model), watched(model, inputs)
+    first, second = (attnscale.clip_qk_(each, seen, threshold=7.0) for each in (model, copied))
+    assert [head.gamma for head in first.heads] == [head.gamma for head in second.heads] != []

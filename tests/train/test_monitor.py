@@ -307,3 +307,24 @@ def test_growth_that_a_soft_cap_or_a_qk_norm_stops_is_not_warned_of(options, war
     forecasts = [alarm for alarm in raised if "will pass" in alarm.message and alarm.layer == LAYERS[0]]
     assert bool(forecasts) == warned
     assert monitor.last.layers[LAYERS[0]].softcap == options.get("softcap")
+
+
+def test_norms_and_alignment_of_unlike_micro_batches_are_those_of_all_rows():
+    """9 samples and 1 of longer vectors: 7.2 it was, for 3.75."""
+    whole, parts = (Monitor(small_model(), rows=None) for _ in range(2))
+    tokens = batch(10, 3)
+    tokens[9] = tokens[9, 0]  # one token over and over: other norms than the rest
+    with torch.no_grad():
+        for monitor in (whole, parts):
+            monitor.model.embedding.weight[tokens[9, 0]] *= 50
+            for block in monitor.model.blocks:
+                block.attention.query.weight.mul_(3)
+    for monitor, sizes in ((whole, [10]), (parts, [9, 1])):
+        for some in tokens.split(sizes):
+            (loss_of(monitor.model, some) * len(some) / 10).backward()
+        monitor.step()
+        monitor.close()
+    for name in LAYERS:
+        for number in ("scale", "query_norm", "key_norm", "alignment", "spread"):
+            first, second = (monitor.last.layers[name].numbers[number] for monitor in (whole, parts))
+            assert second == pytest.approx(first, rel=1e-4), number

@@ -5,23 +5,27 @@ Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from attnscale.acting.folding import Folding, Head, Left
-from attnscale.acting.writing import Touched, is_sharded
+from attnscale.acting.freshness import fresh_maxima, note_changed
+from attnscale.acting.replicas import agreed_maxima, axes_of, device_of
+from attnscale.acting.writing import Touched
 from attnscale.errors import SettingError
-from attnscale.tracing.parameters import UntraceableError
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
 ROUNDING = 1e-5
+STALE = "it was clipped since it was measured, and waits to be measured again"
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,12 @@ def clip_qk_(
     followed; the report says so, and every clipped head is logged with its maximum before.
 
     Where rows were sampled, the largest score seen decides; `by_bound` decides by the upper bound instead, after which
-    no score of that input can pass the threshold, though a head may be clipped that did not need it. Ranks that hold
-    the same parameters must agree: under FSDP2 and DDP they do, else give their `group`.
+    no score of that input can pass the threshold, though a head may be clipped that did not need it. What was measured
+    clips once: given again, as by a monitor between its sampled steps, it leaves the heads it clipped.
+
+    Where torch.distributed runs, call it on every rank that holds the model, also on one that saw nothing: what several
+    ranks hold stays the same on all to the last bit. FSDP2, tensor parallel and DDP are found, also from the module
+    inside a wrapper, and in meshes of several axes; other ranks with copies of the model are told by their `group`.
 
     >>> from attnscale import watch
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
@@ -114,34 +122,43 @@ def clip_qk_(
     if not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
         raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
     layers = seen.layers
-    groups = _groups(model, layers) if group is None else [group]
-    largest = _agreed(model, {name: _maxima(layer) for name, layer in layers.items()}, groups)
+    axes = axes_of(model, group)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own = {name: _limits(layer, fresh_maxima(layer, parameters)) for name, layer in layers.items()}
+    largest = agreed_maxima(axes, own, device_of(model))
     asked = {
         (name, head): (float(largest[name][1 if by_bound else 0, head]), layer)
         for name, layer in layers.items()
         for head in range(layer.heads)
     }
     over = {head: known for head, known in asked.items() if not known[0] <= threshold}
-    if not over:
-        return ClipReport(threshold, (), ())
+    left = [
+        Left(name, head, STALE)
+        for (name, head), (maximum, layer) in asked.items()
+        if maximum == -math.inf
+        and not float((layer.stats.max_bound if by_bound else layer.stats.max)[head]) <= threshold
+    ]
+    if not over and not axes:
+        return ClipReport(threshold, (), tuple(left))
     folding = Folding(model, layers)
     wanted: dict[Head, float] = {}
-    left: list[Left] = []
     for head, (maximum, layer) in over.items():
         aim = threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(layer.name)).eps))
-        if layer.sinks is not None and float(layer.sinks[head[1]]) > aim:
-            left.append(Left(*head, f"a sink beside its keys has the score {float(layer.sinks[head[1]]):.4g}"))
+        bias, sink = largest[layer.name][2:, head[1]].tolist()
+        if sink > aim:
+            left.append(Left(*head, f"a sink beside its keys has the score {sink:.4g}"))
             continue
         try:
-            wanted[head] = gamma(maximum, aim, layer.highest_bias, layer.softcap)
+            wanted[head] = gamma(maximum, aim, bias, layer.softcap)
         except SettingError as error:
             left.append(Left(*head, str(error)))
-    folded, not_folded = folding.multiply_(wanted, merge=min)
+    folded, not_folded = folding.multiply_(wanted, merge=min, axes=axes)
     clipped = []
     for each in folded:
         maximum, layer = asked[each.layer, each.head]
         measured = "exact" if layer.stats.exact else "bound" if by_bound else "sampled"
         bound = float(largest[each.layer][1, each.head])
+        note_changed(layer, each.head, (parameters[touched.parameter] for touched in each.touched))
         clipped.append(ClippedHead(each.layer, each.head, maximum, bound, measured, each.factor, each.touched))
     report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
     _log(report)
@@ -171,57 +188,22 @@ def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | 
     return aim / above
 
 
-def _maxima(layer: Layer) -> torch.Tensor:
-    """The largest score seen, and the bound: (2, heads)."""
-    return torch.stack([layer.stats.max, layer.stats.max_bound]).double().cpu()
-
-
-def _agreed(
-    model: nn.Module, maxima: Mapping[str, torch.Tensor], groups: "Sequence[dist.ProcessGroup]"
-) -> dict[str, torch.Tensor]:
-    """The largest over all ranks that hold the same parameters; they ran the same layers."""
-    if not groups or not maxima:
-        return dict(maxima)
-    device = next(model.parameters()).device
-    packed = torch.cat([values.flatten() for values in maxima.values()]).to(device)
-    packed = torch.where(packed.isnan(), math.inf, packed)  # a NaN on one rank is not to be lost in a maximum
-    for each in groups:
-        dist.all_reduce(packed, dist.ReduceOp.MAX, group=each)
-    parts = packed.cpu().split([values.numel() for values in maxima.values()])
-    return {name: part.view_as(values) for part, (name, values) in zip(parts, maxima.items(), strict=True)}
-
-
-def _groups(model: nn.Module, layers: Mapping[str, Layer]) -> "list[dist.ProcessGroup]":
-    """The ranks over which a model's parameters are sharded or copied, but not those with heads of their own.
-
-    Where heads are shared out (tensor parallel), that is the last axis of the mesh, as torch lays them out.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return [model.process_group]
-    sharded: Any = next(filter(is_sharded, model.parameters()), None)
-    mesh = None if sharded is None else sharded.device_mesh
-    if mesh is None:
-        return []
-    return [mesh.get_group(axis) for axis in range(mesh.ndim - _shares_out_heads(model, layers))]
-
-
-def _shares_out_heads(model: nn.Module, layers: Mapping[str, Layer]) -> bool:
-    """Whether this rank made its queries by its own part of a parameter."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for origin in (call.query for layer in layers.values() for call in layer.origins):
-        try:
-            sources = () if origin is None else origin.sources()
-        except UntraceableError:
-            continue
-        for source in sources:
-            parameter = parameters.get(source.parameter)
-            if parameter is not None and is_sharded(parameter) and tuple(parameter.shape) != source.shape:
-                return True
-    return False
+def _limits(layer: Layer, maxima: torch.Tensor) -> NDArray[np.float64]:
+    """The largest score, its bound, the most that is added and the highest sink, (4, heads); NaN counts as ∞."""
+    added = torch.full((layer.heads,), layer.highest_bias, dtype=torch.float64)
+    sinks = torch.full_like(added, -math.inf) if layer.sinks is None else layer.sinks.double().cpu().expand(layer.heads)
+    limits: NDArray[np.float64] = (
+        torch.cat([maxima, torch.stack([added, sinks])])
+        .nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        .numpy()
+    )
+    return limits
 
 
 def _log(report: ClipReport) -> None:
     for head in report.heads:
         LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
     for left in report.left:
-        LOGGER.warning("QK-Clip at %g: %s", report.threshold, left)
+        LOGGER.log(
+            logging.DEBUG if left.reason == STALE else logging.WARNING, "QK-Clip at %g: %s", report.threshold, left
+        )

@@ -6,15 +6,19 @@ all of it goes to the queries. Heads that share what makes their queries, as the
 take one factor.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from attnscale.acting.writing import Touched, held_as, multiply_rows_
+from attnscale.acting.common import Block, Common, Floats
+from attnscale.acting.replicas import Axis, Changes, agreed_changes
+from attnscale.acting.writing import Change, Touched, held_as
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 from attnscale.watching.layer import Layer
 
@@ -44,23 +48,13 @@ class Folded:
     touched: tuple[Touched, ...]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A parameter whose rows are known by numbers from `first` on."""
-
-    name: str
-    parameter: Tensor
-    across: tuple[int, ...]
-    offset: float
-    first: int
-
-
 class Folding:
     """Who makes what in a watched model: rows of parameters, features of heads."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._blocks: dict[tuple[object, ...], _Block] = {}
+        self._ways: dict[int, tuple[object, ...]] = {}  # in which each parameter is used
+        self._blocks: dict[tuple[object, ...], Block] = {}
         self._rows = 0
         self._heads: list[Head] = [(name, head) for name, layer in layers.items() for head in range(layer.heads)]
         self._number = {head: number for number, head in enumerate(self._heads)}
@@ -87,17 +81,20 @@ class Folding:
         return self._dtypes.get(layer, torch.float32)
 
     def multiply_(
-        self, wanted: Mapping[Head, float], merge: Callable[[Sequence[float]], float]
+        self, wanted: Mapping[Head, float], merge: Callable[[Sequence[float]], float], axes: Sequence[Axis] = ()
     ) -> tuple[list[Folded], list[Left]]:
-        """Multiply the scores of these heads; `merge` makes one factor of those of a family."""
+        """Multiply the scores of these heads; `merge` makes one factor of those of a family.
+
+        Along the axes every rank takes part; families may then span ranks, and take the least of their factors.
+        """
         left = [Left(*head, self._reasons[head[0]]) for head in wanted if head[0] in self._reasons]
-        families = self._families()
-        factors = np.ones(len(self._heads))
-        for family in np.unique(families):
-            members = np.flatnonzero(families == family)
-            known = [wanted.get(self._heads[member], 1.0) for member in members]
-            factors[members] = known[0] if len(known) == 1 else merge(known)
-        halved, broken = self._halved(families)
+        common = Common([axis for axis in axes if axis.cut], list(self._blocks.values()), self._rows)
+        factors = np.array([wanted.get(head, 1.0) for head in self._heads])
+        own = self._families()
+        for members in _groups(own):
+            factors[members] = merge(factors[members].tolist())
+        families, factors = self._linked(common, own, factors)
+        halved, broken = self._halved(families, common)
         for number in np.flatnonzero(broken & (factors != 1.0)):
             left.append(Left(*self._heads[number], "what makes its queries makes its keys, or values, in part"))
         factors[broken] = 1.0
@@ -107,8 +104,9 @@ class Folding:
             moved = factors[uses.head] != 1.0
             feature = uses.feature[moved]
             by_row[uses.row[moved]] = factors[uses.head[moved]] ** share[feature]
-        self._write(by_row)
-        return self._told(factors, by_row), left
+        for name, change in agreed_changes(axes, self._changes(by_row), len(self._heads)).items():
+            change.apply_(self._parameters[name])
+        return list(self._told(factors, by_row)), left
 
     def _follow(self, layer: Layer) -> "tuple[_Uses, _Uses, Indices]":
         """Uses by queries, uses by keys, and rows of values; the keys' first where only they can be followed."""
@@ -136,14 +134,14 @@ class Folding:
         if not sources:
             raise UntraceableError("no parameter makes its queries or keys")
         for source in sources:
-            parameter = held_as(self._parameters.get(source.parameter), source.shape)
-            if parameter is None:
+            parameter = self._parameters.get(source.parameter)
+            if parameter is None or held_as(parameter, source.shape) is None:
                 raise UntraceableError(f"{source.parameter} is not the parameter that was watched: sharded by tensor?")
             if not parameter.is_floating_point():
                 raise UntraceableError(f"{source.parameter} is quantised, {parameter.dtype}")
-            for block in self._blocks.values():
-                if block.parameter is parameter and (block.across, block.offset) != (source.across, source.offset):
-                    raise UntraceableError(f"{source.parameter} is used in two ways")
+            ways = self._ways.setdefault(id(parameter), (source.shape, source.across, source.offset))
+            if ways != (source.shape, source.across, source.offset):
+                raise UntraceableError(f"{source.parameter} is used in two ways")
         return sources
 
     def _uses(self, layer: Layer, sources: Iterable[Source], origin: Origin) -> "_Uses":
@@ -152,73 +150,106 @@ class Folding:
         found = []
         for source in sources:
             block = self._block(source)
-            self._dtypes.setdefault(layer.name, block.parameter.dtype)
+            self._dtypes.setdefault(layer.name, self._parameters[source.parameter].dtype)
             number = self._number[(layer.name, 0)] + (source.heads[:, None] * shared + np.arange(shared)).ravel()
             feature = np.repeat(source.features, shared)
             found.append(_Uses(block.first + np.repeat(source.rows, shared), number, number * self._widest + feature))
         return _Uses.joined(found)
 
-    def _block(self, source: Source) -> _Block:
-        parameter = held_as(self._parameters[source.parameter], source.shape)
-        assert parameter is not None
-        key = (id(parameter), source.across)
+    def _block(self, source: Source) -> Block:
+        key = (id(self._parameters[source.parameter]), source.shape, source.across)
         if key not in self._blocks:
-            self._blocks[key] = _Block(source.parameter, parameter, source.across, source.offset, self._rows)
+            self._blocks[key] = Block(source.parameter, source.shape, source.across, source.offset, self._rows)
             self._rows += int(np.prod([s for axis, s in enumerate(source.shape) if axis not in source.across]))
         return self._blocks[key]
 
     def _families(self) -> Indices:
         """One number for all heads that share a row which makes queries."""
-        family = np.arange(len(self._heads))
         makes_queries = np.zeros(self._rows, dtype=bool)
         makes_queries[self._main.row] = True
         every = _Uses.joined([self._main, self._partner])
         chosen = makes_queries[every.row]
-        row, head = np.unique(np.stack([every.row[chosen], every.head[chosen]]), axis=1)
-        same = row[1:] == row[:-1]
-        for first, second in np.unique(np.stack([head[:-1][same], head[1:][same]]), axis=1).T:
-            family[family == family[second]] = family[first]
-        return family
+        row, head = every.row[chosen], every.head[chosen]
+        family = np.arange(len(self._heads))
+        while True:  # each round the least number of a row's heads reaches all of them
+            least = np.full(self._rows, len(family))
+            np.minimum.at(least, row, family[head])
+            now = family.copy()
+            np.minimum.at(now, head, least[row])
+            if (now == family).all():
+                return family
+            family = now
 
-    def _halved(self, families: Indices) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def _linked(self, common: Common, families: Indices, factors: Floats) -> tuple[Floats, Floats]:
+        """Families and their factors over all ranks: those that share a row which makes queries are one."""
+        if not common.axes:
+            return families.astype(np.float64), factors
+        here: Floats = families + np.float64(dist.get_rank() * 2**32)  # a number that no other rank has
+        main, changed = self._main, True
+        while changed:
+            before = here.copy()
+            by_row = [_extremes(values[main.head], main.row, self._rows)[0] for values in (here, factors)]
+            for values, least in zip((here, factors), common.least(*by_row)[0], strict=True):
+                of_family = np.full(len(values), np.inf)
+                np.minimum.at(of_family, families[main.head], least[main.row])
+                np.minimum(values, of_family[families], out=values)
+            changed = common.least(np.full(self._rows, np.inf), flag=-float((here != before).any()))[1] < 0
+        return here, factors
+
+    def _halved(self, families: Floats, common: Common) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Features whose keys take half of the factor, and heads that cannot be multiplied at all."""
         main, partner = self._main, self._partner
         every = _Uses.joined([main, partner])
         low, high = _extremes(families[every.head], every.row, self._rows)
-        own = (low == high) & ~self._of_values
+        (low, high, values), _ = common.least(low, -high, np.where(self._of_values, -1.0, np.inf))
+        own, of_values = (low == -high) & (values >= 0), values < 0
         halved = np.zeros(len(self._heads) * self._widest, dtype=bool)
         halved[partner.feature] = True
         halved[partner.feature[~own[partner.row]]] = False
-        low, high = _extremes(halved[every.feature].astype(np.int64), every.row, self._rows)
-        torn = np.isin(families, families[every.head[low[every.row] != high[every.row]]])
+        low, high = _extremes(halved[every.feature].astype(np.float64), every.row, self._rows)
+        (low, high), _ = common.least(low, -high)
+        torn = self._of_families(families, every.head[low[every.row] != -high[every.row]], common)
         halved &= ~np.repeat(torn, self._widest)
         both = np.isin(main.row, partner.row) & ~halved[main.feature]
-        broken = np.isin(families, families[main.head[both | self._of_values[main.row]]])
-        return halved, broken
+        return halved, self._of_families(families, main.head[both | of_values[main.row]], common)
 
-    def _write(self, by_row: NDArray[np.float64]) -> None:
-        for block, rows, factors in self._changed(by_row):
-            multiply_rows_(block.parameter, block.across, rows, factors, block.offset)
+    def _of_families(self, families: Floats, heads: Indices, common: Common) -> NDArray[np.bool_]:
+        """All heads of the families of these, and of those of other ranks."""
+        chosen = np.isin(families, families[heads])
+        _, high = _extremes(chosen[self._main.head].astype(np.float64), self._main.row, self._rows)
+        (low,), _ = common.least(-high)
+        everywhere: NDArray[np.bool_] = np.isin(families, families[self._main.head[low[self._main.row] < 0]])
+        return chosen | everywhere
 
-    def _changed(self, by_row: NDArray[np.float64]) -> Iterable[tuple[_Block, Indices, NDArray[np.float64]]]:
+    def _changes(self, by_row: Floats) -> Changes:
+        found: Changes = {}
         bounds = [block.first for block in self._blocks.values()] + [self._rows]
         for block, last in zip(self._blocks.values(), bounds[1:], strict=True):
             rows = np.flatnonzero(by_row[block.first : last] != 1.0)
             if len(rows):
-                yield block, rows, by_row[block.first + rows]
-
-    def _told(self, factors: NDArray[np.float64], by_row: NDArray[np.float64]) -> list[Folded]:
-        found = []
-        for number in np.flatnonzero(factors != 1.0):
-            used = np.concatenate([uses.row[uses.head == number] for uses in (self._main, self._partner)])
-            touched = []
-            for block, rows, row_factors in self._changed(by_row):
-                mine = np.isin(block.first + rows, used)
-                for factor in np.unique(row_factors[mine]):
-                    same = rows[mine & (row_factors == factor)]
-                    touched.append(Touched(block.name, tuple(same.tolist()), float(factor), block.across, block.offset))
-            found.append(Folded(*self._heads[number], float(factors[number]), tuple(touched)))
+                factors = by_row[block.first + rows]
+                found[block.name] = Change(block.shape, block.across, block.offset, rows, factors)
         return found
+
+    def _told(self, factors: Floats, by_row: Floats) -> Iterator[Folded]:
+        """Of every head that was multiplied, the rows of each parameter that took one factor."""
+        every = _Uses.joined([self._main, self._partner])
+        moved = (factors[every.head] != 1.0) & (by_row[every.row] != 1.0)
+        head, row = np.unique(np.stack([every.head[moved], every.row[moved]]), axis=1)
+        blocks = list(self._blocks.values())
+        block = np.searchsorted([each.first for each in blocks], row, side="right") - 1
+        order = np.lexsort((row, by_row[row], block, head))
+        head, row, block = head[order], row[order], block[order]
+        starts = np.flatnonzero(np.diff(np.stack([head, block, by_row[row]]), prepend=-1.0, axis=1).any(0))
+        touched: dict[int, list[Touched]] = {int(number): [] for number in np.flatnonzero(factors != 1.0)}
+        for start, stop in pairwise([*starts, len(row)]):
+            each = blocks[block[start]]
+            rows = tuple((row[start:stop] - each.first).tolist())
+            touched[int(head[start])].append(
+                Touched(each.name, rows, float(by_row[row[start]]), each.across, each.offset)
+            )
+        for number, changes in touched.items():
+            yield Folded(*self._heads[number], float(factors[number]), tuple(changes))
 
 
 @dataclass(frozen=True)
@@ -237,9 +268,17 @@ class _Uses:
         return _Uses(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names))
 
 
-def _extremes(values: Indices, at: Indices, size: int) -> tuple[Indices, Indices]:
-    """The lowest and the highest of the values at each of `size` places."""
-    low, high = np.full(size, np.iinfo(np.int64).max), np.full(size, np.iinfo(np.int64).min)
+def _extremes(values: Floats, at: Indices, size: int) -> tuple[Floats, Floats]:
+    """The lowest and the highest of the values at each of `size` places; ∞ and −∞ where there is none."""
+    low, high = np.full(size, np.inf), np.full(size, -np.inf)
     np.minimum.at(low, at, values)
     np.maximum.at(high, at, values)
     return low, high
+
+
+def _groups(numbers: Indices) -> Iterator[Indices]:
+    """Where each number that is met more than once is met."""
+    order = np.argsort(numbers, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+        if len(group) > 1:
+            yield group

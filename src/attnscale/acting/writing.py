@@ -42,10 +42,51 @@ def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
             start = at
 
 
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Rows of a parameter, as a rank computes with it, and what each is multiplied by; `shape` is that of this part."""
+
+    shape: tuple[int, ...]
+    across: tuple[int, ...]
+    offset: float
+    rows: Indices
+    factors: NDArray[np.float64]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for changes that are equal to the last bit."""
+        return (self.shape, self.across, self.offset, self.rows.tobytes(), self.factors.tobytes())
+
+    def with_rows_of(self, other: "Change") -> "Change":
+        """And the rows of another that are not among its own, where both say the same of the parameter."""
+        if (self.shape, self.across, self.offset) != (other.shape, other.across, other.offset):
+            return self
+        more = ~np.isin(other.rows, self.rows)
+        rows = np.concatenate([self.rows, other.rows[more]])
+        order = np.argsort(rows)
+        factors = np.concatenate([self.factors, other.factors[more]])
+        return Change(self.shape, self.across, self.offset, rows[order], factors[order])
+
+    def apply_(self, parameter: Tensor) -> None:
+        """Make it."""
+        held = held_as(parameter, self.shape)
+        if held is not None:
+            whole, start = held
+            multiply_rows_(whole, self.across, self.rows, self.factors, self.offset, self.shape, start)
+
+
 def multiply_rows_(
-    parameter: Tensor, across: tuple[int, ...], rows: Indices, factors: NDArray[np.float64], offset: float = 0.0
+    parameter: Tensor,
+    across: tuple[int, ...],
+    rows: Indices,
+    factors: NDArray[np.float64],
+    offset: float = 0.0,
+    shape: tuple[int, ...] | None = None,
+    begins: tuple[int, ...] | None = None,
 ) -> None:
     """Multiply rows, which run along the axes `across`, in place and rounded once; `offset` counts with the values.
+
+    Rows are counted in a part of this `shape`, which `begins` at these indices; in all of the parameter where None.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 3))
     >>> multiply_rows_(weight, (0,), np.array([1]), np.array([0.5]))
@@ -53,7 +94,10 @@ def multiply_rows_(
     [[1.0, 0.5, 1.0], [1.0, 0.5, 1.0]]
     """
     kept = [axis for axis in range(parameter.dim()) if axis not in across]
-    at = np.stack(np.unravel_index(rows, [parameter.shape[axis] for axis in kept])) if kept else np.zeros((0, 1))
+    shape = tuple(parameter.shape) if shape is None else shape
+    at = np.stack(np.unravel_index(rows, [shape[axis] for axis in kept])) if kept else np.zeros((0, 1))
+    if kept and begins is not None:
+        at = at + np.array([[begins[axis]] for axis in kept], dtype=np.int64)
     with torch.no_grad():
         local, start = _held(parameter)
         at = at - np.array([[start[axis]] for axis in kept], dtype=np.int64).reshape(len(kept), 1)
@@ -84,12 +128,28 @@ def _held(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local().detach(), tuple(start)  # type: ignore[attr-defined]
 
 
-def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """The parameter, or the part of it that this rank computes with, whichever was watched with this shape."""
+def held_as(parameter: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]] | None:
+    """The parameter, or this rank's part of it, whichever was watched with this shape, and where in it that begins.
+
+    Where heads are shared out and each part is sharded again (FSDP2 and tensor parallel), the last axis of the mesh
+    cuts heads, as torch lays them out.
+    """
+    nowhere = (0,) * len(shape)
     if parameter is None or tuple(parameter.shape) == shape:
-        return parameter
+        return None if parameter is None else (parameter, nowhere)
     local = local_part(parameter)
-    return local if local is not None and tuple(local.shape) == shape else None
+    if local is None:
+        return None
+    mesh, placement = parameter.device_mesh, parameter.placements[-1]  # type: ignore[attr-defined]
+    if mesh.ndim == 1:
+        return (local, nowhere) if tuple(local.shape) == shape else None
+    if placement.is_replicate():
+        return None
+    size, axis = -(-parameter.shape[placement.dim] // mesh.size(mesh.ndim - 1)), placement.dim
+    first = mesh.get_coordinate()[-1] * size
+    cut = [*parameter.shape]
+    cut[axis] = max(0, min(size, cut[axis] - first))
+    return (parameter, (*nowhere[:axis], first, *nowhere[axis + 1 :])) if tuple(cut) == shape else None
 
 
 def is_sharded(parameter: Tensor) -> bool:

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from attnscale.errors import AttnscaleWarning, LostRankWarning, NotRecordedWarning
 from attnscale.train import keys
-from attnscale.train.ranks import Combined, Ranks
+from attnscale.train.ranks import Combined, Moment, Ranks
 from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes
 from attnscale.watching import Layer
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Merging:
     key_group: dist.ProcessGroup | None
     is_wanted: bool
     timeout: float
+    every: int
     tell: Callable[[AttnscaleWarning], None]
     _ranks: Ranks | None = None
     _key_ranks: Ranks | None = None
@@ -46,12 +50,13 @@ class Merging:
         """Whether other ranks have anything to add."""
         return self.key_group is not None or self._has_other_rows
 
-    def merged(self, layers: Mapping[str, Layer]) -> Merged:
-        """What all ranks saw; every rank of the groups must call it."""
-        own = seen_tallies(layers, self.part) if self.key_group is None else self._over_keys(layers)
+    def merged(self, moment: Moment, layers: Mapping[str, Layer]) -> Merged:
+        """What all ranks saw at this moment; every rank of the groups must call it, also one that saw nothing."""
+        own = self._or_nothing(lambda: seen_tallies(layers, self.part)) if self.key_group is None else None
+        own = self._over_keys(moment, layers) if own is None else own
         if not self._has_other_rows:
             return Merged(own)
-        combined = self._combined(own)
+        combined = self._combined(moment, own)
         assert self._ranks is not None
         is_first = self._ranks.rank == 0
         rank = None if combined.agreed else dist.get_rank()
@@ -59,27 +64,53 @@ class Merging:
             from_bytes(combined.payload), combined.ranks, rank, is_first or not combined.agreed, is_logged_here=is_first
         )
 
+    def break_off(self, moment: Moment) -> None:
+        """This rank has nothing to say of a moment: whoever waits for it need not."""
+        for ranks in (self._ranks, self._key_ranks):
+            if ranks is not None:
+                ranks.break_off(moment)
+
+    def _or_nothing(self, make: Callable[[], Made]) -> "Made | dict[Any, Any]":
+        """What failed here is told, and the others are not left waiting."""
+        try:
+            return make()
+        except Exception as error:
+            told = f"What this rank saw of a sampled step is not in its record: {type(error).__name__}: {error}"
+            self.tell(NotRecordedWarning(told))
+            return {}
+
+    def close(self) -> None:
+        """Let go of the groups that were made for it."""
+        for ranks in (self._ranks, self._key_ranks):
+            if ranks is not None:
+                ranks.close()
+        self._ranks = self._key_ranks = None
+
     @property
     def _has_other_rows(self) -> bool:
         return self.is_wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    def _combined(self, own: Tallies) -> Combined:
+    def _combined(self, moment: Moment, own: Tallies) -> Combined:
         if self._ranks is None:
-            self._ranks = Ranks(self.group, self.timeout)
+            self._ranks = Ranks(self.group, self.timeout, self.every, self.tell)
         return self._ranks.combine(
-            to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
+            moment, to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
         )
 
-    def _over_keys(self, layers: Mapping[str, Layer]) -> Tallies:
+    def _over_keys(self, moment: Moment, layers: Mapping[str, Layer]) -> Tallies:
         """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
         if self._key_ranks is None:
-            self._key_ranks = Ranks(self.key_group, self.timeout)
-        own = keys.to_bytes(keys.pieces_of(layers, self.part))
+            self._key_ranks = Ranks(self.key_group, self.timeout, self.every, self.tell)
+        own = keys.to_bytes(self._or_nothing(lambda: keys.pieces_of(layers, self.part)))
         combined = self._key_ranks.combine(
-            own, lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads))
+            moment,
+            own,
+            lambda payloads: keys.to_bytes(keys.merge_keys(keys.from_bytes(payload) for payload in payloads)),
         )
         if combined.ranks < self._key_ranks.size:
-            told = "A rank of key_group is missing, and with it keys of every row: nothing is recorded from now on."
+            told = (
+                "A rank of key_group is missing, and with it keys of every row: nothing is recorded until it is back."
+            )
             self.tell(LostRankWarning(told))
             return {}
         pieces = keys.from_bytes(combined.payload)

@@ -1,11 +1,11 @@
 """Monitor: the scores of a model while it trains, every so many steps."""
 
 import atexit
-import logging
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,16 +18,16 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Growth
 from attnscale.errors import (
-    AttnscaleError,
     AttnscaleWarning,
     InputError,
     NotRecordedWarning,
     SettingError,
-    SinkWarning,
 )
+from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
+from attnscale.train.ranks import Moment
 from attnscale.train.record import Record, new_name
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
@@ -39,7 +39,18 @@ from attnscale.watching.watch import watched
 # Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
 # costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then.
 FOLLOWED = 10
-LOGGER = logging.getLogger("attnscale")
+OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
+
+
+class _BrokenOffError(Exception):
+    """A step that is not watched to its end."""
+
+
+@atexit.register
+def _cancel_all() -> None:
+    """What a process that ends still watches is let go while there is an interpreter to do it."""
+    for monitor in list(OPEN):
+        monitor.cancel()
 
 
 class Monitor:
@@ -96,19 +107,22 @@ class Monitor:
         self.model, self.every = model, every
         self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
+        self._delivery = Delivery(self.sinks, on_alarm, self._tell)
         self._history = History(limits or Thresholds())
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
-        self._on_alarm = on_alarm
-        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, self._tell)
+        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, every, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._known: KnownModel | None = None
         self._sampled = 0  # steps
+        self._resumed = 0  # how often a state was loaded
         self._told: set[tuple[type[AttnscaleWarning], str]] = set()
+        self._modules: list[weakref.ref[nn.Module]] = []  # of the model, when it was last watched
+        OPEN.add(self)
         self.begin()
 
     @property
@@ -139,9 +153,18 @@ class Monitor:
             self._try(self._begin_watching)
 
     def _begin_watching(self) -> None:
+        modules = list(self.model.modules())
+        if [known() for known in self._modules] != modules:
+            self._known = None  # some were replaced, and are to be followed
+        self._modules = [weakref.ref(module) for module in modules]
         watch = watched(self.model, replace(self._settings, seed=self._seed, known=self._known))
         self._seen = watch.__enter__()
         self._watch = watch
+
+    @property
+    def _moment(self) -> Moment:
+        """By which ranks know that they speak of the same step."""
+        return Moment(self._resumed, self.steps)
 
     @property
     def _seed(self) -> int | None:
@@ -151,8 +174,10 @@ class Monitor:
     def end(self) -> None:
         """A training step is over."""
         self.flush()
-        if self._watch is not None:
-            self._try(lambda: self._record(self._leave()))
+        if self._watch is not None or (self.is_due and self._merging.is_needed):
+            layers: list[dict[str, Layer]] = []
+            self._try(lambda: layers.append(self._leave()))
+            self._try(lambda: self._record(layers[0] if layers else {}))  # the others wait for this rank
         self.steps += 1
 
     def flush(self) -> None:
@@ -177,25 +202,24 @@ class Monitor:
     ) -> None:
         if kind is None:
             self.end()
-        else:
-            self.cancel()
+            return
+        self.cancel()
+        if self.is_due and self._merging.is_needed:
+            self._merging.break_off(self._moment)
 
     def cancel(self) -> None:
         """Stop watching the present step, and record nothing of it."""
         self.flush()
         leaving, self._watch, self._seen = self._watch, None, None
         if leaving is not None:
-            with warnings.catch_warnings(), suppress(AttnscaleError):  # nothing was seen, and nothing was asked
-                warnings.simplefilter("ignore", AttnscaleWarning)
-                leaving.__exit__(None, None, None)
+            broken_off = _BrokenOffError()  # so that nothing is concluded, and nothing told, of half a step
+            leaving.__exit__(_BrokenOffError, broken_off, None)
 
     def close(self) -> None:
         """Stop, and close what can be closed."""
         self.cancel()
-        for sink in self.sinks:
-            closing = getattr(sink, "close", None)
-            if closing is not None:
-                closing()
+        self._merging.close()
+        self._delivery.close()
 
     def growth(self, layer: str) -> Growth | None:
         """How fast the largest score of a layer grows, by the latest samples."""
@@ -210,12 +234,14 @@ class Monitor:
         self.cancel()
         self.run, self._part = str(state.get("run", self.run)), new_name()
         self.steps = int(state["steps"])
+        self._resumed += 1
         self.history.load_state_dict(state["history"])
         self.begin()
 
     def _leave(self) -> dict[str, Layer]:
         leaving, seen, self._watch, self._seen, self._known = self._watch, self._seen, None, None, None
-        assert leaving is not None and seen is not None  # noqa: PT018 (begin() set both)
+        if leaving is None or seen is None:  # watching could not begin, or was broken off
+            return {}
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
@@ -242,10 +268,10 @@ class Monitor:
             else:
                 atexit.register(self.flush)
             return
-        merged = self._merging.merged(layers)  # at once: ranks wait for each other
+        merged = self._merging.merged(self._moment, layers)  # at once: ranks wait for each other
         mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
         self.layers = {
-            name: replace(layers[name], stats=merged.tallies[key].stats)
+            name: replace(layers[name], stats=merged.tallies[key].stats, measured=())
             for name, key in mine.items()
             if key in merged.tallies
         }
@@ -264,24 +290,9 @@ class Monitor:
         self._last = record = Record(
             step, seconds, found, alarms, merged.ranks, merged.rank, None, self.run, self._part
         )
-        self._raise(step, alarms, merged.is_logged_here)
         if merged.is_written_here:
-            self._write(record)
-
-    def _raise(self, step: int, alarms: list[Finding], is_logged: bool) -> None:
-        for alarm in alarms:
-            if is_logged:
-                LOGGER.warning("step %d: %s", step, alarm)
-            if self._on_alarm is not None:
-                self._on_alarm(alarm)
-
-    def _write(self, record: Record) -> None:
-        for sink in self.sinks:
-            try:
-                sink(record)
-            except Exception as error:
-                told = f"A sink failed and is tried again at the next record: {type(error).__name__}: {error}"
-                self._tell(SinkWarning(told))
+            self._delivery.write(record)
+        self._delivery.alarm(record, is_logged=merged.is_logged_here)
 
     def _tell(self, warning: AttnscaleWarning) -> None:
         """Warn of each thing once."""

@@ -34,6 +34,7 @@ class SeenCall:
     scales: Tensor
     query_norm: Tensor
     key_norm: Tensor
+    batch: int = 1
     normalised: bool = False
     biased: bool = False
     bias_is_scaled: bool = False
@@ -48,6 +49,11 @@ class SeenCall:
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
+
+    @property
+    def rows(self) -> int:
+        """Of every head; by what it counts among other calls."""
+        return self.batch * self.query_len
 
     @property
     def mixes_along_softmax(self) -> bool:

@@ -1,9 +1,10 @@
 """What watching changes of torch while it lasts, held by any number of watchers at once.
 
 A monitor begins to watch in one call and ends in another, so watchers do not end in the reverse order of their
-beginning; what they share is changed with the first and restored with the last.
+beginning; what they share is changed with the first and restored with the last, on whichever thread that is.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,18 +19,20 @@ class Held(AbstractContextManager[None]):
     """A context that is entered with its first holder and left with its last."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._holders = make, 0
+        self._make, self._holders, self._lock = make, 0, threading.RLock()
 
     def __enter__(self) -> None:
-        if self._holders == 0:
-            self._inner = self._make()
-            self._inner.__enter__()
-        self._holders += 1
+        with self._lock:
+            if self._holders == 0:
+                self._inner = self._make()
+                self._inner.__enter__()
+            self._holders += 1
 
     def __exit__(self, *_: object) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            self._inner.__exit__(None, None, None)
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._inner.__exit__(None, None, None)
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class Layer:
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     gradients: tuple[GradientSquares, ...] = field(default=(), repr=False)  # of its calls, where they were followed
     shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
+    measured: tuple[ScoreStats, ...] = field(default=(), repr=False)  # a call each; together they are `stats`
 
     @property
     def scale_applied(self) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnscale.torch_internals import called_module, recorded_operations
 
@@ -26,7 +28,10 @@ def uncompiled(name: str) -> str:
 
 
 class Running:
-    """The modules of a model that are running now, and those that ever ran."""
+    """The modules of a model that are running now, and those that ever ran, on the thread that attached it.
+
+    Another thread that runs the model meanwhile, an evaluation beside training say, runs plainly and unseen.
+    """
 
     def __init__(
         self,
@@ -36,22 +41,36 @@ class Running:
         only_training: bool = False,
         begins: Callable[[str], bool] = lambda name: True,
         passed_over: Collection[str] = (),
+        replaced: Callable[[], None] = lambda: None,
     ) -> None:
         """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
 
-        Modules `passed_over` that hold no others are taken for a part of the one around them.
+        Modules `passed_over` that hold no others are taken for a part of the one around them. `replaced` is called
+        where the model turns out to hold a module that it did not hold before.
         """
         self._root = type(model).__name__
+        self._model, self._replaced = model, replaced
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         named = {id(module): (uncompiled(name), module) for name, module in reversed(list(model.named_modules()))}
         self._names = {
             key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
         }
+        self._others = WeakIdKeyDictionary(
+            {module: True for _, module in named.values() if id(module) not in self._names}
+        )
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
         self.called: set[str] = set()
         self._handles: list[RemovableHandle] = []
+        self._own = threading.local()  # `here` on the thread that attached; a number of a thread is given out again
+        self.ran_elsewhere = False  # some module, on another thread
+        self.is_over = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread whose modules are followed."""
+        return getattr(self._own, "here", False)
 
     @property
     def is_watched(self) -> bool:
@@ -79,13 +98,20 @@ class Running:
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
+        self._own.here = True
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def detach(self) -> None:
-        """Stop following, also where an interrupt left modules behind."""
+        """Stop following, also where an interrupt left modules behind.
+
+        A thread leaves its own modes alone: called by another while a module runs, the rest is done when that has run.
+        """
+        self.is_over = True
+        if self._entered and not self.is_here:
+            return
         self.stack.clear()
         self.began.clear()
         self._exit()
@@ -93,9 +119,22 @@ class Running:
             handle.remove()
         self._handles = []
 
+    def _find(self, module: nn.Module) -> None:
+        """A module that is not known runs inside the model: one put there since, perhaps in another's place."""
+        self._others[module] = True
+        named = [(uncompiled(name), each) for name, each in self._model.named_modules()]
+        if any(each is module for _, each in named):
+            self._names |= {id(each): name for name, each in reversed(named)}
+            self._replaced()
+
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if id(module) not in self._names and self.stack and self.is_here and module not in self._others:
+            self._find(module)
         name = self._names.get(id(module))
-        if name is None:
+        if name is None or self.is_over:
+            return
+        if not self.is_here:
+            self.ran_elsewhere = True
             return
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
@@ -108,12 +147,16 @@ class Running:
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None and self.stack:
+        if name is None or not self.is_here or not self.stack:
+            return
+        if not self.is_over:
             self._ran(name, output)
-            self.stack.pop()
-            self.began.pop()
-            if len(self.stack) < self._entered:
-                self._exit()
+        self.stack.pop()
+        self.began.pop()
+        if len(self.stack) < self._entered:
+            self._exit()
+            if self.is_over:
+                self.detach()
 
     def _exit(self) -> None:
         if self._entered:

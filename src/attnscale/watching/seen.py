@@ -112,9 +112,9 @@ class Seen:
             softcap=last.softcap,
             dtype=last.dtype,
             stats=merged_when_read([call.stats for call in calls]),
-            scales=torch.stack([call.scales for call in calls]).mean(0),
-            query_norm=_root_mean_square([call.query_norm for call in calls]),
-            key_norm=_root_mean_square([call.key_norm for call in calls]),
+            scales=_over_rows(calls, lambda call: call.scales),
+            query_norm=_over_rows(calls, lambda call: call.query_norm.square()).sqrt(),
+            key_norm=_over_rows(calls, lambda call: call.key_norm.square()).sqrt(),
             declared=self._declare(path, last.head_dim),
             wiring=Wiring(
                 normalised=all(call.normalised for call in calls),
@@ -133,6 +133,7 @@ class Seen:
             highest_bias=max(call.highest_bias for call in calls),
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
+            measured=tuple(call.stats for call in calls),
         )
 
     def __str__(self) -> str:
@@ -148,8 +149,12 @@ class Seen:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def _root_mean_square(norms: list[Tensor]) -> Tensor:
-    return norms[0] if len(norms) == 1 else torch.stack(norms).square().mean(0).sqrt()
+def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
+    """The mean over the rows of all calls."""
+    rows = max(1, sum(call.rows for call in calls))
+    if len(calls) == 1 or not any(call.rows for call in calls):
+        return values(calls[0])
+    return torch.stack([values(call) * (call.rows / rows) for call in calls if call.rows]).sum(0)
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:

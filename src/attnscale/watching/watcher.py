@@ -40,7 +40,13 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.recognition = Recognition(settings)
         passed_over = () if known is None else known.called - known.attending
         self.running = Running(
-            model, self._ran, self, settings.training, self.recognition.begins, passed_over=passed_over
+            model,
+            self._ran,
+            self,
+            settings.training,
+            self.recognition.begins,
+            passed_over=passed_over,
+            replaced=self.recognition.forget,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
@@ -52,7 +58,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         kwargs, traits = kwargs or {}, traits_of(func)
         if self.recognition.only_known and not traits.may_attend:
             return func(*args, **kwargs)
-        if in_backward() or not self.running.stack:
+        if in_backward() or not self.running.stack or self.running.is_over:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
         if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
             if is_fake(types):
@@ -130,7 +136,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _why_nothing(self) -> str:
         if not self.running.called:
-            return "Expected the model to run inside watch(), but no module of it was called."
+            where = " on this thread; it ran on another thread, which is not watched" * self.running.ran_elsewhere
+            return f"Expected the model to run inside watch(), but no module of it was called{where}."
         softmaxes = self.reporter.softmaxes
         return (
             "Expected attention in the watched model, but saw none: no fused attention kernel ran, and "

@@ -70,6 +70,7 @@ class KernelCall:
             scales=torch.from_numpy(found.multiplier * factor),
             query_norm=projected_norm(self.query, query_way.factor),
             key_norm=projected_norm(self.key, key_way.factor).repeat_interleave(group),
+            batch=self.query.shape[0],
             normalised=query_way.normalised and key_way.normalised,
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,

@@ -30,6 +30,10 @@ class Recognition:
         """Something ran that the model cannot be known by: all of it is followed the next time."""
         self._can_be_known = False
 
+    def forget(self) -> None:
+        """A module was replaced: what is known is that of another, and all is followed from here on."""
+        self.known, self.only_known, self._can_be_known = None, False, False
+
     def begins(self, name: str) -> bool:
         """Whether to look at what runs in a module: a kernel that is known, or all of a module that is not."""
         if self.known is None:

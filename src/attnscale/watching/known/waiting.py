@@ -55,7 +55,7 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
         kernel.is_causal if kernel.visibility.mask is None else call.causal
     )  # to look at a mask is to wait for a GPU
     call.softcap, call.highest_bias = kernel.softcap, kernel.highest_bias()
-    call.query_len, call.key_len = kernel.query.shape[-2], kernel.key.shape[-2]
+    call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
     call.stats = kernel.stats(rows)
     call.scales = torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group))
     call.query_norm = projected_norm(kernel.query, query)

@@ -92,6 +92,7 @@ class WrittenCall:
             scales=self.scales(scores[0], shown[0]),
             query_norm=query_norm,
             key_norm=key_norm,
+            batch=batch,
             normalised=query_way.normalised and key_way.normalised,
             biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),

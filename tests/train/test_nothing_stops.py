@@ -1,0 +1,97 @@
+"""What goes wrong beside a monitor stops no training and loses no record."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from attnscale import Monitor
+from attnscale.errors import SinkWarning
+from attnscale.models import CausalTransformer
+
+from .training import batch, loss_of, small_model
+
+
+def test_an_alarm_handler_that_raises_loses_no_record():
+    def broken(alarm):
+        raise ConnectionError("gone")
+
+    model, records = small_model(), []
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight.mul_(1000)
+    monitor = Monitor(model, every=1, sinks=[records.append], on_alarm=broken)
+    loss_of(model, batch()).backward()
+    with pytest.warns(SinkWarning, match="ConnectionError: gone"):
+        monitor.step()
+    loss_of(model, batch()).backward()
+    monitor.step()
+    monitor.close()
+    assert [record.step for record in records] == [0, 1]
+    assert records[0].alarms
+
+
+NEVER_CLOSED = """
+from attnscale import Monitor
+from tests.train.training import batch, loss_of, small_model
+model = small_model()
+monitor = Monitor(model, every=EVERY)
+loss_of(model, batch()).backward()
+monitor.step()
+"""
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_monitor_that_is_never_closed_says_nothing_at_exit(every):
+    script = NEVER_CLOSED.replace("EVERY", str(every))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def new_attention(model):
+    """One of two heads, in place of the first."""
+    torch.manual_seed(1)
+    fresh = CausalTransformer(31, d_model=24, layers=1, heads=2, head_dim=8).blocks[0].attention
+    model.blocks[0].attention = fresh
+
+
+@pytest.mark.parametrize("when", ["as a step begins", "while none is sampled"])
+def test_an_attention_that_is_replaced_is_recorded_in_its_place(when):
+    model, records = small_model(), []
+    monitor = Monitor(model, every=2, rows=None, sinks=[records.append])
+    for step in range(8):
+        if step == (4 if when == "as a step begins" else 3):
+            new_attention(model)
+        loss_of(model, batch(4, step)).backward()
+        monitor.step()
+    monitor.close()
+    assert [list(record.layers) for record in records] == 4 * [["blocks.0.attention", "blocks.1.attention"]]
+    heads = [len(record.layers["blocks.0.attention"].numbers["max"]) for record in records]
+    assert heads == [3, 3, 2, 2]
+
+
+@pytest.mark.filterwarnings("default")  # a teacher runs without gradients
+def test_another_model_that_runs_inside_is_no_part_of_it():
+    """A frozen teacher, which the model holds in a list."""
+
+    class Taught(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teachers = small_model(), [small_model()]
+
+        def forward(self, tokens):
+            with torch.no_grad():
+                self.teachers[0](tokens)
+            return self.student(tokens)
+
+    model, records = Taught(), []
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    for step in range(3):
+        loss_of(model, batch(4, step)).backward()
+        monitor.step()
+    monitor.close()
+    assert {name for record in records for name in record.layers if name.startswith("student")} == {
+        "student.blocks.0.attention",
+        "student.blocks.1.attention",
+    }
