@@ -285,11 +285,8 @@ class Monitor:
             name: replace(record, softcap=layers[name].softcap if name in layers else None)
             for name, record in records(whole_layers(merged.tallies)).items()
         }
-        step, seconds = at
-        alarms = self._history.add(step, found)
-        self._last = record = Record(
-            step, seconds, found, alarms, merged.ranks, merged.rank, None, self.run, self._part
-        )
+        alarms = self._history.add(at[0], found)
+        self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, None, self.run, self._part)
         if merged.is_written_here:
             self._delivery.write(record)
         self._delivery.alarm(record, is_logged=merged.is_logged_here)
