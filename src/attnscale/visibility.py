@@ -66,16 +66,19 @@ class Visibility:
         if self.is_full:
             return None
         if self.mask is None and self.documents is None:
-            row = torch.arange(q_len, device=device)
-            after = torch.full_like(row, kv_len) if self.last is None else (row + self.last + 1).clamp(0, kv_len)
-            before = 0 if self.first is None else (row + self.first).clamp(0, kv_len)
-            return (after - before).clamp(min=0)
+            return self.counts_at(torch.arange(q_len, device=device), kv_len)
         if self.is_mask and self.mask is not None:
             counted = [_shows(rows).sum(-1) for rows in self.mask.split(COUNTING_ROWS, dim=-2)]
             return torch.cat(counted, dim=-1) * (kv_len if self.mask.shape[-1] == 1 else 1)
         blocks = (slice(start, min(start + COUNTING_ROWS, q_len)) for start in range(0, q_len, COUNTING_ROWS))
         shown = (self.shown(rows, slice(0, kv_len), device) for rows in blocks)
         return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
+
+    def counts_at(self, rows: Tensor, kv_len: int) -> Tensor:
+        """The number of visible keys of rows at these positions, as far as positions tell."""
+        after = torch.full_like(rows, kv_len) if self.last is None else (rows + self.last + 1).clamp(0, kv_len)
+        before = 0 if self.first is None else (rows + self.first).clamp(0, kv_len)
+        return (after - before).clamp(min=0)
 
     def span(self, lowest: int, highest: int, kv_len: int) -> slice:
         """The keys that any row from the lowest to the highest may see, as far as positions tell."""

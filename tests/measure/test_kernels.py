@@ -26,6 +26,7 @@ from attnscale.measure.cuda import triton as kernels
 from attnscale.measure.cuda.row_ops import pooled_sample
 from attnscale.measure.cuda.triton import Tiles
 from attnscale.measure.pooled import Table
+from attnscale.numerics import KERNEL_DTYPES
 
 from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 
@@ -206,7 +207,7 @@ def test_every_element_is_written_and_none_beyond(is_causal):
     assert all(page[1].isnan().all() for page in pages)
 
 
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
     room = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) * 1024

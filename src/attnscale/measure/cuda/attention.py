@@ -13,8 +13,9 @@ from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import KERNEL_DTYPES
+from attnscale.visibility import Visibility
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
 
 
@@ -26,7 +27,7 @@ def measures(call: Call) -> bool:
         and call.visibility.is_plain
         and call.softcap is None
         and query.dtype == key.dtype
-        and query.dtype in DTYPES
+        and query.dtype in KERNEL_DTYPES
         and query.shape[-1] <= WIDEST_HEAD
         and query.numel() > 0
         and key.numel() > 0
@@ -81,7 +82,6 @@ def capturing() -> bool:
 
 
 def _rows(sums: Tensor, kv_len: int, is_causal: bool) -> RowSums:
-    visible = torch.full(sums.shape[-1:], kv_len, device=sums.device)
-    if is_causal:  # aligned to the upper left, as in SDPA
-        visible = torch.arange(1, sums.shape[-1] + 1, device=sums.device).clamp_(max=kv_len)
+    every = torch.arange(sums.shape[-1], device=sums.device)
+    visible = Visibility.of(None, is_causal).counts_at(every, kv_len)
     return RowSums(visible.expand_as(sums[0]), *sums)

@@ -138,9 +138,7 @@ def _pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
 
 @pooled_rows.register_kernel("cpu")
 def _pooled_rows_cpu(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
-    visible = torch.full(sums.shape[-1:], kv_len)
-    if is_causal:
-        visible = torch.arange(1, sums.shape[-1] + 1).clamp_(max=kv_len)
+    visible = Visibility.of(None, is_causal).counts_at(torch.arange(sums.shape[-1]), kv_len)
     return table_of_rows(RowSums(visible.expand_as(sums[0]), *sums))
 
 
@@ -197,7 +195,7 @@ def _pooled_sample_cpu(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    visible = (rows.long() + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len, dtype=torch.int64)
+    visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len)
     begins = torch.arange(sums.shape[1]).mul_(span).view(-1, 1, 1, 1)
     shown = (visible - begins).clamp(min=0, max=span)
     found = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()

@@ -91,9 +91,7 @@ class Sampled(NamedTuple):
         return RowSums(shown.expand_as(self.sums[0]), *self.sums.double())
 
     def _visible(self) -> Tensor:
-        if self.is_causal:
-            return (self.sample.positions.long() + 1).clamp(max=self.kv_len)
-        return torch.full_like(self.sample.positions, self.kv_len, dtype=torch.int64)
+        return Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len)
 
     def bound(self) -> Tensor:
         """No score of a head is above this."""

@@ -15,13 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
 from attnscale.measure.cuda.triton.launching import Compiled, on_device
+from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import current_stream
 
 LOG2E = math.log2(math.e)
 SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
 TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Variant(NamedTuple):
@@ -60,7 +60,7 @@ def supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.shape[-1] <= WIDEST
         and query.shape[-1] % (TMA_ALIGNMENT // query.element_size()) == 0
-        and query.dtype in DTYPES
+        and query.dtype in HALF_DTYPES
         and key.shape == value.shape
         and _loadable(query)
         and _loadable(key)

@@ -3,10 +3,9 @@
 from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
-from attnscale.measure.cuda.triton.tiles import DTYPES, WIDEST, Tiles, few_tiles, sample_tiles, tiles
+from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
-    "DTYPES",
     "WIDEST",
     "Tiles",
     "attend_rows",

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 WIDEST = 256  # a tile holds whole heads
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
 SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
 
