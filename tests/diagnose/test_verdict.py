@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnscale import score_stats
-from attnscale.diagnose.audit import findings_of
+from attnscale.diagnose.checks import findings_of
 from attnscale.diagnose.verdict import head_verdicts, layer_verdict, verdict_findings
 
 from .layers import codes, configured, layer_of, random_layer

@@ -1,17 +1,16 @@
 """audit: watch one forward pass of a model, and say what is wrong with its attention."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
 from attnscale.diagnose.maturity import is_trained
-from attnscale.diagnose.noop import noop_findings
-from attnscale.diagnose.scale import scale_findings
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_findings
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import WhatIf, what_if
 from attnscale.errors import SettingError
 from attnscale.watching import watch
@@ -95,19 +94,11 @@ def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
     """Diagnose layers that were watched before; `trained` as is_trained() says of their model."""
     order = {name: position for position, name in enumerate(layers)}
-    findings = [finding for layer in layers.values() for finding in findings_of(layer, trained)]
-    findings.sort(key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
+    findings = sorted(
+        all_findings(layers, trained),
+        key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))),
+    )
     return Audit(layers, trained, findings)
-
-
-def findings_of(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Everything there is to say of one layer."""
-    verdicts = list(verdict_findings(layer, trained))
-    yield from verdicts
-    if any(finding.code == "non_finite" for finding in verdicts):
-        return  # nothing else can be read from its scores
-    yield from scale_findings(layer, trained)
-    yield from noop_findings(layer)
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:

@@ -1,0 +1,35 @@
+"""The checks: every one looks at a layer, or at all layers of a model, and yields what it finds.
+
+A new check is a file with one function, and one line here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.noop import noop_findings
+from attnscale.diagnose.scale import scale_findings
+from attnscale.diagnose.verdict import verdict_findings
+from attnscale.watching.layer import Layer
+
+# Of a layer by itself, and whether its model is trained.
+CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (scale_findings, noop_findings)
+# Of a layer beside the others.
+COMPARISONS: tuple[Callable[[Mapping[str, Layer], bool], Iterator[Finding]], ...] = ()
+
+
+def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
+    """Everything there is to say of the layers of a model."""
+    for layer in layers.values():
+        yield from findings_of(layer, trained)
+    for compare in COMPARISONS:
+        yield from compare(layers, trained)
+
+
+def findings_of(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Everything there is to say of one layer by itself."""
+    verdicts = list(verdict_findings(layer, trained))
+    yield from verdicts
+    if any(finding.code == "non_finite" for finding in verdicts):
+        return  # nothing else can be read from its scores
+    for check in CHECKS:
+        yield from check(layer, trained)
