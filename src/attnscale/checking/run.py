@@ -3,15 +3,12 @@
 import warnings
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from attnscale.checking.checked import Checked
-from attnscale.diagnose import Audit, diagnose, is_trained
+from attnscale.diagnose import Audit, audited
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
-from attnscale.watching import watch
 
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
@@ -31,9 +28,8 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
 def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:
     request.report("running the model")
     doing = f"run {loaded.title} on {loaded.fed}"
-    with quiet(), telling(doing), torch.no_grad(), watch(loaded.model, rows, keep=True) as seen:
-        loaded.model(*loaded.args, **loaded.kwargs)
-    return diagnose(seen.layers, trained=is_trained(loaded.model))
+    with quiet(), telling(doing):
+        return audited(loaded.model, loaded.args, loaded.kwargs, rows=rows)
 
 
 def _unfollowed(heard: Iterable[warnings.WarningMessage]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
 from attnscale.diagnose.alarm import Thresholds, Vital, alarms, next_threshold
-from attnscale.diagnose.audit import Audit, audit, diagnose
+from attnscale.diagnose.audit import Audit, audit, audited, diagnose
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
 from attnscale.diagnose.forecast import Crossing, Growth, growth
@@ -26,6 +26,7 @@ __all__ = [
     "WhatIf",
     "alarms",
     "audit",
+    "audited",
     "cause",
     "compare",
     "diagnose",

@@ -1,8 +1,9 @@
 """audit: watch one forward pass of a model, and say what is wrong with its attention."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,16 @@ from torch import Tensor, nn
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
 from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.modes import MODES, in_other_mode, mode_findings
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import WhatIf, what_if
-from attnscale.errors import SettingError
+from attnscale.errors import InputError, SettingError
 from attnscale.watching import watch
 from attnscale.watching.layer import Layer
+
+Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
+GLANCE = 1  # rows a head: enough to read how the scores are made
+OF_SCORES = ("diluted", "saturated", "exploding")
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Audit:
     layers: Mapping[str, Layer]
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
+    unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
 
     @property
     def worst(self) -> str | None:
@@ -70,6 +77,7 @@ class Audit:
             "trained": self.trained,
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
+            "unchecked": list(self.unchecked),
             "layers": {name: _layer_dict(layer) for name, layer in self.layers.items()},
         }
 
@@ -84,21 +92,84 @@ class Audit:
         return self.layers[name]
 
 
-def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
-    """Run the model once, as model(*args, **kwargs), and diagnose every attention that was seen."""
-    with torch.no_grad(), watch(model, rows=None, keep=True) as seen:
-        model(*args, **kwargs)
-    return diagnose(seen.layers, trained=is_trained(model))
+def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:
+    """Run the model, as model(*args, **kwargs), and diagnose every attention that was seen.
+
+    It runs twice: as it is, where everything is measured, and in its other mode (training, evaluation), for what is
+    wrong in that alone. With a `loss` of what the model returns, a backward pass tells which sharp heads still learn;
+    no gradient is left on any parameter.
+    """
+    return audited(model, args, kwargs, loss=loss)
+
+
+def audited(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    rows: int | None = None,
+    loss: Loss | None = None,
+) -> Audit:
+    """The audit of model(*args, **kwargs), by so many rows a head, all where None."""
+    with watch(model, rows, keep=True) as seen:
+        if loss is None:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        else:
+            _run_with_backward(model, args, kwargs, loss)
+    found = diagnose(seen.layers, trained=is_trained(model))
+    others = _in_other_mode(model, args, kwargs)
+    if others is None:
+        unseen = f"The model could not be watched in {MODES[not model.training]} mode, so that was not looked at."
+        return replace(found, unchecked=(*found.unchecked, unseen))
+    more = (
+        *mode_findings(found.layers, others, model.training),
+        *_only_there(found, diagnose(others, trained=found.trained), MODES[not model.training]),
+    )
+    return replace(found, findings=_sorted([*found.findings, *more], found.layers))
+
+
+def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not learned:
+        raise InputError("Expected a parameter that requires a gradient, and the model has none: leave the loss out.")
+    with torch.enable_grad():
+        value = loss(model(*args, **kwargs))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InputError(f"Expected loss to return one number as a tensor, got {_described(value)}.")
+        torch.autograd.grad(value, learned, allow_unused=True)
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _in_other_mode(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Layer] | None:
+    """The layers as they are in the mode that the model is not in; None where it does not run there."""
+    try:
+        with warnings.catch_warnings(), in_other_mode(model), torch.no_grad(), watch(model, rows=GLANCE) as seen:
+            warnings.simplefilter("ignore")  # what there is to say was said of the other run
+            model(*args, **kwargs)
+    except Exception:  # whatever a model's own code raises there
+        return None
+    return seen.layers
+
+
+def _only_there(here: Audit, there: Audit, mode: str) -> list[Finding]:
+    """What is wrong in the other mode alone, but for what the scores are like, which was measured in this one."""
+    known = {(finding.layer, finding.code) for finding in here.findings}
+    new = [each for each in there.findings if (each.layer, each.code) not in known and each.code not in OF_SCORES]
+    return [replace(finding, message=f"In {mode} mode: {finding.message}") for finding in new]
 
 
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
     """Diagnose layers that were watched before; `trained` as is_trained() says of their model."""
+    return Audit(layers, trained, _sorted(all_findings(layers, trained), layers))
+
+
+def _sorted(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
     order = {name: position for position, name in enumerate(layers)}
-    findings = sorted(
-        all_findings(layers, trained),
-        key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))),
-    )
-    return Audit(layers, trained, findings)
+    return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ CODES = {
     "unusual_scale": "the scores are multiplied by something that no rule explains",
     "config_mismatch": "the scale applied is not the one that the model's configuration sets",
     "scale_after_softmax": "the weights or the output are scaled, where the scores should be",
+    "scale_depends_on_mode": "the scores are multiplied by one number in training and by another in evaluation",
     "softmax_wrong_axis": "the softmax does not run over the keys that the values are summed over",
     "inert_qk_norm": "a QK-norm is configured or built, and never applied",
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
