@@ -10,6 +10,7 @@ from torch import nn
 from attnscale import audit
 from attnscale.diagnose import CODES, SEVERITIES, Finding, diagnose
 from attnscale.errors import InputError, SettingError
+from tests.measure.oracle import expected_stats
 
 from .layers import random_layer
 
@@ -76,7 +77,9 @@ def test_what_if_tries_rules_on_what_was_seen():
     found = audit(Stack(1.0), torch.randn(1, 19, 66), is_causal=True)
     table = found.what_if("blocks.0")
     assert table["current"].scale == pytest.approx(1.0, rel=1e-3)
-    assert table["current"].spread == pytest.approx(float(found.layers["blocks.0"].stats.std.mean()), rel=1e-3)
+    assert table["current"].spread == pytest.approx(
+        float(found.layers["blocks.0"].stats.std_within_rows.mean()), rel=1e-3
+    )
     assert table["inverse_sqrt"].spread == pytest.approx(table["current"].spread / math.sqrt(22), rel=1e-3)
 
 
@@ -92,7 +95,8 @@ def test_a_cache_is_seen_by_every_new_query():
     line = cached.what_if("a", {"same": 11**-0.5})["same"]
     scores = layer.query @ layer.key.mT * 11**-0.5
     visible = torch.ones(4, 9, dtype=torch.bool).tril(5)
-    assert line.spread == pytest.approx(float(scores[:, :, visible].std((0, 2), correction=0).mean()), rel=1e-4)
+    within = expected_stats(scores.masked_fill(~visible, -torch.inf).double().numpy())["std_within_rows"]
+    assert line.spread == pytest.approx(within.mean(), rel=1e-4)
 
 
 def test_an_audit_is_json():

@@ -47,7 +47,7 @@ def test_a_healthy_layer_at_initialisation_gets_nothing_at_all(initialise, d_mod
 def test_a_verdict_has_the_measured_numbers_beside_it():
     layer = random_layer(heads=2, head_dim=64, length=128, scale=1.0)
     for verdict, spread, gain in zip(
-        head_verdicts(layer), layer.stats.std.tolist(), layer.stats.gradient_gain.tolist(), strict=True
+        head_verdicts(layer), layer.stats.std_within_rows.tolist(), layer.stats.gradient_gain.tolist(), strict=True
     ):
         assert verdict.verdict == "saturated"
         assert (verdict.spread, verdict.gradient_gain) == (spread, gain)
@@ -66,6 +66,7 @@ def test_a_shift_of_whole_rows_does_not_saturate():
     key[..., 0] += 40.0
     layer = layer_of(query, key)
     assert float(layer.stats.std.min()) > 10
+    assert [verdict.spread for verdict in head_verdicts(layer)] == pytest.approx([0.4, 0.4], rel=0.05)
     assert {verdict.verdict for verdict in head_verdicts(layer)} == {"healthy"}
     assert found(layer) == [("exploding", "note")]
 

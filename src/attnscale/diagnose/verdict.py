@@ -1,8 +1,8 @@
 """What the spread of the scores does to each head: a verdict from theory, confirmed by what the softmax really did.
 
-Theory: over n visible keys, softmax freezes at a spread of √(2 ln n). The measured spread also counts what softmax
-does not see (a shift of a whole row, a key nobody looks at), so a head is `saturated` only where its measured entropy
-is as low as theory says. From verdicts to findings:
+Theory: over n visible keys, softmax freezes at a spread of √(2 ln n), the spread being that within rows, which is all
+that softmax sees. It also counts a key nobody looks at, so a head is `saturated` only where its measured entropy is as
+low as theory says. From verdicts to findings:
 
 - At initialisation a frozen head is a warning: nobody has taught it to be sharp. A layer of which every head is frozen
   and hardly any gradient passes is an error.
@@ -59,7 +59,7 @@ class Verdict:
     layer: str
     head: int | None
     verdict: str  # "diluted", "healthy", "saturated", "non_finite"
-    spread: float
+    spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
     freezing_point: float
     entropy_ratio: float
@@ -75,7 +75,7 @@ class Verdict:
 def head_verdicts(layer: Layer) -> list[Verdict]:
     """The verdict on every head that saw any keys."""
     stats = layer.stats
-    columns = torch.stack([stats.keys, stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain])
+    columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.gradient_gain])
     seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
     return [_verdict(layer.name, head, *columns[:, head].tolist()) for head in seen]
 
