@@ -12,7 +12,7 @@ from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
 from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.modes import MODES, in_other_mode, mode_findings
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if
 from attnscale.errors import InputError, SettingError
 from attnscale.watching import watch
@@ -31,6 +31,7 @@ class Audit:
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
     unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
+    unjudged: str = ""  # why nothing is concluded from what the scores are like; empty where it is
 
     @property
     def worst(self) -> str | None:
@@ -42,6 +43,11 @@ class Audit:
         """Layer by layer, the mean of its heads."""
         found = ((name, layer_verdict(layer)) for name, layer in self.layers.items())
         return {name: verdict for name, verdict in found if verdict is not None}
+
+    @property
+    def past_freezing(self) -> int:
+        """Heads whose spread is beyond the freezing point, whatever of the gradient passes."""
+        return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
 
     def head_verdicts(self, layer: str) -> list[Verdict]:
         """Head by head, of one layer."""
@@ -78,7 +84,11 @@ class Audit:
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
             "unchecked": list(self.unchecked),
-            "layers": {name: _layer_dict(layer) for name, layer in self.layers.items()},
+            "unjudged": self.unjudged,
+            "layers": {
+                name: _layer_dict(layer) | {"verdict": verdict_word(layer, self.findings)}
+                for name, layer in self.layers.items()
+            },
         }
 
     def __str__(self) -> str:
@@ -109,8 +119,12 @@ def audited(
     *,
     rows: int | None = None,
     loss: Loss | None = None,
+    unlike: str = "",
 ) -> Audit:
-    """The audit of model(*args, **kwargs), by so many rows a head, all where None."""
+    """The audit of model(*args, **kwargs), by so many rows a head, all where None.
+
+    `unlike` says why the inputs are nothing that a trained model knows: its scores are then not judged.
+    """
     with watch(model, rows, keep=True) as seen:
         if loss is None:
             with torch.no_grad():
@@ -118,6 +132,9 @@ def audited(
         else:
             _run_with_backward(model, args, kwargs, loss)
     found = diagnose(seen.layers, trained=is_trained(model))
+    if unlike and found.trained:
+        kept = [each for each in found.findings if each.code not in OF_SCORES]
+        found = replace(found, findings=kept, unjudged=unlike)
     others = _in_other_mode(model, args, kwargs)
     if others is None:
         unseen = f"The model could not be watched in {MODES[not model.training]} mode, so that was not looked at."
@@ -181,7 +198,6 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    verdict = layer_verdict(layer)
     return {
         "kind": layer.kind,
         "heads": layer.heads,
@@ -192,6 +208,5 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "calls": layer.calls,
         "scale_applied": layer.scale_applied,
         "scale_expected": layer.scale_expected,
-        "verdict": None if verdict is None else verdict.verdict,
         "stats": layer.stats.to_dict(),
     }

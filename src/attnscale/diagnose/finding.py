@@ -21,7 +21,7 @@ CODES = {
     "inert_qk_norm": "a QK-norm is configured or built, and never applied",
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
     "diluted": "the multiplier leaves the scores so close that all keys weigh the same",
-    "saturated": "the scores lie so far apart that one key takes all and no gradient passes",
+    "saturated": "the scores of a row lie so far apart that a few keys take all the weight",
     "exploding": "the largest score is beyond what published runs have survived",
     "non_finite": "scores are NaN or infinite",
 }

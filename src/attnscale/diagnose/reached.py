@@ -1,7 +1,8 @@
 """How much gradient reached the queries and keys of each head, beside what reached the others of the model.
 
 1 − Σp² is what the softmax of a row lets through. What arrives also depends on what came down to it and on the values,
-so a sharp head may get more gradient than any other. Where a backward pass was seen, that is known.
+so a sharp head may get more gradient than any other. Where a backward pass was seen, that is known. Of what reached the
+queries and the keys the geometric mean is taken: it is the same however a factor is shared between the two.
 """
 
 from collections.abc import Mapping
@@ -26,4 +27,4 @@ def reached(layers: Mapping[str, Layer]) -> dict[str, Tensor]:
 
 def _length(layer: Layer) -> Tensor | None:
     query, key = layer.query_gradient, layer.key_gradient
-    return None if query is None or key is None else (query.square() + key.square()).sqrt().double().cpu()
+    return None if query is None or key is None else (query.double() * key.double()).sqrt().cpu()

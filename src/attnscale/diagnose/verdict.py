@@ -17,7 +17,7 @@ low as theory says. From verdicts to findings:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attnscale.declared import Authority
 from attnscale.diagnose.cause import cause
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.finding import Finding, severity_rank
 from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point, regime
 from attnscale.watching.layer import Layer
@@ -39,9 +39,8 @@ STOPS_GRADIENT = 0.25
 # does. So a few keys are judged by a gradient that is all but gone, and fewer not at all.
 MANY_KEYS, FEW_KEYS = 8, 4
 DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
-# Of the gradient that reaches the queries and keys of the median head. Sharp heads of published models, fine-tuned on
-# text, get 0.02 of it and more (tests/diagnose/test_reached.py).
-UNREACHED = 1e-3
+UNREACHED = 1e-3  # of the gradient that reaches the median head; the sharpest head of rxnfp's BERT gets 0.015
+UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
 # (largest score, severity, what is known of it), the worst first.
 EXPLODING = (
     (1e4, "error", "every run that passed 10,000 diverged (Wortsman et al. 2023)"),
@@ -95,6 +94,15 @@ def layer_verdict(layer: Layer) -> Verdict | None:
 
     names = ("spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain")
     return Verdict(layer.name, None, agreed, *map(mean, names))
+
+
+def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
+    """What is said of a layer in one word: the code of the worst warning or error about it, else what its heads are."""
+    about = [each for each in findings if each.layer == layer.name and each.severity != "note"]
+    found = layer_verdict(layer)
+    if about:
+        return max(about, key=lambda each: severity_rank(each.severity)).code
+    return UNSEEN if found is None else found.verdict
 
 
 def verdict_findings(layer: Layer, trained: bool, reached: Tensor | None = None) -> Iterator[Finding]:
@@ -206,7 +214,7 @@ def _sharp(layer: Layer, frozen: list[Verdict], reached: Tensor | None) -> Itera
                 "learns any more. Clip it (clip_qk_), if it should."
             )
         else:
-            told = f"Sharp, and it learns: {share:.2g} of the median head's gradient reaches its queries and keys."
+            told = f"Sharp, and it gets {share:.2g} of the gradient that reaches the median head's queries and keys."
         yield _saturated_finding(layer, head, "warning" if share < UNREACHED else "note", told)
 
 
