@@ -82,16 +82,18 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
             for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
-                self._report(call, result)
+                self._report(call, given.get("value"), result)
         elif self.recognition.only_known:  # a softmax where there was none
             self.recognition.give_up()
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
-    def _report(self, call: KernelCall, result: Any) -> None:
+    def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
+            if isinstance(value, Tensor) and not self.recognition.only_known:
+                softmax.measured(None, output.isnan().any() & ~value.isnan().any())
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
@@ -101,7 +103,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 self.norms.ran(name, output)
             found = self.recognition.ran(name, output, self.running.began[-1], self.running.is_watched)
             if found is not None:
-                self.seen.note_later(name, *found)
+                self.seen.note_later(name, *found, self.running.depth(name))
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 
