@@ -50,7 +50,8 @@ def test_a_correct_model_gets_nothing():
     assert not found.trained
     assert list(found.layers) == ["blocks.0", "blocks.1"]
     assert {verdict.verdict for verdict in found.verdicts.values()} == {"healthy"}
-    assert str(found) == "Nothing found in 2 attention layers."
+    assert str(found).splitlines()[-1] == "Nothing found in 2 attention layers."
+    assert [line.split()[0] for line in str(found).splitlines()[:3]] == ["layer", "blocks.0", "blocks.1"]
 
 
 def test_findings_come_worst_first_then_by_layer():
@@ -60,8 +61,10 @@ def test_findings_come_worst_first_then_by_layer():
     assert ("warning", "blocks.1", "unusual_scale") in places[2:]
     assert all(layer != "blocks.0" for _, layer, _ in places)
     assert found.worst == "error"
-    assert str(found).splitlines()[0].startswith("error: blocks.2: unscaled: ")
-    assert len(str(found).splitlines()) == len(found.findings)
+    table, told = str(found).split("\n\n")
+    assert len(table.splitlines()) == 1 + 4
+    assert told.splitlines()[0].startswith("error: blocks.2: unscaled: ")
+    assert len(told.splitlines()) == len(found.findings)
 
 
 def test_an_audit_leaves_the_model_as_it_was():

@@ -2,16 +2,19 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from attnscale.checking.checked import Checked
 from attnscale.diagnose import Audit, diagnose, is_trained
+from attnscale.diagnose.unchecked import unchecked
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
-from attnscale.watching import watch
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
 
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
@@ -31,9 +34,11 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
 def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:
     request.report("running the model")
     doing = f"run {loaded.title} on {loaded.fed}"
-    with quiet(), telling(doing), torch.no_grad(), watch(loaded.model, rows, keep=True) as seen:
+    settings = Settings(rows, keep=True, may_be_empty=True)
+    with quiet(), telling(doing), torch.no_grad(), watched(loaded.model, settings) as seen:
         loaded.model(*loaded.args, **loaded.kwargs)
-    return diagnose(seen.layers, trained=is_trained(loaded.model))
+    found = diagnose(seen.layers, trained=is_trained(loaded.model))
+    return replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
 
 
 def _unfollowed(heard: Iterable[warnings.WarningMessage]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """audit: watch one forward pass of a model, and say what is wrong with its attention."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
 from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.unchecked import unchecked
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import WhatIf, what_if
 from attnscale.errors import SettingError
-from attnscale.watching import watch
+from attnscale.plain import printable
 from attnscale.watching.layer import Layer
+from attnscale.watching.seen import table
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
+
+NOTHING_READ = "No attention could be read, so nothing was judged."
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Audit:
     layers: Mapping[str, Layer]
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
+    unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
 
     @property
     def worst(self) -> str | None:
@@ -70,13 +77,16 @@ class Audit:
             "trained": self.trained,
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
+            "unchecked": list(self.unchecked),
             "layers": {name: _layer_dict(layer) for name, layer in self.layers.items()},
         }
 
     def __str__(self) -> str:
-        if not self.findings:
-            return f"Nothing found in {len(self.layers)} attention layers."
-        return "\n".join(map(str, self.findings))
+        count = len(self.layers)
+        shown = [table(self.layers.values()), ""] if count else []
+        where = f"{count} attention layer{'s' * (count != 1)}"
+        found = [str(finding) for finding in self.findings] or [f"Nothing found in {where}." if count else NOTHING_READ]
+        return "\n".join([*shown, *found, *map(printable, self.unchecked)])
 
     def _layer(self, name: str) -> Layer:
         if name not in self.layers:
@@ -86,9 +96,10 @@ class Audit:
 
 def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
     """Run the model once, as model(*args, **kwargs), and diagnose every attention that was seen."""
-    with torch.no_grad(), watch(model, rows=None, keep=True) as seen:
+    with torch.no_grad(), watched(model, Settings(rows=None, keep=True, may_be_empty=True)) as seen:
         model(*args, **kwargs)
-    return diagnose(seen.layers, trained=is_trained(model))
+    found = diagnose(seen.layers, trained=is_trained(model))
+    return replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
 
 
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:

@@ -1,5 +1,6 @@
 """Reporter: every attention call, measured as the settings say, and noted under the place where it happened."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -27,6 +28,7 @@ class Reporter:
     def __init__(self, settings: Settings, running: Running, seen: Seen, recognition: Recognition) -> None:
         self._settings, self._running, self._seen, self._recognition = settings, running, seen, recognition
         self.softmaxes = 0  # of anything
+        self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
 
     def kernel(self, call: KernelCall) -> Softmax | None:
         """A kernel ran; None where it was not known, and nothing that made its operands was followed."""
@@ -54,6 +56,7 @@ class Reporter:
         product = node.role.of if isinstance(node.role, Scores) else None
         call = None if product is None else written_call(product, scores, node, axis)
         if product is None or call is None:
+            self.unread[self._running.shown(self._running.stack[-1])] += 1
             return None
         path = _common(product.modules, self._running.stack)
         line, depth = self._running.line_within(path), self._running.depth(path)

@@ -1,7 +1,7 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 
 import torch
@@ -15,6 +15,7 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.overlooked import Overlooked
 from attnscale.watching.reading import Reading
 from attnscale.watching.running import Line
 
@@ -48,6 +49,7 @@ class Seen:
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
         self.known_model: KnownModel | None = None  # what a later watcher may know the model by
+        self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
         self._unmeasured: list[tuple[str, WaitingCall]] = []
@@ -148,16 +150,21 @@ class Seen:
         )
 
     def __str__(self) -> str:
-        columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
-        rows = [columns, *(_cells(layer) for layer in self.layers.values())]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-        lines = (
-            "  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
+        return table(self.layers.values())
+
+
+def table(layers: Iterable[Layer]) -> str:
+    """One line a layer, under headings."""
+    columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
+    rows = [columns, *map(_cells, layers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+    lines = (
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        return "\n".join(line.rstrip() for line in lines)
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
