@@ -51,7 +51,8 @@ def test_a_correct_model_gets_nothing():
     assert not found.trained
     assert list(found.layers) == ["blocks.0", "blocks.1"]
     assert {verdict.verdict for verdict in found.verdicts.values()} == {"healthy"}
-    assert str(found) == "Nothing found in 2 attention layers."
+    assert str(found).splitlines()[-1] == "Nothing found in 2 attention layers."
+    assert [line.split()[0] for line in str(found).splitlines()[:3]] == ["layer", "blocks.0", "blocks.1"]
 
 
 def test_findings_come_worst_first_then_by_layer():
@@ -61,8 +62,10 @@ def test_findings_come_worst_first_then_by_layer():
     assert ("warning", "blocks.1", "unusual_scale") in places[2:]
     assert all(layer != "blocks.0" for _, layer, _ in places)
     assert found.worst == "error"
-    assert str(found).splitlines()[0].startswith("error: blocks.2: unscaled: ")
-    assert len(str(found).splitlines()) == len(found.findings)
+    table, told = str(found).split("\n\n")
+    assert len(table.splitlines()) == 1 + 4
+    assert told.splitlines()[0].startswith("error: blocks.2: unscaled: ")
+    assert len(told.splitlines()) == len(found.findings)
 
 
 def test_an_audit_leaves_the_model_as_it_was():
@@ -138,7 +141,9 @@ def test_a_finding_is_what_the_contract_says():
     assert SEVERITIES == ("note", "warning", "error")
     assert set(CODES) >= {
         "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
-        "softmax_wrong_axis", "inert_qk_norm", "inert_softcap", "diluted", "saturated", "exploding", "non_finite",
+        "softmax_wrong_axis", "weights_not_normalised", "softmax_twice", "dropout_before_softmax", "undefined_rows",
+        "attends_to_future", "softcap_before_scale", "heads_mispaired", "no_gradient", "qk_norm_freezes",
+        "inert_qk_norm", "inert_softcap", "diluted", "saturated", "exploding", "non_finite",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from attnscale.checking.grouped import Group, grouped
 from attnscale.checking.line import MEANINGS, Line, line_of
 from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
+from attnscale.diagnose.audit import NOTHING_READ
 from attnscale.plain import plain
 
 WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length
@@ -72,6 +73,8 @@ class Checked:
     @property
     def conclusion(self) -> str:
         """The verdict in one sentence."""
+        if not self.lines:
+            return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
         if not counts["error"] and not counts["warning"]:
             return f"{self._nothing_wrong}: {self._summary}{_also(counts['note'], 'note')}."

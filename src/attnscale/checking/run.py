@@ -21,7 +21,7 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
         loaded = load_model(request)
         audit = _watched(loaded, rows, request)
         request.report("diagnosing")
-        notes = (*_told_first(loaded.unknown), *loaded.notes, *_unfollowed(heard), *audit.unchecked)
+        notes = (*_told_first(loaded.unknown), *loaded.notes, *_unfollowed(heard))
         checked = Checked(loaded.title, loaded.fed, request.device, rows, notes, audit, what_if)
         if what_if is not None:
             _ = checked.what_if  # a layer that was not seen is told now

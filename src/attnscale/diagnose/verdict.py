@@ -241,6 +241,8 @@ def _saturated_advice(layer: Layer, head: int | None) -> str:
 
 
 def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Finding]:
+    if layer.reading.unread:
+        return  # the multiplier cannot be told
     if trained and layer.wiring.normalised:
         return  # the gains were learned, so what spreads the scores so little is not the multiplier alone
     diluted = [head for head in heads if head.verdict == "diluted"]

@@ -31,6 +31,10 @@ def show_check(checked: Checked) -> None:
     for group in checked.groups:
         console.print()
         _print_group(group, console)
+    if checked.audit.unchecked:
+        console.print()
+    for sentence in checked.audit.unchecked:
+        console.print(Text(printable(sentence), style="dim"))
     if checked.asked is not None and checked.what_if is not None:
         _print_what_if(checked, console)
     console.print()

@@ -17,10 +17,13 @@ from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import grid
 from attnscale.tracing.following import Way, channels, way
 from attnscale.tracing.lineage import Node
+from attnscale.tracing.operations.mixing import are_paired_otherwise
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
+from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.hiding import shown_by, with_infinite_mask
+from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 
@@ -78,6 +81,12 @@ class KernelCall:
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
+            reading=Reading(
+                _differs(self.query_node, self.query) or lost_on_the_way(query_way, key_way),
+                learned_factor=query_way.learned_factor or key_way.learned_factor,
+                detached=detached_sides(query_way, key_way),
+            ),
+            softmax=Softmax(axis=-1, pairs_differ=self._pairs_differ()),
         )
 
     def _is_told_by(self, *ways: Way) -> bool:
@@ -130,6 +139,14 @@ class KernelCall:
         # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
         distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
         return distinct if distinct and heads % distinct == 0 else heads
+
+    def _pairs_differ(self) -> bool:
+        """Whether heads that share a key share its value as well."""
+        nodes = (self.key_node, self.value_node)
+        if any(node is None or len(node.shape) != 4 or not all(node.shape) for node in nodes):
+            return False
+        key, value = (channels(node, grid(1, node.shape[1], 1, 1)) for node in nodes if node is not None)
+        return len(key) == len(value) and are_paired_otherwise(key, value)
 
     def _scores(self, positions: Tensor) -> Tensor:
         group = self.query.shape[1] // self.key.shape[1]
@@ -189,6 +206,13 @@ def _way(node: Node | None, tensor: Tensor) -> Way:
         return Way(np.ones(heads), False, None, False)
     found = way(node, _ends(tensor))
     return replace(found, factor=found.factor.reshape(heads, 2).mean(1))
+
+
+def _differs(node: Node | None, tensor: Tensor) -> str:
+    """Whether the first and the last query of a head were multiplied by the same."""
+    if node is None or not _is_legible(node, tensor):
+        return ""
+    return differs_by_row(way(node, _ends(tensor)).factor.reshape(tensor.shape[1], 2))
 
 
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
