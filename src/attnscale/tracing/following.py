@@ -134,6 +134,7 @@ class Way:
     normalised: bool
     width: int | None  # of what was projected
     constant: bool  # the factors are the same at every step
+    source: object = None  # the token of what was projected
 
 
 def way(node: Node, points: Points) -> Way:
@@ -142,11 +143,13 @@ def way(node: Node, points: Points) -> Way:
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
+    sources = {trail.node.token if trail.node.projection is None else trail.node.projection.source for trail in trails}
     return Way(
         factor,
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
         all(trail.constant for trail in trails),
+        sources.pop() if len(sources) == 1 else None,
     )
 
 

@@ -126,6 +126,8 @@ class Seen:
                 unused_norms=self.unused_norms(path),
             ),
             calls=len(calls),
+            queries=sum(call.rows for call in calls),
+            left_out=tuple(call.padding for call in calls if call.padding is not None),
             query=longest.query,
             key=longest.key,
             origins=tuple(call.origins_of_all for call in calls),
@@ -146,15 +148,36 @@ class Seen:
             )
             for row in rows
         )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*(line.rstrip() for line in lines), *self._left_out()])
+
+    def _left_out(self) -> list[str]:
+        """What is not in the numbers."""
+        padded = [layer for layer in self.layers.values() if layer.padding]
+        if not padded:
+            return []
+        most = max(padded, key=lambda layer: layer.padding)
+        where = "every layer" if len(padded) == len(self.layers) else f"{len(padded)} of {len(self.layers)} layers"
+        share = f"{most.padding} of {most.queries} queries"
+        several = len({(layer.padding, layer.queries) for layer in padded}) > 1
+        return [f"Left out as padding: {'up to ' if several else ''}{share} in {where}."]
 
 
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
-    """The mean over the rows of all calls."""
-    rows = max(1, sum(call.rows for call in calls))
-    if len(calls) == 1 or not any(call.rows for call in calls):
-        return values(calls[0])
-    return torch.stack([values(call) * (call.rows / rows) for call in calls if call.rows]).sum(0)
+    """The mean over the rows of all calls that count."""
+    known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
+    if len(known) == 1:
+        return known[0][1]
+    counted = [_counted(call, own.device) for call, own in known]
+    rows = sum(counted[1:], counted[0])
+    return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
+
+
+def _counted(call: SeenCall, device: torch.device) -> Tensor:
+    """Its rows without those of padding, where that is known on this device: to ask another would be to wait for it."""
+    rows = torch.tensor(call.rows, dtype=torch.float64, device=device)
+    if call.padding is None or call.padding.device != device:
+        return rows
+    return rows - call.padding.sum()
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:
