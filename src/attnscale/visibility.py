@@ -108,6 +108,11 @@ class Visibility:
         part = self._part(rows, keys).to(like.dtype)
         return _hiding(part, reduce(torch.logical_and, limits)) if limits else part
 
+    def without_rows(self, left_out: Tensor) -> "Visibility":
+        """The same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
+        rows, keys = (left_out.new_zeros(1, dtype=torch.long),) * 2 if self.documents is None else self.documents
+        return replace(self, documents=(torch.where(left_out, -1, rows), keys))
+
     def at(self, entry: int, heads: slice) -> "Visibility":
         """Of these heads of one batch entry, where the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
         mask, documents = self.mask, self.documents

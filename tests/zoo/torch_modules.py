@@ -120,7 +120,6 @@ own(
     19,
     lambda: (PaddedEncoder(True), (torch.randn(2, 13, 38),)),
     paths=padded_paths,
-    statistics="unpadded",  # a nested tensor has no rows of padding
 )
 
 

@@ -129,6 +129,8 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "causal": layer.causal,
         "softcap": layer.softcap,
         "calls": layer.calls,
+        "queries": layer.queries,
+        "padding": layer.padding,
         "scale_applied": layer.scale_applied,
         "scale_expected": layer.scale_expected,
         "stats": layer.stats.to_dict(),

@@ -165,6 +165,7 @@ class Way:
     learned_factor: bool = False  # a parameter of the model is among them
     detached: bool = False  # no gradient reaches the projection
     lost: bool = False  # they come from activations by an operation that was not understood, not from a projection
+    source: object = None  # the token of what was projected
 
 
 def way(node: Node, points: Points) -> Way:
@@ -173,6 +174,7 @@ def way(node: Node, points: Points) -> Way:
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
+    sources = {trail.node.token if trail.node.projection is None else trail.node.projection.source for trail in trails}
     return Way(
         factor,
         all(trail.normalised for trail in trails),
@@ -181,6 +183,7 @@ def way(node: Node, points: Points) -> Way:
         any(trail.learned_factor for trail in trails),
         all(trail.detached for trail in trails),
         any(trail.node.learned and trail.node.projection is None and trail.counting for trail in trails),
+        sources.pop() if len(sources) == 1 else None,
     )
 
 

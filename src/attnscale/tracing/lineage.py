@@ -4,9 +4,10 @@ Nodes hold shapes and small operands, not activations: watching keeps nothing al
 two operands of a product until its softmax.
 """
 
+import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -58,6 +59,18 @@ class Node:
     used: bool = False  # another operation took it
     projection: "Projection | None" = None  # is the result of one
     role: Role | None = None  # on the way from a product to mixed values; None: not on it
+    token: object = field(default_factory=object)  # by which it is known when it is gone
+
+    @property
+    def whole(self) -> "Node":
+        """The tensor with the same elements that it is a view or a copy of, or itself."""
+        node, size = self, math.prod(self.shape)
+        while len(node.steps) == 1 and node.steps[0].effect == "same":
+            parent = node.steps[0].parent
+            if math.prod(parent.shape) != size:
+                break
+            node = parent
+        return node
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +82,7 @@ class Projection:
     width: int  # features going in
     inputs: tuple[int, ...]  # the axes of the weight that are summed over
     bias: Node | None = None
+    source: object = None  # the token of the activations
 
 
 def moved(

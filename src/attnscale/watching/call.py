@@ -36,6 +36,8 @@ class SeenCall:
     query_norm: Tensor
     key_norm: Tensor
     batch: int = 1
+    attends_itself: bool = False  # queries and keys are of the same positions
+    padding: Tensor | None = field(default=None, repr=False)  # (batch, query_len): queries that are left out
     normalised: bool = False
     biased: bool = False
     bias_is_scaled: bool = False
@@ -55,7 +57,7 @@ class SeenCall:
 
     @property
     def rows(self) -> int:
-        """Of every head; by what it counts among other calls."""
+        """Of every head, those of padding included."""
         return self.batch * self.query_len
 
     @property

@@ -38,6 +38,14 @@ def shown_by(mask: Tensor) -> Tensor:
     return mask >= mask.amax() - 0.5 * min(gap, -NEVER_A_SCORE)
 
 
+def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:
+    """Which keys a mask (…, queries or 1, keys) hides from every query and head, (batch or 1, keys); None: unknown."""
+    if mask is None or mask.dim() < 2:
+        return None
+    shown = shown_by(mask).any(-2)
+    return ~(shown.any(-2) if shown.dim() > 2 else shown if shown.dim() == 2 else shown.unsqueeze(0))
+
+
 def with_infinite_mask(visibility: Visibility) -> Visibility:
     """The same with −∞ for what its mask hides."""
     mask = visibility.bias

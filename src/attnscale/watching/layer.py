@@ -60,6 +60,8 @@ class Layer:
     query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
     origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
+    queries: int = 0  # of all calls, padding included
+    left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     gradients: tuple[GradientSquares, ...] = field(default=(), repr=False)  # of its calls, where they were followed
@@ -80,6 +82,14 @@ class Layer:
     def scale_expected(self) -> float:
         """What the configuration says, and 1/√d_k where it says nothing."""
         return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
+
+    @property
+    def padding(self) -> int:
+        """Queries that are left out of everything that is told, since nobody sees the key at their position.
+
+        Of cross-attention that is not known: all of its queries count.
+        """
+        return sum(int(padding.sum()) for padding in self.left_out)
 
     @property
     def query_gradient(self) -> Tensor | None:

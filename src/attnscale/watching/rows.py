@@ -1,7 +1,7 @@
 """Scores that can be asked for by row, and what some of them tell."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,17 +28,42 @@ class Rows:
     uneven: bool
     at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
+    def keys_nobody_sees(self, probe: Tensor) -> Tensor | None:
+        """Which keys are hidden from every query of every head, (batch, keys); None where rows at `probe` see all."""
+        _, visible = self.at(probe)
+        if visible is None or not bool((seen := visible.flatten(1, -2).any(1)).logical_not().any()):
+            return None
+        for some in torch.arange(self.length).split(self._block):
+            _, visible = self.at(some)
+            seen = torch.ones_like(seen) if visible is None else seen | visible.flatten(1, -2).any(1)
+        return ~seen
+
+    def without(self, left_out: Tensor | None) -> "Rows":
+        """The same, of which some rows, (batch, length), see nothing."""
+        if left_out is None:
+            return self
+
+        def at(positions: Tensor) -> tuple[Tensor, Tensor | None]:
+            scores, visible = self.at(positions)
+            kept = ~left_out[:, None, positions.to(left_out.device), None]
+            return scores, kept.expand_as(scores) if visible is None else visible & kept
+
+        return replace(self, at=at, uneven=True)
+
     def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
         """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
         if sample is None:
-            block = max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(block)])
+            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(self._block)])
             return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
         scores, visible = self.at(sample.positions)
         found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
         highest = bound()  # now, while the scores are there
         return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
+
+    @property
+    def _block(self) -> int:
+        return max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
 
 
 def _joined(parts: list[RowSums]) -> RowSums:
@@ -70,7 +95,14 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
     return not bool((visible & future).any()) and bool(own.any())
 
 
-def rms_norm(vectors: Tensor) -> Tensor:
-    """Root mean square of the lengths of (batch, heads, positions, features), a value a head."""
+def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
+    """Root mean square of the lengths of (batch, heads, positions, features), a value a head.
+
+    `left_out`, (batch or 1, positions), says which of them do not count.
+    """
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
-    return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
+    if left_out is None:
+        return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
+    counted = ~left_out.unsqueeze(1).expand_as(lengths)
+    squares = torch.where(counted, lengths.square(), 0.0).sum((0, 2), dtype=torch.float64)
+    return (squares / counted.sum((0, 2))).sqrt()

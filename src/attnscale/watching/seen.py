@@ -1,7 +1,7 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from operator import itemgetter
 
 import torch
@@ -139,6 +139,8 @@ class Seen:
             reading=Reading.of_calls([call.reading for call in calls]),
             softmaxes=tuple(call.softmax for call in calls),
             calls=len(calls),
+            queries=sum(call.rows for call in calls),
+            left_out=tuple(call.padding for call in calls if call.padding is not None),
             query=longest.query,
             key=longest.key,
             origins=tuple(call.origins_of_all for call in calls),
@@ -153,8 +155,8 @@ class Seen:
         return table(self.layers.values())
 
 
-def table(layers: Iterable[Layer]) -> str:
-    """One line a layer, under headings."""
+def table(layers: Collection[Layer]) -> str:
+    """One line a layer, under headings, and what is not in the numbers."""
     columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
     rows = [columns, *map(_cells, layers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
@@ -164,7 +166,7 @@ def table(layers: Iterable[Layer]) -> str:
         )
         for row in rows
     )
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), *_left_out(layers)])
 
 
 def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
@@ -178,12 +180,33 @@ def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
 
+def _left_out(layers: Collection[Layer]) -> list[str]:
+    """What is not in the numbers."""
+    padded = [layer for layer in layers if layer.padding]
+    if not padded:
+        return []
+    most = max(padded, key=lambda layer: layer.padding)
+    where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
+    several = len({(layer.padding, layer.queries) for layer in padded}) > 1
+    return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
+
+
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
-    """The mean over the rows of all calls."""
-    rows = max(1, sum(call.rows for call in calls))
-    if len(calls) == 1 or not any(call.rows for call in calls):
-        return values(calls[0])
-    return torch.stack([values(call) * (call.rows / rows) for call in calls if call.rows]).sum(0)
+    """The mean over the rows of all calls that count."""
+    known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
+    if len(known) == 1:
+        return known[0][1]
+    counted = [_counted(call, own.device) for call, own in known]
+    rows = sum(counted[1:], counted[0])
+    return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
+
+
+def _counted(call: SeenCall, device: torch.device) -> Tensor:
+    """Its rows without those of padding, where that is known on this device: to ask another would be to wait for it."""
+    rows = torch.tensor(call.rows, dtype=torch.float64, device=device)
+    if call.padding is None or call.padding.device != device:
+        return rows
+    return rows - call.padding.sum()
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:

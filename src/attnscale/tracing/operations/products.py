@@ -133,7 +133,7 @@ def _projected(shape: Shape, left: Node, right: Node, weight: int, bias: Node | 
     parameter, activation = (right, left) if weight else (left, right)
     axis = -2 if weight else -1
     inputs = (axis % len(parameter.shape),)
-    projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias)
+    projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias, activation.whole.token)
     if activation.shape == shape and _runs_over_heads(activation):  # heads that talk to heads
         return Node(shape, (Step(activation, effect="other"),), True, projection=projection, role=activation.role)
     return Node(shape, learned=True, projection=projection)
@@ -175,7 +175,8 @@ def _convolution(op: Operation) -> Node:
     if bias is not None:
         apart = (*bias.shape, *(1 for _ in inputs[1:]))
         bias = Node(apart, (Step(bias, coordinates.reshaped(bias.shape, apart)),), parameter=bias.parameter)
-    return Node(shape, learned=True, projection=Projection(weight, channel, weight.shape[1], inputs, bias))
+    source = op.node(0).whole.token
+    return Node(shape, learned=True, projection=Projection(weight, channel, weight.shape[1], inputs, bias, source))
 
 
 READERS: dict[str, Reader] = {

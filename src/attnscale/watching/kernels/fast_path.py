@@ -21,7 +21,8 @@ def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kern
     query = F.linear(given["query"], weight[:width], bias[:width])
     key = F.linear(given["key"], weight[width : 2 * width], bias[width : 2 * width])
     for kernel in _projected_inside(query, key, heads, given.get("mask"), given.get("mask_type")):
-        yield replace(kernel, origins=_packed_origins(ledger, weight, bias, heads))
+        own = given["query"] is given["key"]
+        yield replace(kernel, attends_itself=own, origins=_packed_origins(ledger, weight, bias, heads))
 
 
 def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
@@ -39,7 +40,7 @@ def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]
     query, key, _ = packed.chunk(3, dim=-1)
     for kernel in _projected_inside(query, key, given["num_heads"], mask, mask_type):
         origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
-        yield replace(kernel, inside="self_attn", origins=origins)
+        yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
 
 
 def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:

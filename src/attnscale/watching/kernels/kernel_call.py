@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.hiding import shown_by, with_infinite_mask
+from attnscale.watching.hiding import keys_nobody_sees, shown_by, with_infinite_mask
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
@@ -50,6 +51,7 @@ class KernelCall:
     score_mod: ScoreMod | None = None
     value_node: Node | None = None
     origins: Origins | None = None  # where they are known without following anything
+    attends_itself: bool = False  # queries and keys are known to be of the same positions
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
@@ -57,7 +59,10 @@ class KernelCall:
         query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
         group = heads // max(self.key.shape[1], 1)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
-        found = self._plain(rows) if self.score_mod is None else self._modified(self.score_mod, rows)
+        attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
+        call = replace(self, attends_itself=attends_itself)
+        found = call._plain(rows) if self.score_mod is None else call._modified(self.score_mod, rows)
+        every = rows is None
         return SeenCall(
             kind=self.kind,
             heads=heads,
@@ -71,9 +76,11 @@ class KernelCall:
             dtype=self.query.dtype,
             stats=found.stats,
             scales=torch.from_numpy(found.multiplier * factor),
-            query_norm=projected_norm(self.query, query_way.factor),
-            key_norm=projected_norm(self.key, key_way.factor).repeat_interleave(group),
+            query_norm=projected_norm(self.query, query_way.factor, found.padding, every),
+            key_norm=projected_norm(self.key, key_way.factor, found.hidden_keys, every).repeat_interleave(group),
             batch=self.query.shape[0],
+            attends_itself=attends_itself,
+            padding=found.padding,
             normalised=query_way.normalised and key_way.normalised,
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
@@ -118,16 +125,32 @@ class KernelCall:
             yield Origin(node, points, heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
 
+    @cached_property
+    def hidden_keys(self) -> Tensor | None:
+        """Keys that its mask hides from every query, (batch or 1, keys)."""
+        return keys_nobody_sees(self.visibility.mask)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Queries that stand where nobody sees the key, (batch, queries); None where that is not known."""
+        batch, _, length, _ = self.query.shape
+        hidden = self.hidden_keys
+        if not self.attends_itself or hidden is None or hidden.shape[-1] != length:
+            return None
+        return hidden.expand(batch, -1)
+
     def stats(self, rows: int | None) -> ScoreStats:
-        """Of the scores that the kernel's arguments say."""
+        """Of the scores that the kernel's arguments say; queries of padding are left out."""
         with torch.no_grad(), without_autocast(self.query):
             seen = with_infinite_mask(self.visibility)
+            seen = seen if self.padding is None else seen.without_rows(self.padding)
             query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
             return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
 
     def _plain(self, rows: int | None) -> "_Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
-        return _Found(self.stats(rows), self.scale, self.softcap, _highest_bias(self.visibility.bias), causal)
+        bias = _highest_bias(self.visibility.bias)
+        return _Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     def _kv_heads(self) -> int:
         """Key heads that are no copies of each other."""
@@ -169,12 +192,16 @@ class KernelCall:
         by_row = Rows(
             batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self._scores(at), at)
         )
+        hidden = by_row.keys_nobody_sees(probe)
+        padding = hidden if self.attends_itself and self.key.shape[-2] == length else None
         return _Found(
-            by_row.measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
+            by_row.without(padding).measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
             float(at_zero[shown].max()) if bool((at_zero[shown] != 0).any()) else None,
             looks_causal(visible, probe, length),
+            hidden,
+            padding,
         )
 
 
@@ -186,6 +213,8 @@ class _Found(NamedTuple):
     softcap: float | None
     bias: float | None  # the most that is added to a score; None: nothing
     causal: bool
+    hidden_keys: Tensor | None  # from every query
+    padding: Tensor | None  # queries that are left out
 
 
 def _ends(tensor: Tensor) -> NDArray[np.int64]:
@@ -232,14 +261,22 @@ def _unpadded(query: Tensor, node: Node | None) -> int:
     return query.shape[-1]
 
 
-def projected_norm(tensor: Tensor, factor: Factors) -> Tensor:
-    """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU."""
-    norm = rms_norm(_some(tensor))
+def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = None, every: bool = False) -> Tensor:
+    """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU.
+
+    Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly.
+    """
+    step = 1 if every else _step(tensor)
+    norm = rms_norm(tensor.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step])
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 
 def _some(tensor: Tensor) -> Tensor:
-    return tensor[:, :, :: max(1, tensor.shape[-2] // PROBED_ROWS)].detach()
+    return tensor[:, :, :: _step(tensor)].detach()
+
+
+def _step(tensor: Tensor) -> int:
+    return max(1, tensor.shape[-2] // PROBED_ROWS)
 
 
 def _is_causal(mask: Tensor | None, length: int) -> bool:

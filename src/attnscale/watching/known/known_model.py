@@ -65,7 +65,9 @@ def remembered(
     if not all(call.factors is not None and not call.biased for call in seen.values()):
         return None
     calls = {
-        place: replace(call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None)
+        place: replace(
+            call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None, padding=None
+        )
         for place, call in seen.items()
     }
     return KnownModel(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen}, traces)

@@ -50,7 +50,9 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     assert call.factors is not None
     query, key = call.factors
     group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
-    key_norm = projected_norm(kernel.key, key)
+    kernel = replace(kernel, attends_itself=call.attends_itself)
+    every = rows is None
+    key_norm = projected_norm(kernel.key, key, kernel.hidden_keys, every)
     call.causal = (
         kernel.is_causal if kernel.visibility.mask is None else call.causal
     )  # to look at a mask is to wait for a GPU
@@ -58,6 +60,7 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
     call.stats = kernel.stats(rows)
     call.scales = torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group))
-    call.query_norm = projected_norm(kernel.query, query)
+    call.padding = kernel.padding
+    call.query_norm = projected_norm(kernel.query, query, kernel.padding, every)
     call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)
     return call

@@ -94,7 +94,11 @@ class WrittenCall:
         batch, heads = axes.groups.shape
         by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
-        query_norm, key_norm = self.norms()
+        hidden = by_row.keys_nobody_sees(self.probe)
+        hidden = None if hidden is None else hidden[:, self._in_product]
+        attends_itself = query_way.source is not None and query_way.source is key_way.source
+        padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
+        query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
         kept = self.kept() if keep and not self._parts else (None, None)
         return SeenCall(
             kind="eager",
@@ -107,11 +111,13 @@ class WrittenCall:
             causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, axes.length),
             softcap=self.softcap,
             dtype=axes.product.left.dtype,
-            stats=by_row.measure(rows, self.highest),
+            stats=by_row.without(padding).measure(rows, self.highest),
             scales=self.scales(scores[0], shown[0]),
             query_norm=query_norm,
             key_norm=key_norm,
             batch=batch,
+            attends_itself=attends_itself,
+            padding=padding,
             normalised=query_way.normalised and key_way.normalised,
             biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
@@ -233,14 +239,19 @@ class WrittenCall:
         )
         return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
 
-    def norms(self) -> tuple[Tensor, Tensor]:
-        """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""
-        some = Operands.of(self.axes, self.axes.groups.ravel(), spread_positions(self.axes.length, NORMED_ROWS).numpy())
-        query, key = (
-            rms_norm(vectors.unflatten(0, self.axes.groups.shape)).cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
-            for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
-        )
-        return query, key
+    def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor]:
+        """Of queries but padding, and of keys that any query sees, as they left their projections: a value a head."""
+        length, keys = self.axes.length, int(self._in_product.sum())
+        positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
+        some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
+
+        def norm(vectors: Tensor, way: Way, left_out: Tensor | None, at: Tensor) -> Tensor:
+            uncounted = None if left_out is None else left_out[:, at.to(left_out.device)]
+            found = rms_norm(vectors.unflatten(0, self.axes.groups.shape), uncounted)
+            return found.cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
+
+        chosen = some.keys()[:, columns.to(self.scores.device)]
+        return norm(some.queries(), self.ways[0], padding, positions), norm(chosen, self.ways[1], hidden, columns)
 
     def origins(self) -> Origins:
         """Where queries and keys come from; of a sum of several products, none."""

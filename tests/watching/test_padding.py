@@ -1,0 +1,147 @@
+"""Queries of padding are left out, the same on every path: a padded batch is measured as its sequences alone are."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import attnscale
+from attnscale.train import Monitor
+
+LENGTHS, LONGEST = (11, 7, 3), 11
+NAMES = ("rows", "count", "mean", "std", "std_within_rows", "max", "entropy", "top1", "gradient_gain")
+
+
+def padded(sequences):
+    batch = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    hidden = torch.arange(LONGEST) >= torch.tensor(LENGTHS)[:, None]
+    return batch, hidden
+
+
+def assert_alike(layer, alone):
+    for name in NAMES:
+        torch.testing.assert_close(
+            getattr(layer.stats, name).double(), getattr(alone.stats, name).double(), rtol=1e-4, atol=1e-5, msg=name
+        )
+    torch.testing.assert_close(layer.query_norm, alone.query_norm, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(layer.key_norm, alone.key_norm, rtol=1e-4, atol=0.0)
+    assert layer.padding == sum(LONGEST - length for length in LENGTHS)
+    assert layer.queries == LONGEST * len(LENGTHS)
+    assert alone.padding == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_every_path_of_an_encoder_leaves_the_same_rows_out():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 48, batch_first=True), 2).eval()
+    sequences = [3 * torch.randn(length, 24) for length in LENGTHS]
+    batch, hidden = padded(sequences)
+    with attnscale.watch(model, rows=None) as alone:
+        for sequence in sequences:
+            model(sequence[None])
+    kinds = set()
+    for nested in (True, False):
+        for learns in (True, False):
+            model.enable_nested_tensor = nested
+            with torch.set_grad_enabled(learns), attnscale.watch(model, rows=None) as seen:
+                model(batch, src_key_padding_mask=hidden)
+            layer = seen.layers["layers.1.self_attn"]
+            kinds.add(layer.kind)
+            assert_alike(layer, alone.layers["layers.1.self_attn"])
+            assert "Left out as padding: 12 of 33 queries in every layer." in str(seen)
+    assert kinds == {"fast path", "sdpa"}
+
+
+class Written(nn.Module):
+    """Self-attention by hand, and cross-attention where it is given other keys."""
+
+    def __init__(self, hide):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(24, 24) for _ in range(3))
+        self.hide = hide
+
+    def forward(self, x, hidden, memory=None):
+        memory = x if memory is None else memory
+        given = zip((self.query, self.key, self.value), (x, memory, memory), strict=True)
+        q, k, v = (project(t).unflatten(-1, (2, 12)).transpose(1, 2) for project, t in given)
+        scores = self.hide(q @ k.mT / 12**0.5, hidden[:, None, None, :])
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def infinite(scores, hidden):
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def lowest(scores, hidden):
+    return scores + hidden * torch.finfo(scores.dtype).min
+
+
+def ten_thousand(scores, hidden):
+    return scores + (1.0 - (~hidden).float()) * -10_000.0
+
+
+@pytest.mark.parametrize("hide", [infinite, lowest, ten_thousand])
+@pytest.mark.parametrize("rows", [None, 64])
+def test_attention_by_hand_leaves_them_out_too(hide, rows):
+    model = Written(hide)
+    sequences = [3 * torch.randn(length, 24) for length in LENGTHS]
+    batch, hidden = padded(sequences)
+    with attnscale.watch(model, rows=None) as alone:
+        for sequence in sequences:
+            model(sequence[None], torch.zeros(1, len(sequence), dtype=torch.bool))
+    with attnscale.watch(model, rows=rows) as seen:
+        model(batch, hidden)
+    (layer,), (single,) = seen.layers.values(), alone.layers.values()
+    assert_alike(layer, single)
+
+
+def test_queries_of_cross_attention_all_count():
+    model, (batch, hidden) = Written(infinite), padded([torch.randn(length, 24) for length in LENGTHS])
+    with attnscale.watch(model, rows=None) as seen:
+        model(torch.randn(3, LONGEST, 24), hidden, batch)
+    (layer,) = seen.layers.values()
+    assert (layer.padding, layer.stats.rows.tolist()) == (0, [3 * LONGEST] * 2)
+    multihead = nn.MultiheadAttention(24, 2, batch_first=True)
+    with attnscale.watch(multihead, rows=None) as seen:
+        multihead(torch.randn(3, LONGEST, 24), batch, batch, key_padding_mask=hidden, need_weights=False)
+    (layer,) = seen.layers.values()
+    assert (layer.padding, layer.stats.rows.tolist()) == (0, [3 * LONGEST] * 2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_hugging_face_models_leave_them_out(implementation, side):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    if side == "right":
+        config = transformers.BertConfig(vocab_size=50, attn_implementation=implementation, **sizes)
+        model = transformers.BertModel(config).eval()
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=50, num_key_value_heads=2, attn_implementation=implementation, **sizes
+        )
+        model = transformers.LlamaModel(config).eval()
+    tokens, shown = torch.randint(1, 50, (3, LONGEST)), torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]
+    shown = shown.flip(-1) if side == "left" else shown
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(tokens, attention_mask=shown.long())
+    (layer,) = seen.layers.values()
+    assert layer.stats.rows.tolist() == [sum(LENGTHS)] * 2
+    assert layer.padding == shown.numel() - sum(LENGTHS)
+    visible = shown[:, None, :] & torch.ones(LONGEST, LONGEST, dtype=torch.bool).tril() if side == "left" else None
+    expected = sum(LENGTHS[n] ** 2 for n in range(3)) if visible is None else int((visible & shown[..., None]).sum())
+    assert layer.stats.count.tolist() == [expected] * 2
+
+
+def test_a_monitor_that_knows_the_model_leaves_them_out():
+    layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    batch, hidden = padded([torch.randn(length, 24) for length in LENGTHS])
+    found = []
+    monitor = Monitor(model, every=1, rows=None, sinks=[found.append])
+    for _ in range(3):
+        model(batch, src_key_padding_mask=hidden).square().mean().backward()
+        monitor.step()
+    monitor.close()
+    rows = [record.layers["layers.0.self_attn"].rows for record in found]
+    assert rows == [2 * sum(LENGTHS)] * 3
+    norms = [record.layers["layers.0.self_attn"].numbers["query_norm"] for record in found]
+    assert norms[0] == pytest.approx(norms[-1], rel=1e-5)
