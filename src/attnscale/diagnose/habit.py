@@ -37,7 +37,7 @@ def habit(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False
     Queries are the last of the sequence where there are fewer of them than keys. Rows that see few keys are left out.
 
     >>> habit(torch.eye(6)).kind, habit(torch.eye(6).roll(-1, 1)).places
-    ('itself', (1,))
+    ('itself', (-1,))
     """
     queries, keys = weights.shape
     positions = torch.arange(keys - queries, keys, device=weights.device)
