@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
+from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.written_call import WrittenCall, written_call
 
 
@@ -63,6 +65,8 @@ class Reporter:
         if torch.is_grad_enabled():
             seen.gradients = call.gradients()
         seen.softmax = Softmax(axis, lambda: self._seen.note(path, line, seen), waits=product.learned_query)
+        if seen.kept is not None:
+            seen.softmax.keep = partial(keep_values, call.axes, seen.kept, seen.softmax)
         return seen.softmax
 
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:

@@ -130,6 +130,7 @@ class Seen:
             left_out=tuple(call.padding for call in calls if call.padding is not None),
             query=longest.query,
             key=longest.key,
+            kept=tuple(call.kept for call in calls if call.kept is not None),
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),

@@ -22,6 +22,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.hiding import keys_nobody_sees, shown_by, with_infinite_mask
+from attnscale.watching.kept import Kept, added_to
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 
@@ -48,6 +49,7 @@ class KernelCall:
     score_mod: ScoreMod | None = None
     value_node: Node | None = None
     origins: Origins | None = None  # where they are known without following anything
+    value: Tensor | None = None
     attends_itself: bool = False  # queries and keys are known to be of the same positions
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
@@ -82,10 +84,30 @@ class KernelCall:
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
+            kept=call._kept(found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
         )
+
+    def _kept(self, scales: Factors, ways: tuple[Way, Way], softcap: float | None) -> Kept:
+        """All of it, with queries and keys as they left their projections."""
+        query, key = (
+            tensor.detach() / _as_tensor(np.abs(way.factor), tensor)
+            for tensor, way in zip((self.query, self.key), ways, strict=True)
+        )
+        if self.score_mod is None:
+            seen = with_infinite_mask(self.visibility)
+        else:
+            every = torch.arange(self.query.shape[-2])
+            plain = self._scores(every)
+            scores, visible = self.score_mod(plain, every)
+            slope = float(scales.mean() / (self.scale * np.abs(ways[0].factor).mean() * np.abs(ways[1].factor).mean()))
+            capped = plain * slope if softcap is None else softcap * torch.tanh(plain * slope / softcap)
+            seen = added_to(capped, scores, visible)
+        seen = seen if self.padding is None else seen.without_rows(self.padding)
+        value = None if self.value is None else self.value.detach()
+        return Kept(query, key, torch.from_numpy(scales), seen, softcap, value)
 
     def _is_told_by(self, *ways: Way) -> bool:
         """Whether its arguments and these ways tell all of it, at every step: no function of the user's does more."""
