@@ -28,6 +28,7 @@ class Line:
     heads: int
     head_dim: int
     statistics: Mapping[str, float]  # those of Place.CHECK
+    errors: Mapping[str, float]  # their standard errors, where only some rows were looked at
     expected_spread: float  # were q and k of these norms independent, and multiplied by the expected scale
     scale: float
     expected_scale: float
@@ -50,7 +51,7 @@ class Line:
     def to_dict(self) -> dict[str, Any]:
         """The line as one flat table of plain values."""
         flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
-        return flat | dict(self.statistics)
+        return flat | {"errors": dict(self.errors)} | dict(self.statistics)
 
 
 def line_of(layer: Layer, findings: list[Finding]) -> Line:
@@ -62,6 +63,9 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
         heads=layer.heads,
         head_dim=layer.head_dim,
         statistics={entry.name: entry.whole(layer.stats) for entry in in_place(Place.CHECK)},
+        errors={
+            entry.name: error for entry in in_place(Place.CHECK) if not math.isnan(error := entry.error(layer.stats))
+        },
         expected_spread=expected_spread(layer),
         scale=layer.scale_applied,
         expected_scale=layer.scale_expected,

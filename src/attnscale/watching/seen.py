@@ -183,7 +183,11 @@ def _counted(call: SeenCall, device: torch.device) -> Tensor:
 
 def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
-    statistics = (entry.whole(layer.stats) for entry in in_place(Place.SEEN))
-    numbers = (layer.scale_applied, layer.scale_expected, *statistics)
-    shown = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
+    statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
+    numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
+    shown = ("–" if math.isnan(number) else f"{number:.3g}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown
+
+
+def _give_or_take(error: float) -> str:
+    return "" if math.isnan(error) else f"±{error:.1g}"
