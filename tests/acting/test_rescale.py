@@ -1,5 +1,7 @@
 """Scales set or folded: the scores afterwards are those of the rule, and calibrated ones have unit spread."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch import nn
 import attnscale
 from attnscale.errors import InputError, SettingError
 
-from ..zoo import CORRECT
+from ..zoo import CORRECT, ENTRIES
+from ..zoo.entry import SelfAttention
 from .models import Attention, Normed, assert_changed_as_told, before_and, watched
 
 D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
@@ -127,3 +130,42 @@ def test_calibrating_leaves_every_module_in_its_mode():
     model.train().q_proj.eval()
     attnscale.calibrate_(model, inputs)
     assert (model.training, model.q_proj.training, model.k_proj.training) == (True, False, True)
+
+
+def test_an_audit_knows_what_was_folded_into_the_weights():
+    model, inputs = ENTRIES["bugs_of_scale.NoMultiplication"].build()
+    assert {finding.code for finding in attnscale.audit(model, *inputs).findings} >= {"unscaled"}
+    attnscale.rescale_(model, "inverse_sqrt", inputs)
+    for found in (model, copy.deepcopy(model)):
+        assert attnscale.audit(found, *inputs).findings == []
+        assert attnscale.audit(found, *inputs).layers["attention"].declared.folded == pytest.approx(31**-0.5)
+
+
+def test_what_is_folded_at_several_depths_of_one_module_is_folded_once():
+    model, inputs = ENTRIES["structures.Shared"].build()
+    attnscale.rescale_(model, 0.5 * 11**-0.5, inputs)
+    assert attnscale.audit(model, *inputs).layers["block.attention[0]"].declared.folded == pytest.approx(0.5)
+
+
+def test_a_number_that_several_depths_read_is_set_once():
+    class Scaled(SelfAttention):
+        def __init__(self):
+            super().__init__(33, 3)
+            self.scale = 0.25
+
+        def forward(self, x):
+            query, key, value = self.project(x)
+            return self.merge((query @ key.mT * self.scale).softmax(-1) @ value)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Scaled()
+
+        def forward(self, x):
+            return self.attention(x + self.attention(x))
+
+    model, x = Twice(), torch.randn(2, 7, 33)
+    report = attnscale.rescale_(model, 0.4, x)
+    assert model.attention.scale == pytest.approx(0.4)
+    assert {head.attribute for head in report.heads} == {"attention.scale"}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnscale.declared import Authority, Declared
-from attnscale.diagnose.audit import findings_of
+from attnscale.diagnose.checks import findings_of
 from attnscale.diagnose.scale import scale_findings
 
 from .layers import codes, configured, in_half, layer_of, random_layer

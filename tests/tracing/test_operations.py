@@ -11,6 +11,7 @@ from attnscale.tracing.product import Product
 from attnscale.tracing.roles import (
     EVERY,
     AboutScores,
+    AboutWeights,
     Exponential,
     ExponentialSum,
     InverseSum,
@@ -19,6 +20,7 @@ from attnscale.tracing.roles import (
     LostWeights,
     Mixed,
     MixedByPowers,
+    Noise,
     Outer,
     Scores,
     Softmax,
@@ -49,18 +51,21 @@ def test_no_reader_waits_for_an_operation_that_arrives_in_parts(name):
 PRODUCT = Product(torch.zeros(2, 3), torch.zeros(3, 2), Node((2, 3)), Node((3, 2)), ("",), Node((2, 2)))
 SOFTMAX = Softmax(axis=-1)
 ELEMENTWISE = EVERY - {"norm", "exp"}
+MOVED = {"same", "detach"}
 ROLES = {
     Scores: (Scores(PRODUCT), ELEMENTWISE),
     AboutScores: (AboutScores(PRODUCT), EVERY),
-    Exponential: (Exponential(PRODUCT, Node((2, 2))), {"same", "fill"}),
-    ExponentialSum: (ExponentialSum(PRODUCT, Node((2, 2)), 1), {"same", "plus"}),
-    InverseSum: (InverseSum(PRODUCT, Node((2, 2)), 1), {"same"}),
-    LogSum: (LogSum(PRODUCT, 1), {"same", "plus"}),
-    LogWeights: (LogWeights(SOFTMAX), {"same"}),
+    Exponential: (Exponential(PRODUCT, Node((2, 2))), MOVED | {"fill"}),
+    ExponentialSum: (ExponentialSum(PRODUCT, Node((2, 2)), 1), MOVED | {"plus"}),
+    InverseSum: (InverseSum(PRODUCT, Node((2, 2)), 1), MOVED),
+    LogSum: (LogSum(PRODUCT, 1), MOVED | {"plus"}),
+    LogWeights: (LogWeights(SOFTMAX), MOVED),
     Weights: (Weights(SOFTMAX), ELEMENTWISE),
+    AboutWeights: (AboutWeights(SOFTMAX), EVERY),
+    Noise: (Noise(), MOVED | {"times", "over"}),
     LostWeights: (LostWeights("attention"), ELEMENTWISE),
-    Mixed: (Mixed(SOFTMAX), {"same", "times", "over"}),
-    MixedByPowers: (MixedByPowers(PRODUCT, torch.zeros(2, 2), Node((2, 2))), {"same"}),
+    Mixed: (Mixed(SOFTMAX), MOVED | {"times", "over"}),
+    MixedByPowers: (MixedByPowers(PRODUCT, torch.zeros(2, 2), Node((2, 2))), MOVED),
     Outer: (Outer(torch.zeros(2, 1), torch.zeros(1, 2)), set()),
 }
 
@@ -72,6 +77,9 @@ def test_a_role_is_passed_on_by_the_one_rule_or_leaves_what_it_was_about(kind, e
     after = moved(Node((2, 2), role=role), (2, 2), None, effect).role
     if effect in survives:
         assert after is role
+    elif isinstance(role, Weights):
+        assert isinstance(after, AboutWeights)
+        assert after.softmax is SOFTMAX
     elif role.product is None:
         assert after is None
     else:

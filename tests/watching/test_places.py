@@ -1,11 +1,15 @@
 """Which calls are one layer: told by the module and the line of its own code, never by who called it."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import attnscale
+from tests.zoo import ENTRIES
 from tests.zoo.entry import SelfAttention
 
 
@@ -18,19 +22,71 @@ def test_a_layer_of_torchs_own_is_one_though_its_model_is_called_on_two_lines(tr
     assert {name: layer.calls for name, layer in seen.layers.items()} == {"self_attn": 2}
 
 
-def test_a_layer_of_torchs_own_is_one_though_its_parent_calls_it_on_two_lines():
-    class Twice(nn.Module):
+class Twice(nn.Module):
+    """One attention, on two lines of one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_module_that_runs_twice_in_one_forward_is_shown_by_depth():
+    with attnscale.watch(model := Twice()) as seen:
+        for _ in range(3):
+            model(torch.randn(1, 5, 24))
+    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention[0]": 3, "attention[1]": 3}
+    with pytest.raises(KeyError, match=r"attention\[0\], attention\[1\]"):
+        seen.layers["attention"]
+
+
+def test_every_depth_has_the_numbers_of_a_module_of_its_own():
+    shared = ENTRIES["structures.Shared"].build()[0]
+    apart = nn.Sequential(*(copy.deepcopy(shared.block) for _ in range(3)))
+    x = torch.randn(2, 13, 33)
+    with attnscale.watch(shared, rows=None) as together, attnscale.watch(apart, rows=None) as each:
+        assert torch.equal(shared(x), apart(x))
+    for depth in range(3):
+        found, expected = together.layers[f"block.attention[{depth}]"], each.layers[f"{depth}.attention"]
+        assert torch.equal(found.stats.std, expected.stats.std)
+        assert torch.equal(found.stats.entropy, expected.stats.entropy)
+
+
+def test_a_loop_over_time_is_one_layer():
+    class OverTime(nn.Module):
         def __init__(self):
             super().__init__()
             self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
 
         def forward(self, x):
-            x = x + self.attention(x, x, x, need_weights=False)[0]
-            return x + self.attention(x, x, x, need_weights=False)[0]
+            steps = (self.attention(x[:, i : i + 1], x[:, : i + 1], x[:, : i + 1]) for i in range(x.shape[1]))
+            return torch.cat([mixed for mixed, _ in steps], 1)
 
-    with attnscale.watch(model := Twice()) as seen:
+    with attnscale.watch(model := OverTime()) as seen:
         model(torch.randn(1, 5, 24))
-    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 2}
+    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 5}
+
+
+@pytest.mark.filterwarnings("default")  # reentrant checkpointing shows no gradients, and that is told
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_depths_are_the_same_at_every_step_whatever_is_recomputed(reentrant):
+    class Recomputed(Twice):
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(super().forward, x, use_reentrant=reentrant)
+            return x
+
+    model, names = Recomputed(), []
+    monitor = attnscale.Monitor(model, every=1, sinks=[lambda record: names.append(sorted(record.layers))])
+    for _ in range(4):
+        for _ in range(2):  # accumulated
+            model(torch.randn(2, 5, 24, requires_grad=True)).square().sum().backward()
+        monitor.step()
+    monitor.close()
+    assert names == [[f"attention[{depth}]" for depth in range(4)]] * 4
 
 
 def test_two_attentions_of_one_module_are_two_though_one_module_is_the_softmax_of_both():

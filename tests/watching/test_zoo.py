@@ -107,7 +107,9 @@ def test_statistics_are_those_of_the_real_scores(name):
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_attention_gets_no_finding(name):
     model, inputs = CORRECT[name].build()
-    assert [str(finding) for finding in attnscale.audit(model, *inputs).findings] == []
+    findings = attnscale.audit(model, *inputs).findings
+    worth_knowing = {"note"} if name.startswith("designs.") else set()
+    assert [str(finding) for finding in findings if finding.severity not in worth_knowing] == []
 
 
 @pytest.mark.parametrize("name", BUGS)

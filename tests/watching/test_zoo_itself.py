@@ -22,7 +22,7 @@ def test_every_entry_runs_in_train_and_in_eval(name):
     for mode in (model.train(), model.eval()):
         with torch.set_grad_enabled(entry.gradients):
             output = mode(*inputs)
-        assert output.isfinite().all() == (entry.code != "non_finite")
+        assert output.isfinite().all() == (entry.code not in ("non_finite", "undefined_rows"))
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CORRECT.items() if entry.statistics != "none"])

@@ -1,14 +1,16 @@
 """Attention as people write it: correct, and with a bug each. What watching and auditing are held to.
 
-fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules and compiled are
-correct; bugs_of_scale, bugs_of_wiring and bugs_of_values are not.
+fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, compiled and designs
+are correct; bugs_of_scale, bugs_of_wiring, bugs_of_values and bugs_of_weights are not.
 """
 
 from . import (
     bugs_of_scale,
     bugs_of_values,
+    bugs_of_weights,
     bugs_of_wiring,
     compiled,
+    designs,
     fused,
     layouts,
     masks,
@@ -23,8 +25,8 @@ from .entry import ENTRIES, Entry, Expected
 from .recording import recording
 
 FAMILIES = (
-    fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, compiled,
-    bugs_of_scale, bugs_of_wiring, bugs_of_values,
+    fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, compiled, designs,
+    bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights,
 )  # fmt: skip
 CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
 BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}

@@ -13,6 +13,7 @@ from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched
 from attnscale.declared.attributes import SCALE_NAMES
 from attnscale.declared.fields import number
+from attnscale.declared.folded import note_folded
 from attnscale.errors import InputError, SettingError
 from attnscale.rules import about_rule, get_rule
 from attnscale.rules.apply import Scale, apply_scale
@@ -92,6 +93,7 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None) -> RescaleReport:
     wanted = _ratios(now, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
     folded, left = Folding(model, now.layers).multiply_(wanted, merge=_geometric_mean)
     by_head = {(each.layer, each.head): each for each in folded}
+    _note_folded(model, now.layers, {head: fold.factor for head, fold in by_head.items()})
     heads = []
     for name, layer in before.layers.items():
         for head, (was, scale) in enumerate(zip(layer.scales.tolist(), now.layers[name].scales.tolist(), strict=True)):
@@ -133,6 +135,7 @@ def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
                 touched[key] = _compounded(touched.get(key, ()), each.touched)
                 factors[key] = factors.get(key, 1.0) * each.factor
             after = _watched(model, batch, rows=None)
+    _note_folded(model, before.layers, factors)
     heads = []
     for (name, head), changes in sorted(touched.items()):
         was, now = (float(seen.layers[name].stats.std[head]) for seen in (before, after))
@@ -196,23 +199,28 @@ def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Laye
 
 def _set_attributes(model: nn.Module, batch: Any, seen: Seen, scales: Mapping[str, float]) -> dict[str, str]:
     """Set the numbers that modules keep as their scale, each in the first reading that proves right; those that did."""
-    wrong = [name for name, layer in seen.layers.items() if not _applies(layer, scales[name])]
-    held = {name: place for name in wrong if (place := _attribute(model, seen.layers[name])) is not None}
+    held: dict[tuple[int, str], list[tuple[str, nn.Module]]] = {}  # several layers, where one module runs several times
+    for name, layer in seen.layers.items():
+        place = None if _applies(layer, scales[name]) else _attribute(model, layer)
+        if place is not None:
+            held.setdefault((id(place[0]), place[1]), []).append((name, place[0]))
     done: dict[str, str] = {}
     for reading in READINGS:
-        waiting = {name: place for name, place in held.items() if name not in done}
+        waiting = {place: users for place, users in held.items() if users[0][0] not in done}
         if not waiting:
             break
         old = {}
-        for name, (module, attribute) in waiting.items():
-            old[name] = getattr(module, attribute)
-            setattr(module, attribute, old[name] * reading(scales[name] / seen.layers[name].scale_applied))
+        for (key, attribute), ((name, module), *_) in waiting.items():
+            old[key, attribute] = getattr(module, attribute)
+            ratio = scales[name] / seen.layers[name].scale_applied
+            setattr(module, attribute, old[key, attribute] * reading(ratio))
         now = _watched(model, batch)
-        for name, (module, attribute) in waiting.items():
-            if name in now.layers and _applies(now.layers[name], scales[name]):
-                done[name] = f"{name}.{attribute}"
+        for (key, attribute), users in waiting.items():
+            names, module = [name for name, _ in users], users[0][1]
+            if all(name in now.layers and _applies(now.layers[name], scales[name]) for name in names):
+                done |= {name: f"{seen.layers[name].module}.{attribute}" for name in names}
             else:
-                setattr(module, attribute, old[name])
+                setattr(module, attribute, old[key, attribute])
     return done
 
 
@@ -220,12 +228,26 @@ def _applies(layer: Layer, scale: float) -> bool:
     return math.isclose(layer.scale_applied, scale, rel_tol=SAME)
 
 
+def _module(model: nn.Module, layer: Layer) -> nn.Module:
+    try:
+        return model.get_submodule(layer.module)
+    except AttributeError:  # the model itself, shown by its class
+        return model
+
+
+def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping[Head, float]) -> None:
+    """Leave word of what was folded, for an audit: once a module, as the mean over its heads."""
+    by_module: dict[int, tuple[nn.Module, list[float]]] = {}
+    for (name, _), factor in factors.items():
+        module = _module(model, layers[name])
+        by_module.setdefault(id(module), (module, []))[1].append(factor)
+    for module, each in by_module.values():
+        note_folded(module, _geometric_mean(each))
+
+
 def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
     """A number of the attention's module that can be the scale it applies."""
-    try:
-        module = model.get_submodule(layer.name.partition("#")[0])
-    except AttributeError:  # the model itself, shown by its class
-        module = model
+    module = _module(model, layer)
     for name in SCALE_NAMES:
         value = vars(module).get(name)
         if isinstance(value, float) and number(module, name) and value > 0:

@@ -9,6 +9,7 @@ from typing import Any
 from attnscale.checking.grouped import Group, grouped
 from attnscale.checking.line import MEANINGS, Line, line_of
 from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
+from attnscale.diagnose.audit import NOTHING_READ
 from attnscale.plain import plain
 
 WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length
@@ -43,8 +44,8 @@ class Checked:
     @property
     def footnotes(self) -> dict[str, str]:
         """What the verdicts mean that are neither `healthy` nor a finding."""
-        judgements = {line.judgement for line in self.lines}
-        return {word: meaning for word, meaning in MEANINGS.items() if word in judgements}
+        words = {line.verdict for line in self.lines}
+        return {word: meaning for word, meaning in MEANINGS.items() if word in words}
 
     @property
     def has_errors(self) -> bool:
@@ -72,15 +73,23 @@ class Checked:
     @property
     def conclusion(self) -> str:
         """The verdict in one sentence."""
+        if not self.lines:
+            return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
         if not counts["error"] and not counts["warning"]:
-            return f"Fine: {self._summary}{_also(counts['note'], 'note')}."
+            return f"{self._nothing_wrong}: {self._summary}{_also(counts['note'], 'note')}."
         worst = self.groups[0]
         known = CODES.get(worst.first.code, worst.first.message.rstrip("."))
-        where = f"in {len(worst.layers)} of {_count(len(self.lines), 'layer')}"
         start = "Not fine" if counts["error"] else "No errors, but a warning"
         left = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
-        return f"{start}: {where}, {known} ({', '.join(left)} in all)."
+        return f"{start}: in {worst.where(len(self.lines))}, {known} ({', '.join(left)} in all)."
+
+    @property
+    def _nothing_wrong(self) -> str:
+        if self.audit.unjudged:
+            return "Cannot tell"
+        past = 0 if self.audit.trained else self.audit.past_freezing
+        return f"No warnings, but {_count(past, 'head')} past the freezing point from the start" if past else "Fine"
 
     @property
     def _summary(self) -> str:

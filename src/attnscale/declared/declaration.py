@@ -19,6 +19,7 @@ from attnscale.declared.configuration import (
     configured_softcap,
     rotary_factor,
 )
+from attnscale.declared.folded import folded_factor
 from attnscale.declared.parents import Parents, attentions_among, parents_of
 
 
@@ -43,6 +44,7 @@ class Declared:
     qk_norm_source: str = ""
     scale_readings: tuple[float, ...] = ()  # every multiplier that the declaration can mean
     scale_authority: Authority = Authority.NONE
+    folded: float | None = None  # what rescale_() or calibrate_() put into the weights, in place of a multiplier
 
 
 def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
@@ -60,8 +62,9 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     softcap, softcap_source = configured_softcap(config, path) or attribute_softcap(around) or (None, "")
     qk_norm_source = configured_qk_norm(config, parents) or attribute_qk_norm(around) or ""
     return Declared(
-        scale, scale_source, softcap, softcap_source, bool(qk_norm_source), qk_norm_source, readings, authority
-    )
+        scale, scale_source, softcap, softcap_source, bool(qk_norm_source), qk_norm_source, readings, authority,
+        folded_factor(parents),
+    )  # fmt: skip
 
 
 def _scale(

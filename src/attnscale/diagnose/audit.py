@@ -1,21 +1,19 @@
 """audit: watch one forward pass of a model, and say what is wrong with its attention."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
+from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
-from attnscale.diagnose.maturity import is_trained
-from attnscale.diagnose.noop import noop_findings
-from attnscale.diagnose.scale import scale_findings
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_findings
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
-from attnscale.watching import watch
+from attnscale.plain import printable
 from attnscale.watching.layer import Layer
+from attnscale.watching.seen import table
+
+NOTHING_READ = "No attention could be read, so nothing was judged."
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,8 @@ class Audit:
     layers: Mapping[str, Layer]
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
+    unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
+    unjudged: str = ""  # why nothing is concluded from what the scores are like; empty where it is
 
     @property
     def worst(self) -> str | None:
@@ -36,6 +36,11 @@ class Audit:
         """Layer by layer, the mean of its heads."""
         found = ((name, layer_verdict(layer)) for name, layer in self.layers.items())
         return {name: verdict for name, verdict in found if verdict is not None}
+
+    @property
+    def past_freezing(self) -> int:
+        """Heads whose spread is beyond the freezing point, whatever of the gradient passes."""
+        return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
 
     def head_verdicts(self, layer: str) -> list[Verdict]:
         """Head by head, of one layer."""
@@ -58,13 +63,21 @@ class Audit:
             "trained": self.trained,
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
-            "layers": {name: _layer_dict(layer) for name, layer in self.layers.items()},
+            "unchecked": list(self.unchecked),
+            "unjudged": self.unjudged,
+            "layers": {
+                name: _layer_dict(layer) | {"verdict": verdict_word(layer, self.findings)}
+                for name, layer in self.layers.items()
+            },
         }
 
     def __str__(self) -> str:
-        if not self.findings:
-            return f"Nothing found in {len(self.layers)} attention layers."
-        return "\n".join(map(str, self.findings))
+        count = len(self.layers)
+        shown = [table(self.layers.values()), ""] if count else []
+        where = f"{count} attention layer{'s' * (count != 1)}"
+        found = [str(finding) for finding in self.findings] or [f"Nothing found in {where}." if count else NOTHING_READ]
+        unsaid = [self.unjudged] if self.unjudged else []
+        return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])
 
     def _layer(self, name: str) -> Layer:
         if name not in self.layers:
@@ -72,33 +85,18 @@ class Audit:
         return self.layers[name]
 
 
-def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
-    """Run the model once, as model(*args, **kwargs), and diagnose every attention that was seen."""
-    with torch.no_grad(), watch(model, rows=None, keep=True) as seen:
-        model(*args, **kwargs)
-    return diagnose(seen.layers, trained=is_trained(model))
-
-
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
     """Diagnose layers that were watched before; `trained` as is_trained() says of their model."""
+    return Audit(layers, trained, in_order(all_findings(layers, trained), layers))
+
+
+def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
+    """The worst first, then by layer."""
     order = {name: position for position, name in enumerate(layers)}
-    findings = [finding for layer in layers.values() for finding in findings_of(layer, trained)]
-    findings.sort(key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
-    return Audit(layers, trained, findings)
-
-
-def findings_of(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Everything there is to say of one layer."""
-    verdicts = list(verdict_findings(layer, trained))
-    yield from verdicts
-    if any(finding.code == "non_finite" for finding in verdicts):
-        return  # nothing else can be read from its scores
-    yield from scale_findings(layer, trained)
-    yield from noop_findings(layer)
+    return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    verdict = layer_verdict(layer)
     return {
         "kind": layer.kind,
         "heads": layer.heads,
@@ -111,6 +109,5 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "padding": layer.padding,
         "scale_applied": layer.scale_applied,
         "scale_expected": layer.scale_expected,
-        "verdict": None if verdict is None else verdict.verdict,
         "stats": layer.stats.to_dict(),
     }

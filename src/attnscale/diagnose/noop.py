@@ -8,7 +8,7 @@ from attnscale.watching.layer import Layer
 HIGHEST_USEFUL_CAP = 1e3  # loss deteriorates from scores of about 1,000 on (Wortsman et al. 2023)
 
 
-def noop_findings(layer: Layer) -> Iterator[Finding]:
+def noop_findings(layer: Layer, trained: bool = False) -> Iterator[Finding]:
     """What a layer was given to keep its scores in range, and does not use."""
     yield from _softcap(layer)
     yield from _qk_norm(layer)

@@ -29,12 +29,14 @@ def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Everything that is wrong with where and by what the scores of a layer are multiplied."""
     if not layer.wiring.mixes_along_softmax:
         yield _wrong_axis(layer)
+    if layer.reading.unread or layer.declared.folded is not None:
+        return  # it cannot be told, or was chosen and is in the weights
     if _scales_after_softmax(layer):
         yield _after_softmax(layer, trained)
     else:
         yield from _multiplier(layer, trained)
     if layer.wiring.bias_is_scaled:
-        yield _scaled_bias(layer, trained)
+        yield _scaled_bias(layer)
 
 
 def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
@@ -51,12 +53,12 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
     """The most specific thing that is wrong with one multiplier; None where it is right, declared or published."""
-    said, usual, tolerance = layer.declared, layer.head_dim**-0.5, _tolerance(layer)
+    said, tolerance = layer.declared, _tolerance(layer)
     is_declared = any(_close(scale, reading, tolerance) for reading in said.scale_readings)
     if said.scale_authority is Authority.CONFIGURED and (is_declared or said.scale is None):
         return None
     ignores = not is_declared and _says_another(layer)
-    if _close(scale, usual, tolerance):
+    if _is_usual(layer, scale):
         return _ignored(layer, scale) if ignores else None
     if layer.wiring.normalised:  # the norms are chosen with the multiplier: together they make the spread
         return _ignored(layer, scale) if ignores and said.scale_authority is Authority.CONFIGURED else None
@@ -67,7 +69,15 @@ def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
         return _ignored(layer, scale)
     if is_declared and not _slip(layer, scale):
         return None
-    return None if is_published(layer, scale, tolerance) and not _slip(layer, scale) else _unusual(layer, scale)
+    if (is_published(layer, scale, tolerance) or layer.reading.learned_factor) and not _slip(layer, scale):
+        return None
+    return _unusual(layer, scale)
+
+
+def _is_usual(layer: Layer, scale: float) -> bool:
+    """1/√d_k; where m terms of activations are added, 1/√(m d_k) as well (DeBERTa, AlphaFold's points)."""
+    terms = range(1, 2 + layer.reading.learned_terms)
+    return any(_close(scale, (count * layer.head_dim) ** -0.5, _tolerance(layer)) for count in terms)
 
 
 def _says_another(layer: Layer) -> bool:
@@ -209,17 +219,17 @@ def _wrong_axis(layer: Layer) -> Finding:
     )
 
 
-def _scaled_bias(layer: Layer, trained: bool) -> Finding:
+def _scaled_bias(layer: Layer) -> Finding:
     return Finding(
         layer.name,
         None,
         "unusual_scale",
-        "note" if trained else "warning",
+        "note",
         f"The position bias is multiplied by the scale, {layer.scale_applied:.4g}, together with q·k, which makes it "
         f"{1 / max(abs(layer.scale_applied), 1e-300):.3g} times weaker than it says.",
         layer.scale_applied,
         1.0,
-        "Add the bias after the scores are scaled.",
+        "Falcon does so on purpose; where it is not meant, add the bias after the scores are scaled.",
     )
 
 

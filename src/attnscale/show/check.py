@@ -33,6 +33,10 @@ def show_check(checked: Checked) -> None:
     for group in checked.groups:
         console.print()
         _print_group(group, console)
+    if checked.audit.unchecked:
+        console.print()
+    for sentence in checked.audit.unchecked:
+        console.print(Text(printable(sentence), style="dim"))
     if checked.asked is not None and checked.what_if is not None:
         _print_what_if(checked, console)
     console.print()
@@ -55,6 +59,8 @@ def _column(entry: Statistic) -> Column[Line]:
 
 def place(group: Group) -> str:
     """Where a group of findings lies, in one line."""
+    if len(group.layers) == 1:
+        return group.where(1)
     title, _ = pattern(group.first.layer)
     same = [pattern(layer)[1] for layer in group.layers if pattern(layer)[0] == title]
     if len(group.findings) == 1 or len(same) < len(group.layers) or not all(same):

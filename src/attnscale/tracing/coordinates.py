@@ -78,6 +78,17 @@ def selected(axis: int, index: int) -> Map:
     return lambda points: np.insert(points, axis, index, axis=1)
 
 
+def chosen(axis: int, index: Indices) -> Map:
+    """Element `index[i]` of a dimension stands at i."""
+
+    def back(points: Points) -> Points:
+        points = points.copy()
+        points[:, axis] = index[points[:, axis]]
+        return points
+
+    return back
+
+
 def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
     """A sum or maximum over some dimensions: the first element stands for all."""
     gone = sorted(axis % len(source) for axis in axes) if source else []

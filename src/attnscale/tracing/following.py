@@ -35,6 +35,12 @@ class Trail:
     other_scores: "list[tuple[Node, float]]" = field(default_factory=list)  # of the products added, with their factors
     normalised: bool = False
     blended: bool = False  # passed an operation whose effect on the value is not known
+    dropped: bool = False  # some were set to zero at random
+    detached: bool = False  # no gradient goes further
+    kept: bool = False  # passed a cache
+    learned_factor: bool = False  # a parameter of the model is among the factors
+    learned_terms: int = 0  # terms that were added and are neither numbers nor tables
+    after_caps: list[float] = field(default_factory=list)  # factors that follow a tanh, one by one
 
 
 def follow(node: Node, points: Points, product: "Product | None" = None) -> list[Trail]:
@@ -83,16 +89,22 @@ def _forked(trail: Trail) -> Iterator[Trail]:
             biases=list(trail.biases),
             fills=list(trail.fills),
             other_scores=list(trail.other_scores),
+            after_caps=list(trail.after_caps),
         )
 
 
 def _walk(trail: Trail, step: Step) -> None:
     if step.effect in ("times", "over") and trail.counting:
         factor = values_at(step.operand, trail.points)
+        factor = factor if step.effect == "times" else 1.0 / factor
         trail.constant = trail.constant and not isinstance(step.operand, Tensor)
-        trail.factor = trail.factor * (factor if step.effect == "times" else 1.0 / factor)
+        trail.learned_factor |= step.multiplied is not None and step.multiplied.parameter
+        trail.factor = trail.factor * factor
+        if not trail.caps:
+            trail.after_caps.append(float(np.mean(factor)))
     elif step.effect == "plus":
         trail.added = True
+        trail.learned_terms += 0 if step.added is None else _learned_terms(step.added)
         if step.other_scores is not None:
             trail.other_scores.append((step.other_scores, float(np.mean(trail.factor))))
         if isinstance(step.operand, Tensor):
@@ -105,14 +117,30 @@ def _walk(trail: Trail, step: Step) -> None:
         trail.caps.append(float(np.mean(trail.factor)))
     elif step.effect == "norm":
         trail.counting, trail.normalised = False, True
+    elif step.effect == "drop":
+        trail.dropped = True
+    elif step.effect == "detach":
+        trail.detached |= not trail.kept
     elif step.effect == "other":
         trail.blended = True
+    trail.kept |= step.is_kept
     points = trail.points if step.back is None else step.back(trail.points)
     held = (points != NOWHERE).all(1)
     if not held.all():
         trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
         points = points[held]
     trail.node, trail.points = step.parent, points
+
+
+def _learned_terms(node: Node) -> int:
+    """How many terms of activations a sum has that was added."""
+    terms = int(node.learned)
+    while terms and len(node.steps) == 1:
+        step = node.steps[0]
+        if step.effect == "plus" and step.added is not None and step.added.learned:
+            terms += 1
+        node = step.parent
+    return terms
 
 
 def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.float64]:
@@ -134,6 +162,9 @@ class Way:
     normalised: bool
     width: int | None  # of what was projected
     constant: bool  # the factors are the same at every step
+    learned_factor: bool = False  # a parameter of the model is among them
+    detached: bool = False  # no gradient reaches the projection
+    lost: bool = False  # they come from activations by an operation that was not understood, not from a projection
     source: object = None  # the token of what was projected
 
 
@@ -149,6 +180,9 @@ def way(node: Node, points: Points) -> Way:
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
         all(trail.constant for trail in trails),
+        any(trail.learned_factor for trail in trails),
+        all(trail.detached for trail in trails),
+        any(trail.node.learned and trail.node.projection is None and trail.counting for trail in trails),
         sources.pop() if len(sources) == 1 else None,
     )
 

@@ -43,6 +43,7 @@ class Step:
     other_scores: "Node | None" = None  # what was added, where that is an image of another product
     added: "Node | None" = None  # to the value; after a normalisation, its own bias
     multiplied: "Node | None" = None  # with the value; after a normalisation, its own gain
+    is_kept: bool = False  # the result is a cache, which holds what was computed before
 
 
 @dataclass(slots=True, eq=False)

@@ -21,3 +21,4 @@ class Product:
     bias: Tensor | None = None  # added by the same operation
     learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
     capped: bool = False  # a tanh was taken of it
+    has_softmax: bool = False  # a softmax of it ran

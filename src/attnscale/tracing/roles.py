@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from attnscale.tracing.coordinates import Points
     from attnscale.tracing.lineage import Node
     from attnscale.tracing.parameters import Origin
     from attnscale.tracing.product import Product
 
-Effect = Literal["same", "times", "over", "plus", "shift", "fill", "tanh", "norm", "exp", "pair", "other"]
+Effect = Literal[
+    "same", "detach", "drop", "times", "over", "plus", "shift", "fill", "tanh", "norm", "exp", "pair", "other",
+]  # fmt: skip
 EVERY: frozenset[Effect] = frozenset(get_args(Effect))
 ELEMENTWISE = EVERY - {"norm", "exp"}  # a value of the result is still told from one of the operand
-MOVED: frozenset[Effect] = frozenset(("same",))
+MOVED: frozenset[Effect] = frozenset(("same", "detach"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,7 @@ class AboutScores(_OfProduct):
 class Exponential(_OfProduct):
     """e to scores, some of them set to zero perhaps."""
 
-    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "fill"))
+    survives: ClassVar[frozenset[Effect]] = MOVED | {"fill"}
     is_image = True
     exponent: "Node"
 
@@ -73,7 +77,7 @@ class Exponential(_OfProduct):
 class ExponentialSum(_OfProduct):
     """The sum of such exponentials over an axis of their exponent, plus a small number perhaps."""
 
-    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "plus"))
+    survives: ClassVar[frozenset[Effect]] = MOVED | {"plus"}
     exponent: "Node"
     axis: int
 
@@ -91,7 +95,7 @@ class InverseSum(_OfProduct):
 class LogSum(_OfProduct):
     """The logarithm of a sum of exponentials over an axis of the scores; the maximum that was taken off is added."""
 
-    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "plus"))
+    survives: ClassVar[frozenset[Effect]] = MOVED | {"plus"}
     axis: int
 
 
@@ -112,6 +116,20 @@ class Weights(Role):
 
 
 @dataclass(frozen=True, eq=False)
+class AboutWeights(Role):
+    """Any other function of the output of a softmax, its sum over another axis for instance."""
+
+    softmax: "Softmax"
+
+
+@dataclass(frozen=True, eq=False)
+class Noise(Role):
+    """Zeros and ones drawn at random: what dropout multiplies by."""
+
+    survives: ClassVar[frozenset[Effect]] = MOVED | {"times", "over"}
+
+
+@dataclass(frozen=True, eq=False)
 class LostWeights(Role):
     """The output of a softmax that was not followed to a product, in this module."""
 
@@ -123,7 +141,7 @@ class LostWeights(Role):
 class Mixed(Role):
     """Values, summed with the weights of a softmax."""
 
-    survives: ClassVar[frozenset[Effect]] = frozenset(("same", "times", "over"))
+    survives: ClassVar[frozenset[Effect]] = MOVED | {"times", "over"}
     is_image = True
     softmax: "Softmax"
 
@@ -147,8 +165,10 @@ class Outer(Role):
     softmax: "Softmax | None" = None
 
 
-def about(role: Role | None) -> AboutScores | None:
+def about(role: Role | None) -> AboutScores | AboutWeights | None:
     """What is left of a role under an operation that it does not survive."""
+    if isinstance(role, (Weights, AboutWeights)):
+        return AboutWeights(role.softmax)
     return None if role is None or role.product is None else AboutScores(role.product)
 
 
@@ -171,6 +191,15 @@ class Softmax:
     values: "Origin | None" = None  # what its weights mix
     keep: "Callable[[Node, Tensor, int], None] | None" = None  # told of weights, values, and which stands left
     has_mixed: bool = False  # pieces of the weights may mix several times, multiplied by the same constant
+    keys_of: "Callable[[Points], list[tuple[object, ...]]] | None" = None  # of its weights: which channel made the key
+    taken_twice: bool = False  # another softmax was taken of its weights
+    renormalised: bool = False  # its weights, or what they mixed, were divided by a sum of them
+    is_short: bool = False  # by its making: something beside the keys takes a share, as in softmax off by one
+    is_masked: bool = False  # some of its weights were replaced
+    is_obscure: bool = False  # its weights were mixed with others before they met the values
+    pairs_differ: bool = False  # heads that share a key do not share its value
+    off_one: Tensor | None = None  # of a row of weights where it meets the values: how far its sum is from one
+    undefined: Tensor | None = None  # whether weights are NaN where they meet the values
 
     def ran(self) -> None:
         """Its weights exist."""
@@ -193,6 +222,12 @@ class Softmax:
         self.mixes_along_axis &= along_axis
         self.factor_after *= 1.0 if self.has_mixed else factor
         self.has_mixed = True
+
+    def measured(self, off_one: Tensor | None, undefined: Tensor) -> None:
+        """Its weights met values: the largest distance of a row's sum from one, and whether any are NaN."""
+        self.undefined = undefined if self.undefined is None else self.undefined | undefined
+        if off_one is not None:
+            self.off_one = off_one if self.off_one is None else torch.maximum(self.off_one, off_one)
 
     def scaled(self, factor: float) -> None:
         """The mixed values were multiplied by a constant: the scores should have been."""

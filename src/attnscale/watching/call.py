@@ -12,6 +12,7 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.kept import Kept
+from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
 
 Factors = NDArray[np.float64]  # a value a head
@@ -52,6 +53,8 @@ class SeenCall:
     sinks: Tensor | None = field(default=None, repr=False)
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
+    depth: int = 0  # runs of its module before this one, in the same forward
+    reading: Reading = field(default_factory=Reading)
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
 
     @property
@@ -61,8 +64,8 @@ class SeenCall:
 
     @property
     def mixes_along_softmax(self) -> bool:
-        """Whether values are summed over the axis that sums to one."""
-        return self.softmax.mixes_along_axis and not self.over_pairs
+        """Whether values are summed over the axis that sums to one, or over one along which they were made to."""
+        return self.softmax.renormalised or (self.softmax.mixes_along_axis and not self.over_pairs)
 
     @property
     def origins_of_all(self) -> Origins:

@@ -1,5 +1,6 @@
 """Layer: everything seen of one attention of a model."""
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -8,9 +9,13 @@ from torch import Tensor
 from attnscale.declared import Declared
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
+from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientSquares, norm_over
 from attnscale.watching.kept import Kept
+from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
+
+NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Layer:
     key_norm: Tensor
     declared: Declared  # what the model's own configuration says
     wiring: Wiring = field(default_factory=Wiring)
+    reading: Reading = field(default_factory=Reading)
+    softmaxes: tuple[Softmax, ...] = field(default=(), repr=False)  # a call each: what became of its weights
     calls: int = 1
     dtype: torch.dtype = torch.float32  # of queries and keys
     query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
@@ -62,6 +69,11 @@ class Layer:
     gradients: tuple[GradientSquares, ...] = field(default=(), repr=False)  # of its calls, where they were followed
     shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
     measured: tuple[ScoreStats, ...] = field(default=(), repr=False)  # a call each; together they are `stats`
+
+    @property
+    def module(self) -> str:
+        """The path of its module: its name without the number of the attention in it, and without its depth."""
+        return NUMBER_AND_DEPTH.sub("", self.name)
 
     @property
     def scale_applied(self) -> float:

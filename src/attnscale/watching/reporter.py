@@ -1,5 +1,6 @@
 """Reporter: every attention call, measured as the settings say, and noted under the place where it happened."""
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.keeping import keep_values
-from attnscale.watching.written.written_call import WrittenCall, written_call
+from attnscale.watching.written.written_call import WrittenCall, key_channels, written_call
 
 
 class Reporter:
@@ -29,6 +30,7 @@ class Reporter:
     def __init__(self, settings: Settings, running: Running, seen: Seen, recognition: Recognition) -> None:
         self._settings, self._running, self._seen, self._recognition = settings, running, seen, recognition
         self.softmaxes = 0  # of anything
+        self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
 
     def kernel(self, call: KernelCall) -> Softmax | None:
         """A kernel ran; None where it was not known, and nothing that made its operands was followed."""
@@ -45,7 +47,7 @@ class Reporter:
             return None
         if torch.is_grad_enabled():
             seen.gradients = of_kernel(call.query, call.key)
-        self._seen.note(path, line, seen)
+        self._seen.note(path, line, seen, self._running.depth(self._running.stack[-1]))
         return seen.softmax
 
     def softmax(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
@@ -56,17 +58,24 @@ class Reporter:
         product = node.role.of if isinstance(node.role, Scores) else None
         call = None if product is None else written_call(product, scores, node, axis)
         if product is None or call is None:
+            self.unread[self._running.shown(self._running.stack[-1])] += 1
             return None
         path = _common(product.modules, self._running.stack)
-        line = self._running.line_within(path)
+        line, depth = self._running.line_within(path), self._running.depth(path)
         seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
         assert seen is not None
         seen.kind = "sdpa" if is_sdpa else seen.kind
         if torch.is_grad_enabled():
             seen.gradients = call.gradients()
-        seen.softmax = Softmax(axis, lambda: self._seen.note(path, line, seen), waits=product.learned_query)
+        seen.softmax = Softmax(
+            axis,
+            lambda: self._seen.note(path, line, seen, depth),
+            waits=product.learned_query,
+            keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
+        )
         if seen.kept is not None:
             seen.softmax.keep = partial(keep_values, call.axes, seen.kept, seen.softmax)
+        product.has_softmax = True
         return seen.softmax
 
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,6 +63,7 @@ class Running:
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
         self.called: set[str] = set()
+        self._entries: Counter[str] = Counter()  # of each module, in this run of the outermost
         self._handles: list[RemovableHandle] = []
         self._own = threading.local()  # `here` on the thread that attached; a number of a thread is given out again
         self.ran_elsewhere = False  # some module, on another thread
@@ -76,6 +78,10 @@ class Running:
     def is_watched(self) -> bool:
         """Whether `meanwhile` lasts."""
         return self._entered > 0
+
+    def depth(self, path: str) -> int:
+        """How often the module at this path ran before, in this run of the outermost: 11 in ALBERT's last layer."""
+        return max(0, self._entries[path] - 1)
 
     def shown(self, path: str) -> str:
         """A module path as it is shown: the model itself by its class."""
@@ -138,6 +144,9 @@ class Running:
             return
         trains = module.training or torch.is_grad_enabled()  # checkpointing runs forwards without gradients
         if self.stack or trains or not self._only_training:
+            if not self.stack:
+                self._entries.clear()
+            self._entries[name] += 1
             self.stack.append(name)
             self.began.append(recorded_operations())
             self.called.add(name)

@@ -1,7 +1,7 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import itemgetter
 
 import torch
@@ -15,9 +15,12 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.overlooked import Overlooked
+from attnscale.watching.reading import Reading
 from attnscale.watching.running import Line
 
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # and then those of Place.SEEN
+DEEPEST = 128  # runs of one module in one forward; what runs more often runs over time
 HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
 
 
@@ -25,7 +28,7 @@ class Layers(dict[str, Layer]):
     """Layers by module path; the path of a module around a single attention finds it too."""
 
     def __missing__(self, path: str) -> Layer:
-        inside = [name for name in self if name.startswith(f"{path}.")]
+        inside = [name for name in self if name.startswith((f"{path}.", f"{path}["))]
         if len(inside) == 1:
             return self[inside[0]]
         known = ", ".join(inside or self)
@@ -46,6 +49,7 @@ class Seen:
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
         self.known_model: KnownModel | None = None  # what a later watcher may know the model by
+        self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
         self._unmeasured: list[tuple[str, WaitingCall]] = []
@@ -53,14 +57,15 @@ class Seen:
         self.left_out: list[str] = []  # calls that could not be measured, and why
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: Line, call: SeenCall) -> None:
-        """Add one call to those of its place."""
+    def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
+        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
         site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
+        call.depth = depth
 
-    def note_later(self, path: str, line: Line, call: WaitingCall) -> None:
+    def note_later(self, path: str, line: Line, call: WaitingCall, depth: int = 0) -> None:
         """Add one call that is not measured yet; where many wait, the first are measured now."""
-        self.note(path, line, call.call)
+        self.note(path, line, call.call, depth)
         self._unmeasured.append((path, call))
         self._waiting = [*(each for each in self._waiting if each.held), call]
         while sum(each.held for each in self._waiting) > HELD:
@@ -85,15 +90,21 @@ class Seen:
 
     @property
     def layers(self) -> Layers:
-        """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`."""
+        """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
+
+        A module that runs several times in one forward on the same lengths, as ALBERT's does, is shown by depth:
+        `path[0]`, `path[1]`, … Where lengths differ, or it runs more often than models are deep, that is a loop over
+        time, and one layer.
+        """
         self.settle()
         if self._built[0] != self.calls:
             layers = Layers()
             for (path, *_), calls in filter(itemgetter(1), self._sites.items()):
                 name, number = self._shown(str(path)), 2
-                while name in layers:
+                while name in layers or f"{name}[0]" in layers:
                     name, number = f"{self._shown(str(path))}#{number}", number + 1
-                layers[name] = self._layer(name, str(path), calls)
+                for suffix, some in by_depth(calls).items():
+                    layers[name + suffix] = self._layer(name + suffix, str(path), some)
             self._built = (self.calls, layers)
         return self._built[1]
 
@@ -125,6 +136,8 @@ class Seen:
                 mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
                 unused_norms=self.unused_norms(path),
             ),
+            reading=Reading.of_calls([call.reading for call in calls]),
+            softmaxes=tuple(call.softmax for call in calls),
             calls=len(calls),
             queries=sum(call.rows for call in calls),
             left_out=tuple(call.padding for call in calls if call.padding is not None),
@@ -140,27 +153,43 @@ class Seen:
         )
 
     def __str__(self) -> str:
-        columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
-        rows = [columns, *(_cells(layer) for layer in self.layers.values())]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-        lines = (
-            "  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
-        return "\n".join([*(line.rstrip() for line in lines), *self._left_out()])
+        return table(self.layers.values())
 
-    def _left_out(self) -> list[str]:
-        """What is not in the numbers."""
-        padded = [layer for layer in self.layers.values() if layer.padding]
-        if not padded:
-            return []
-        most = max(padded, key=lambda layer: layer.padding)
-        where = "every layer" if len(padded) == len(self.layers) else f"{len(padded)} of {len(self.layers)} layers"
-        share = f"{most.padding} of {most.queries} queries"
-        several = len({(layer.padding, layer.queries) for layer in padded}) > 1
-        return [f"Left out as padding: {'up to ' if several else ''}{share} in {where}."]
+
+def table(layers: Collection[Layer]) -> str:
+    """One line a layer, under headings, and what is not in the numbers."""
+    columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
+    rows = [columns, *map(_cells, layers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+    lines = (
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join([*(line.rstrip() for line in lines), *_left_out(layers)])
+
+
+def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
+    """What to put behind the name of a layer -> the calls at that depth; nothing where all are one layer."""
+    depths: dict[int, list[SeenCall]] = {}
+    for call in calls:
+        depths.setdefault(call.depth, []).append(call)
+    lengths = {frozenset((call.query_len, call.key_len) for call in some) for some in depths.values()}
+    if len(depths) == 1 or len(depths) > DEEPEST or len(lengths) > 1:
+        return {"": calls}
+    return {f"[{depth}]": some for depth, some in sorted(depths.items())}
+
+
+def _left_out(layers: Collection[Layer]) -> list[str]:
+    """What is not in the numbers."""
+    padded = [layer for layer in layers if layer.padding]
+    if not padded:
+        return []
+    most = max(padded, key=lambda layer: layer.padding)
+    where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
+    several = len({(layer.padding, layer.queries) for layer in padded}) > 1
+    return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
 
 
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:

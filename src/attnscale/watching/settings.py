@@ -27,6 +27,7 @@ class Settings:
     training: bool = False
     seed: int | None = None
     known: "KnownModel | None" = None
+    may_be_empty: bool = False  # a model that ran and showed no attention is a result, not an error
 
     def __post_init__(self) -> None:
         rows = self.rows

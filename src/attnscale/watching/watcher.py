@@ -14,6 +14,7 @@ from attnscale.tracing.tracer import Tracer
 from attnscale.watching.kernels import KernelCall, kernel_calls
 from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
+from attnscale.watching.overlooked import Overlooked, unseen_attentions
 from attnscale.watching.parameter_names import ParameterNames
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
@@ -53,6 +54,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
         self.failures: list[str] = []
+        self._model, self._settings = model, settings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
@@ -82,16 +84,18 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
             for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
-                self._report(call, result)
+                self._report(call, given.get("value"), result)
         elif self.recognition.only_known:  # a softmax where there was none
             self.recognition.give_up()
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
-    def _report(self, call: KernelCall, result: Any) -> None:
+    def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
+            if isinstance(value, Tensor) and not self.recognition.only_known:
+                softmax.measured(None, output.isnan().any() & ~value.isnan().any())
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
@@ -101,7 +105,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 self.norms.ran(name, output)
             found = self.recognition.ran(name, output, self.running.began[-1], self.running.is_watched)
             if found is not None:
-                self.seen.note_later(name, *found)
+                self.seen.note_later(name, *found, self.running.depth(name))
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 
@@ -131,19 +135,30 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 NotFollowedWarning,
                 stacklevel=4,
             )
-        if not self.seen.calls:
+        if not self.seen.calls and not (self._settings.may_be_empty and self.running.called):
             raise InputError(self._why_nothing())
+        self.seen.overlooked = Overlooked(
+            self.reporter.unread,
+            tuple(self.seen.unfollowed),
+            unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()]),
+            "" if self.seen.calls else f"N{self._nothing[1:]}.",
+        )
 
     def _why_nothing(self) -> str:
         if not self.running.called:
             where = " on this thread; it ran on another thread, which is not watched" * self.running.ran_elsewhere
             return f"Expected the model to run inside watch(), but no module of it was called{where}."
-        softmaxes = self.reporter.softmaxes
         return (
-            "Expected attention in the watched model, but saw none: no fused attention kernel ran, and "
-            + (f"none of its {softmaxes} softmaxes" if softmaxes else "no softmax")
-            + " took a product of two activations. An empty batch or sequence, or a model on the meta device, has none."
+            f"Expected attention in the watched model, but saw none: {self._nothing}. An empty batch or sequence, or a "
+            "model on the meta device, has none."
         )
+
+    @property
+    def _nothing(self) -> str:
+        softmaxes = self.reporter.softmaxes
+        which = f"none of {softmaxes} softmaxes" if softmaxes > 1 else "the one softmax that ran" if softmaxes else ""
+        took = f"{which} took {'no' if softmaxes == 1 else 'a'} product of two activations"
+        return f"no fused attention kernel ran, and {took if which else 'no softmax'}"
 
 
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:

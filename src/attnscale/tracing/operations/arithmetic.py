@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.tracing.lineage import Node, Step, moved
 from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
-from attnscale.tracing.roles import Effect, Mixed, Outer, Scores, Weights, about
+from attnscale.tracing.roles import AboutWeights, Effect, Mixed, Noise, Outer, Scores, Softmax, Weights, about
 
 Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
 
@@ -52,6 +52,8 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
         _note_scaled(node)
     if second is None:
         return node
+    if meant[side] == "over" and isinstance(main.role, (Weights, Mixed)):
+        main.role.softmax.renormalised |= _is_about(second, main.role.softmax)
     if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
         softmax = main.role.softmax if isinstance(main.role, Weights) else None
         node.role = Outer(op.args[0], op.args[1], softmax)
@@ -60,6 +62,10 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
     node.learned = main.learned or second.learned
     node.parameter = main.parameter and (second.parameter or second.shape == ())
     return node
+
+
+def _is_about(node: Node, softmax: Softmax) -> bool:
+    return isinstance(node.role, AboutWeights) and node.role.softmax is softmax
 
 
 def _note_scaled(node: Node) -> None:
@@ -78,7 +84,7 @@ def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
     elif meant == "times" and step.effect != "norm":
         step.multiplied = second
     elif meant == "over" and step.effect != "norm" and second is not None:
-        step.multiplied = Node(second.shape, learned=second.learned)
+        step.multiplied = Node(second.shape, learned=second.learned, parameter=second.parameter)
 
 
 def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
@@ -88,7 +94,8 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
         if isinstance(operand, Tensor):
             node = op.ledger.node(operand)
             followed = node.role is not None and node.role.is_image
-            ranks[side] = (node.learned, followed, node.shape == op.shape, not node.parameter, -side)
+            is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not of a layer before
+            ranks[side] = (node.learned, followed, is_new, node.shape == op.shape, not node.parameter, -side)
     return max(ranks, key=ranks.__getitem__, default=None)
 
 
@@ -104,6 +111,8 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
         return "shift", other
     if meant in ("plus", "minus"):
         return "plus", other if _worth_keeping(other, second) else None
+    if meant == "times" and isinstance(second.role, Noise):
+        return "drop", None
     after_softmax = isinstance(main.role, (Weights, Mixed))
     if (
         meant in ("times", "over")
@@ -215,5 +224,5 @@ READERS: dict[str, Reader] = {
     "tanh": _tanh,
     "_weight_norm_interface": _weight_norm,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm"), _norm),
-    **dict.fromkeys(("sum", "amax", "amin", "max", "mean", "min", "linalg_vector_norm"), reduced),
+    **dict.fromkeys(("sum", "amax", "amin", "max", "min", "linalg_vector_norm"), reduced),
 }

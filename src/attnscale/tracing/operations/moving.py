@@ -7,7 +7,9 @@ from torch.utils.weak import TensorWeakRef
 from attnscale.tracing import coordinates
 from attnscale.tracing.coordinates import Map
 from attnscale.tracing.lineage import Node, Step, View, joined, moved, shape_of
+from attnscale.tracing.operations import arithmetic
 from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
+from attnscale.tracing.roles import Noise
 
 
 def _viewed(op: Operation, back: Map, forth: Map) -> Node:
@@ -24,6 +26,17 @@ def _same(op: Operation) -> Node:
 
 def _alias(op: Operation) -> Node:
     return _viewed(op, lambda points: points, lambda points: points)
+
+
+def _detach(op: Operation) -> Node:
+    node = _alias(op)
+    if node.steps:
+        node.steps[0].effect = "detach"
+    return node
+
+
+def _bernoulli(op: Operation) -> Node:
+    return Node(op.shape, role=Noise())
 
 
 def _reshape(op: Operation) -> Node:
@@ -134,8 +147,28 @@ def _roll(op: Operation) -> Node:
     return moved(parent, op.shape, back)
 
 
-def _first_of_several(op: Operation) -> Result:
-    return [_same(op)] if isinstance(op.result, (tuple, list)) else _same(op)
+def _dropout(op: Operation) -> Result:
+    node = moved(op.node(), op.shape, None, "drop")
+    return [node] if isinstance(op.result, (tuple, list)) else node
+
+
+def _chosen(op: Operation) -> Node:
+    """Some positions of a dimension, by an index."""
+    parent, index = op.node(), op.args[2]
+    axis = op.args[1] % max(len(parent.shape), 1)
+    if not parent.learned and not parent.parameter:
+        return opaque(op)
+    return moved(parent, op.shape, coordinates.chosen(axis, index.flatten().cpu().numpy()))
+
+
+def _mean(op: Operation) -> Result:
+    """A mean over positions is a factor's to pass; a statistic of scores or weights is none of them any more."""
+    parent, plain = op.node(), arithmetic.reduced(op)
+    if not isinstance(plain, Node) or parent.role is not None or not parent.learned:
+        return plain
+    keepdim = bool(op.argument(2, "keepdim", False))
+    back = coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim)
+    return moved(parent, op.shape, back)
 
 
 def _cat(op: Operation) -> Node:
@@ -167,14 +200,21 @@ def _written_into(op: Operation) -> Node:
     if len(source.shape) != len(op.shape):
         return opaque(op)
     last = np.array([size - 1 for size in source.shape])
-    return moved(source, op.shape, lambda points: np.minimum(points, last))
+    node = moved(source, op.shape, lambda points: np.minimum(points, last))
+    for step in node.steps:
+        step.is_kept = True
+    return node
 
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj"), _same),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "triu", "tril"), _same),
-    **dict.fromkeys(("detach", "alias"), _alias),
-    **dict.fromkeys(("native_dropout", "_fused_dropout"), _first_of_several),
+    "alias": _alias,
+    "detach": _detach,
+    "bernoulli": _bernoulli,
+    "index_select": _chosen,
+    "mean": _mean,
+    **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),

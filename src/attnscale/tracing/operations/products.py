@@ -10,10 +10,11 @@ from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import follow
 from attnscale.tracing.lineage import Node, Projection, Step, moved
 from attnscale.tracing.operations import softmaxes
+from attnscale.tracing.operations.mixing import mix, pair_heads
 from attnscale.tracing.operations.operation import Operation, Reader, Result
-from attnscale.tracing.parameters import Origin, sampled_origin
+from attnscale.tracing.parameters import sampled_origin
 from attnscale.tracing.product import Product
-from attnscale.tracing.roles import Exponential, LostWeights, Mixed, MixedByPowers, Outer, Scores, Softmax, Weights
+from attnscale.tracing.roles import AboutWeights, Exponential, LostWeights, Mixed, MixedByPowers, Outer, Scores, Weights
 
 OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two stand
 
@@ -60,30 +61,20 @@ def _notice_lost(op: Operation, *operands: Node) -> None:
 
 def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]) -> Node | None:
     """Values summed with weights, or with exponentials that are yet to be normalised; None: neither is one."""
+    own = [node.role.softmax if isinstance(node.role, (Weights, AboutWeights)) else None for node in nodes]
+    if own[0] is not None and own[0] is own[1]:  # an inverse of the weights, say, not values
+        return Node(op.shape, learned=True, role=AboutWeights(own[0]))
     for side, node in enumerate(nodes):
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
             node.role.softmax.keep_values(node, operands[1 - side], side)
-            _mix(node.role.softmax, node, -2 if side else -1, values)
+            mix(node.role.softmax, node, -2 if side else -1, values, operands[side])
+            pair_heads(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=Mixed(node.role.softmax))
         if isinstance(node.role, Exponential):
             op.tracer.mix_unnormalised(node.role.of)
             return Node(op.shape, learned=True, role=MixedByPowers(node.role.of, operands[side], node.role.exponent))
     return None
-
-
-def _mix(softmax: Softmax, weights: Node, axis: int, values: Origin | None = None) -> None:
-    """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
-    softmax.meets_values(values)
-    if weights.shape[axis] < 2:
-        return
-    points = np.zeros((2, len(weights.shape)), dtype=np.int64)
-    points[1, axis] = 1
-    for trail in follow(weights, points):
-        role = trail.node.role
-        if len(trail.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
-            moves = (trail.points[0] != trail.points[1]).nonzero()[0]
-            softmax.mixes(bool((moves == softmax.axis).any()), float(trail.factor[0]))
 
 
 def _outer_sum(op: Operation) -> Result:
@@ -94,7 +85,7 @@ def _outer_sum(op: Operation) -> Result:
         return softmaxes.READERS["sum"](op)
     axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
     if role.softmax is not None:
-        _mix(role.softmax, parent, axis)
+        mix(role.softmax, parent, axis)
         return Node(op.shape, learned=True, role=Mixed(role.softmax))
     nodes = op.ledger.node(role.left), op.ledger.node(role.right)
     found = None

@@ -6,10 +6,12 @@ Scores → (less their LogSum) LogWeights → Weights. A new way is a reader her
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attnscale.tracing.coordinates import Shape
+from attnscale.tracing.following import follow
 from attnscale.tracing.lineage import Node, moved
 from attnscale.tracing.operations import arithmetic
 from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, unknown, widened
@@ -34,8 +36,19 @@ SUM_TOLERANCE = 0.02  # of a row of weights from one: half precision rounds a lo
 
 def _softmax(op: Operation) -> Node:
     axis = op.argument(1, "dim", -1)
+    role = op.node().role
+    if isinstance(role, Weights) and axis % len(op.shape) == len(op.shape) - 1 == role.softmax.axis:
+        role.softmax.taken_twice |= op.node().shape == op.shape and not _is_mixture(op.node())
+        return Node(op.shape, learned=True, role=role)
     softmax = op.tracer.softmax(op.args[0], op.node(), axis, is_sdpa=op.name == "_safe_softmax")  # SDPA's alone
     return _weights(op, softmax)
+
+
+def _is_mixture(weights: Node) -> bool:
+    """Whether anything but moving happened to the weights of a softmax."""
+    return any(
+        trail.blended or trail.added for trail in follow(weights, np.zeros((1, len(weights.shape)), dtype=np.int64))
+    )
 
 
 def _log_softmax(op: Operation) -> Node:
@@ -141,7 +154,7 @@ def _product(op: Operation) -> Node:
         found = _normalised(op, 1 - side, role) if isinstance(role, InverseSum) else None
         if found is not None:
             return found
-        if isinstance(_role(op, 1 - side), Exponential) and _is_mask(op.args[side], op.shape):
+        if isinstance(_role(op, 1 - side), (Exponential, Weights)) and _is_mask(op.args[side], op.shape):
             return moved(op.node(1 - side), op.shape, widened(op.node(1 - side), op.shape), "fill", 0.0)
     return _weights(op, None) if _is_weighed(op, 0) or _is_weighed(op, 1) else arithmetic.times(op)
 
@@ -173,6 +186,8 @@ def _normalised(op: Operation, top: int, bottom: ExponentialSum | InverseSum) ->
     powers = op.args[top] if isinstance(role, Exponential) else role.powers
     softmax = op.tracer.softmax(powers.reshape(role.exponent.shape).log(), role.exponent, bottom.axis)
     if isinstance(role, Exponential):
+        if softmax is not None and bottom.axis < op.result.dim():
+            softmax.is_short = not _sums_to_one(op.result.detach(), bottom.axis)
         return _weights(op, softmax)
     op.tracer.are_normalised(role.of)
     if softmax is None:

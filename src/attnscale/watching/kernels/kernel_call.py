@@ -18,11 +18,14 @@ from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import grid
 from attnscale.tracing.following import Way, channels, way
 from attnscale.tracing.lineage import Node
+from attnscale.tracing.operations.mixing import are_paired_otherwise
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
+from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.hiding import keys_nobody_sees, shown_by, with_infinite_mask
-from attnscale.watching.kept import Kept, added_to
+from attnscale.watching.kernels.keeping import kept_of
+from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 
@@ -56,7 +59,7 @@ class KernelCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
         query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
-        group = heads // max(self.key.shape[1], 1)
+        group = self.group
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
         call = replace(self, attends_itself=attends_itself)
@@ -84,30 +87,17 @@ class KernelCall:
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
-            kept=call._kept(found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None,
+            kept=kept_of(call, found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
+            reading=Reading(
+                _differs(self.query_node, self.query) or lost_on_the_way(query_way, key_way),
+                learned_factor=query_way.learned_factor or key_way.learned_factor,
+                detached=detached_sides(query_way, key_way),
+            ),
+            softmax=Softmax(axis=-1, pairs_differ=self._pairs_differ()),
         )
-
-    def _kept(self, scales: Factors, ways: tuple[Way, Way], softcap: float | None) -> Kept:
-        """All of it, with queries and keys as they left their projections."""
-        query, key = (
-            tensor.detach() / _as_tensor(np.abs(way.factor), tensor)
-            for tensor, way in zip((self.query, self.key), ways, strict=True)
-        )
-        if self.score_mod is None:
-            seen = with_infinite_mask(self.visibility)
-        else:
-            every = torch.arange(self.query.shape[-2])
-            plain = self._scores(every)
-            scores, visible = self.score_mod(plain, every)
-            slope = float(scales.mean() / (self.scale * np.abs(ways[0].factor).mean() * np.abs(ways[1].factor).mean()))
-            capped = plain * slope if softcap is None else softcap * torch.tanh(plain * slope / softcap)
-            seen = added_to(capped, scores, visible)
-        seen = seen if self.padding is None else seen.without_rows(self.padding)
-        value = None if self.value is None else self.value.detach()
-        return Kept(query, key, torch.from_numpy(scales), seen, softcap, value)
 
     def _is_told_by(self, *ways: Way) -> bool:
         """Whether its arguments and these ways tell all of it, at every step: no function of the user's does more."""
@@ -137,6 +127,11 @@ class KernelCall:
             points[heads:, 2] = length - 1
             yield Origin(node, points, heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @cached_property
     def hidden_keys(self) -> Tensor | None:
@@ -176,7 +171,16 @@ class KernelCall:
         distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
         return distinct if distinct and heads % distinct == 0 else heads
 
-    def _scores(self, positions: Tensor) -> Tensor:
+    def _pairs_differ(self) -> bool:
+        """Whether heads that share a key share its value as well."""
+        nodes = (self.key_node, self.value_node)
+        if any(node is None or len(node.shape) != 4 or not all(node.shape) for node in nodes):
+            return False
+        key, value = (channels(node, grid(1, node.shape[1], 1, 1)) for node in nodes if node is not None)
+        return len(key) == len(value) and are_paired_otherwise(key, value)
+
+    def scores(self, positions: Tensor) -> Tensor:
+        """Of rows at these positions, before any soft-cap, mask or modification: (batch, heads, rows, keys)."""
         group = self.query.shape[1] // self.key.shape[1]
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
@@ -185,7 +189,7 @@ class KernelCall:
         """What a score modification does, all by asking it."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
-        scores = self._scores(probe)
+        scores = self.scores(probe)
         at_zero, visible = modify(torch.zeros_like(scores), probe)
         step = 2.0**-6
         slope = (modify(torch.full_like(scores, step), probe)[0] - at_zero) / step
@@ -195,7 +199,7 @@ class KernelCall:
         flat = bool(((high - low)[shown] < 1e20).all()) and bool(shown.any())
         batch, heads = self.query.shape[:2]
         by_row = Rows(
-            batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self._scores(at), at)
+            batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self.scores(at), at)
         )
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.attends_itself and self.key.shape[-2] == length else None
@@ -240,6 +244,13 @@ def _way(node: Node | None, tensor: Tensor) -> Way:
         return Way(np.ones(heads), False, None, False)
     found = way(node, _ends(tensor))
     return replace(found, factor=found.factor.reshape(heads, 2).mean(1))
+
+
+def _differs(node: Node | None, tensor: Tensor) -> str:
+    """Whether the first and the last query of a head were multiplied by the same."""
+    if node is None or not _is_legible(node, tensor):
+        return ""
+    return differs_by_row(way(node, _ends(tensor)).factor.reshape(tensor.shape[1], 2))
 
 
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class Axes:
     groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
     kv_heads: int
     over_pairs: bool = False  # the softmax runs over queries and keys at once
+    between_channels: bool = False  # the product sums over positions: channels attend to channels
 
     @property
     def length(self) -> int:
@@ -101,13 +102,16 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     key_place = _key_place(keys.at[keys.found])
     first = along[np.argmax(keys.found)]
     query_place = -1 if key_place == -2 else -2
+    between_channels = _sums_over_positions(product)
     query_axes, other_axes = [], []
     for other in range(rank):
         if other == axis or shape[other] == 1:
             continue
         steps = first + np.outer([0, 1, shape[other] - 1], np.eye(rank, dtype=np.int64)[other])
         start, near, far = at = arrive(node, steps, product).at
-        if near[query_place] == start[query_place] or _is_another_head(product, at[:2], query_place):
+        if near[query_place] == start[query_place] or (
+            not between_channels and _is_another_head(product, at[:2], query_place)
+        ):
             other_axes.append(other)
         elif len(start) == 3 and far[0] != start[0] and shape[other] > product.node.shape[query_place]:
             apart = _taken_apart(node, other, product.node.shape[query_place])
@@ -117,7 +121,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     columns = keys.at[:, key_place]
     bare = Axes(
         product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1,
-        over_pairs=_repeats_a_key(keys.at[keys.found], key_place),
+        over_pairs=_repeats_a_key(keys.at[keys.found], key_place), between_channels=between_channels,
     )  # fmt: skip
     return _with_heads(bare)
 
@@ -132,6 +136,17 @@ def _repeats_a_key(at: Points, key_place: int) -> bool:
     """Whether a key comes twice in one product along the softmax, with another query each time."""
     keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
     return len(np.unique(keys, axis=0)) < len(np.unique(at, axis=0))
+
+
+def _sums_over_positions(product: Product) -> bool:
+    """Whether a step along what is summed over stays in one channel of a projection, and a step along rows does not."""
+    node = product.left_node
+    if node.shape[-1] < 2 or node.shape[-2] < 2:
+        return False
+    points = np.zeros((3, len(node.shape)), dtype=np.int64)
+    points[1, -1], points[2, -2] = 1, 1
+    first, summed, row = channels(node, points)
+    return first != () and first == summed and first != row
 
 
 def _is_another_head(product: Product, at: Points, query_place: int) -> bool:

@@ -1,0 +1,18 @@
+"""What an audit did not judge, and why: a sentence each."""
+
+from collections.abc import Mapping
+
+from attnscale.watching.layer import Layer
+from attnscale.watching.overlooked import Overlooked
+
+
+def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str, ...]:
+    """What is in no layer, and the layers whose multiplier was read and not judged."""
+    reasons: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if layer.reading.unread:
+            reasons.setdefault(f"could not be read: {layer.reading.unread}", []).append(name)
+        elif layer.declared.folded is not None:
+            why = f"was not judged: {layer.declared.folded:.4g} of it was folded into its weights"
+            reasons.setdefault(why, []).append(name)
+    return (*overlooked.sentences, *(f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()))
