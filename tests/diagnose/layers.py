@@ -6,6 +6,8 @@ import torch
 
 from attnscale import score_stats
 from attnscale.declared import Authority, Declared
+from attnscale.visibility import Visibility
+from attnscale.watching.kept import Kept
 from attnscale.watching.layer import Layer, Wiring
 
 
@@ -40,6 +42,7 @@ def layer_of(query, key, scale=None, *, causal=False, softcap=None, declared=Non
         wiring=Wiring(**wiring),
         query=query,
         key=key,
+        kept=(Kept(query, key, scales, Visibility.of(None, causal), softcap),),
     )
 
 

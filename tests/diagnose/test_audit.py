@@ -8,11 +8,8 @@ import transformers
 from torch import nn
 
 from attnscale import audit
-from attnscale.diagnose import CODES, SEVERITIES, Finding, diagnose
+from attnscale.diagnose import CODES, SEVERITIES, Finding
 from attnscale.errors import InputError, SettingError
-from tests.measure.oracle import expected_stats
-
-from .layers import random_layer
 
 
 class Attention(nn.Module):
@@ -89,17 +86,6 @@ def test_what_if_tries_rules_on_what_was_seen():
 def test_what_if_of_a_layer_that_was_not_seen_says_which_were():
     with pytest.raises(SettingError, match=r"Expected one of: blocks\.0"):
         audit(Stack(None), torch.randn(2, 7, 66)).what_if("blocks.1")
-
-
-def test_a_cache_is_seen_by_every_new_query():
-    layer = random_layer(heads=2, length=9, causal=True)
-    cached = diagnose({"a": layer}, trained=False)
-    object.__setattr__(layer, "query", layer.query[:, :, -4:])
-    line = cached.what_if("a", {"same": 11**-0.5})["same"]
-    scores = layer.query @ layer.key.mT * 11**-0.5
-    visible = torch.ones(4, 9, dtype=torch.bool).tril(5)
-    within = expected_stats(scores.masked_fill(~visible, -torch.inf).double().numpy())["std_within_rows"]
-    assert line.spread == pytest.approx(within.mean(), rel=1e-4)
 
 
 def test_an_audit_is_json():

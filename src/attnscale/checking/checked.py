@@ -58,7 +58,7 @@ class Checked:
         if self.asked is not None:
             return self.asked
         finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale)]
-        finite = [line for line in finite if self.audit.layers[line.name].query is not None]
+        finite = [line for line in finite if self.audit.layers[line.name].kept]
         if not finite:
             return None
         named = {line.name for line in finite}

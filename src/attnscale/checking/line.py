@@ -15,6 +15,7 @@ from attnscale.watching import Layer
 MEANINGS = {
     "saturated": "near or past the freezing point, where a few keys take most of the weight",
     "diluted": "the weights hardly differ, as small initial projections leave them",
+    "uncertain": "within its standard error of a limit; looking at more rows would tell",
 }
 
 
@@ -26,6 +27,7 @@ class Line:
     heads: int
     head_dim: int
     statistics: Mapping[str, float]  # those of Place.CHECK
+    errors: Mapping[str, float]  # their standard errors, where only some rows were looked at
     expected_spread: float  # were q and k of these norms independent, and multiplied by the expected scale
     scale: float
     expected_scale: float
@@ -48,7 +50,7 @@ class Line:
     def to_dict(self) -> dict[str, Any]:
         """The line as one flat table of plain values."""
         flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
-        flat["heads_by_verdict"] = dict(self.heads_by_verdict)
+        flat |= {"errors": dict(self.errors), "heads_by_verdict": dict(self.heads_by_verdict)}
         return flat | dict(self.statistics)
 
 
@@ -60,6 +62,9 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
         heads=layer.heads,
         head_dim=layer.head_dim,
         statistics={entry.name: entry.whole(layer.stats) for entry in in_place(Place.CHECK)},
+        errors={
+            entry.name: error for entry in in_place(Place.CHECK) if not math.isnan(error := entry.error(layer.stats))
+        },
         expected_spread=expected_spread(layer),
         scale=layer.scale_applied,
         expected_scale=layer.scale_expected,

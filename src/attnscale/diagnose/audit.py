@@ -4,13 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_word
-from attnscale.diagnose.what_if import WhatIf, what_if
+from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
 from attnscale.watching.layer import Layer
@@ -50,28 +47,15 @@ class Audit:
         return head_verdicts(self._layer(layer))
 
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
-        """What every rule would do to the query and key of the first sequence just seen.
+        """What every rule would do to the layer, over all of its calls and sequences.
 
-        The scale and the soft-cap are the layer's own. A mask or bias that is not causal is not kept, nor the value:
-        the key stands in for it.
+        Soft-cap, bias, masks and values are the layer's own; `current` is what was measured. Where it could not be read
+        which values its weights met, the change of the output is NaN.
         """
         seen = self._layer(layer)
-        if seen.query is None or seen.key is None:
-            raise SettingError(f"The query and key of {layer!r} were not kept; watch with keep=True to try others.")
-        mask = _causal_mask(seen.query, seen.key) if seen.causal else None
-        is_causal = seen.causal and mask is None
-        scale = seen.scales.nan_to_num(seen.scale_expected).to(seen.query.device).view(-1, 1, 1)
-        return what_if(
-            seen.query,
-            seen.key,
-            candidates=candidates,
-            attn_mask=mask,
-            is_causal=is_causal,
-            enable_gqa=seen.heads != seen.kv_heads,
-            scale=scale,
-            softcap=seen.softcap,
-            rows=rows,
-        )
+        if not seen.kept or len(seen.kept) < seen.calls:
+            raise SettingError(f"The queries and keys of {layer!r} were not kept; watch with keep=True to try others.")
+        return what_if_calls(seen.kept, candidates, rows, seen.stats)
 
     def to_dict(self) -> dict[str, Any]:
         """The audit as JSON takes it."""
@@ -110,14 +94,6 @@ def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[F
     """The worst first, then by layer."""
     order = {name: position for position, name in enumerate(layers)}
     return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
-
-
-def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
-    """Queries that continue a cache see all of it: their triangle ends with the keys. None where they are as many."""
-    queries, keys = query.shape[-2], key.shape[-2]
-    if queries == keys:
-        return None
-    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:

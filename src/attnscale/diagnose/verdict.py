@@ -26,6 +26,7 @@ from torch import Tensor
 from attnscale.declared import Authority
 from attnscale.diagnose.cause import cause
 from attnscale.diagnose.finding import Finding, severity_rank
+from attnscale.measure.uncertainty import NORMAL
 from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point, regime
 from attnscale.watching.layer import Layer
@@ -57,26 +58,31 @@ class Verdict:
 
     layer: str
     head: int | None
-    verdict: str  # "diluted", "healthy", "saturated", "non_finite"
+    verdict: str  # "diluted", "healthy", "saturated", "non_finite"; "uncertain": several are within the error
     spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
     freezing_point: float
     entropy_ratio: float
     top1: float
     gradient_gain: float
+    spread_error: float = 0.0  # how far these two may be off, where only some rows were looked at: 95% of the time
+    gain_error: float = 0.0  # they are within it
 
     @property
     def is_past_freezing(self) -> bool:
         """Whether the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
-        return self.verdict == "saturated" and self.spread > self.freezing_point
+        return self.verdict == "saturated" and self.spread - self.spread_error > self.freezing_point
 
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
     """The verdict on every head that saw any keys."""
     stats = layer.stats
     columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.gradient_gain])
+    errors = torch.stack(
+        [NORMAL * stats.stderr(name) for name in ("std_within_rows", "entropy_ratio", "gradient_gain")]
+    )
     seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
-    return [_verdict(layer.name, head, *columns[:, head].tolist()) for head in seen]
+    return [_verdict(layer.name, head, *columns[:, head].tolist(), *errors[:, head].tolist()) for head in seen]
 
 
 def layer_verdict(layer: Layer) -> Verdict | None:
@@ -85,14 +91,16 @@ def layer_verdict(layer: Layer) -> Verdict | None:
     if not heads:
         return None
     found = {head.verdict for head in heads}
-    worst = next((verdict for verdict in ("non_finite", "saturated") if verdict in found), None)
+    worst = next((verdict for verdict in ("non_finite", "saturated", "uncertain") if verdict in found), None)
     agreed = worst or ("diluted" if found == {"diluted"} else "healthy")
 
     def mean(name: str) -> float:
         values = [getattr(head, name) for head in heads]
         return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
-    names = ("spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain")
+    names = (
+        *("spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain"), "spread_error", "gain_error",
+    )  # fmt: skip
     return Verdict(layer.name, None, agreed, *map(mean, names))
 
 
@@ -124,7 +132,16 @@ def verdict_findings(layer: Layer, trained: bool, reached: Tensor | None = None)
 
 
 def _verdict(
-    layer: str, head: int, keys: float, spread: float, entropy_ratio: float, top1: float, gradient_gain: float
+    layer: str,
+    head: int,
+    keys: float,
+    spread: float,
+    entropy_ratio: float,
+    top1: float,
+    gradient_gain: float,
+    spread_error: float,
+    entropy_error: float,
+    gain_error: float,
 ) -> Verdict:
     freezes = freezing_point(max(1, round(keys)))
     if not all(map(math.isfinite, (spread, top1, gradient_gain))):
@@ -132,10 +149,20 @@ def _verdict(
     elif round(keys) < 2:
         found = "healthy"  # one key takes all, as it must
     else:
-        found = regime(spread, round(keys))
-        if found == "saturated" and entropy_ratio > CONFIRMED * _edge_of_saturation(round(keys)):
-            found = "healthy"
-    return Verdict(layer, head, found, spread, keys, freezes, entropy_ratio, top1, gradient_gain)
+        ends = (
+            (spread - spread_error, entropy_ratio + entropy_error),
+            (spread + spread_error, entropy_ratio - entropy_error),
+        )
+        possible = {_confirmed_regime(*end, round(keys)) for end in ends}
+        found = possible.pop() if len(possible) == 1 else "uncertain"
+    numbers = (spread, keys, freezes, entropy_ratio, top1, gradient_gain, spread_error, gain_error)
+    return Verdict(layer, head, found, *numbers)
+
+
+def _confirmed_regime(spread: float, entropy_ratio: float, keys: int) -> str:
+    """What theory says of a spread, `saturated` only where the entropy is as low as that."""
+    found = regime(spread, keys)
+    return "healthy" if found == "saturated" and entropy_ratio > CONFIRMED * _edge_of_saturation(keys) else found
 
 
 def _edge_of_saturation(keys: int) -> float:
@@ -148,7 +175,7 @@ def _is_frozen(head: Verdict) -> bool:
     if not head.is_past_freezing or head.keys < FEW_KEYS:
         return False
     share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
-    return head.gradient_gain < share * (1 - 1 / head.keys)
+    return head.gradient_gain + head.gain_error < share * (1 - 1 / head.keys)
 
 
 def _non_finite(layer: Layer, broken: int) -> Finding:

@@ -1,24 +1,27 @@
 """What another scale, soft-cap or clip would do to the scores of a query and a key."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from attnscale.attending.call import Call
 from attnscale.errors import SettingError
-from attnscale.measure.engine import score_stats
+from attnscale.inputs import check_inputs
+from attnscale.measure.engine import measured
 from attnscale.measure.statistics import STATISTICS
-from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype
-from attnscale.operator import attention
+from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.operator import run, scaled_call
 from attnscale.plain import plain
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
 from attnscale.visibility import Visibility
+from attnscale.watching.kept import Kept
 
 SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
 TINY = 1e-300  # what a zero norm is divided by
@@ -55,13 +58,13 @@ class Outcome:
     top1: float
     gradient_gain: float
     max: float
-    change: float  # ‖output − current output‖ / ‖current output‖
+    change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
 
     def numbers(self) -> tuple[str, ...]:
         """The cells of its line, in the order of COLUMNS."""
         ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.gradient_gain))
         start = f"{self.scale:.3g}", f"{self.spread:.3g}", f"{self.entropy:.2f}"
-        return (*start, *ratios, f"{self.max:.3g}", f"{self.change:.3f}")
+        return (*start, *ratios, f"{self.max:.3g}", "–" if math.isnan(self.change) else f"{self.change:.3f}")
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,76 @@ def what_if(
     heads = query.shape[-3] if query.dim() > 2 else 1
     if enable_gqa:
         key, value = _for_each_query_head(key, heads), None if value is None else _for_each_query_head(value, heads)
-    trial = _Trial(query, key, key if value is None else value, attn_mask, is_causal, rows)
-    current = Candidate(scale, softcap)
-    before, output = trial.stats(current), trial.output(current)
-    if candidates is None:
-        tried = default_candidates(query, current, before, trial.visible)
-    else:
-        tried = {name: _as_candidate(given, query.shape[-1], heads, softcap) for name, given in candidates.items()}
-    outcomes = [trial.outcome(name, candidate, output) for name, candidate in tried.items()]
-    return WhatIf((trial.outcome(CURRENT, current, output), *outcomes))
+    check_inputs(query, key, value, attn_mask, is_causal, False, softcap)
+    seen, current = Visibility.of(attn_mask, is_causal), Candidate(scale, softcap)
+    return _tried((_Trial(query, key, key if value is None else value, seen, current, rows),), candidates)
+
+
+@torch.no_grad()
+def what_if_calls(
+    calls: Sequence[Kept],
+    candidates: Mapping[str, Candidate | Scale] | None = None,
+    rows: int | None = None,
+    measured: ScoreStats | None = None,
+) -> WhatIf:
+    """The same for calls that were kept whole, all together; `measured` are the statistics of what they did.
+
+    What was added to the scores, and what was hidden, stays as it was under every candidate.
+    """
+    return _tried([_trial(call, rows) for call in calls], candidates, measured)
+
+
+def _trial(call: Kept, rows: int | None) -> "_Trial":
+    key, value = (
+        None if each is None else _for_each_query_head(each, call.query.shape[1]) for each in (call.key, call.value)
+    )
+    assert key is not None
+    scale = call.scales.nan_to_num(call.query.shape[-1] ** -0.5).to(call.query.device).view(-1, 1, 1)
+    return _Trial(call.query, key, value, call.visibility, Candidate(scale, call.softcap), rows)
+
+
+def _tried(
+    trials: "Sequence[_Trial]",
+    candidates: Mapping[str, Candidate | Scale] | None,
+    measured: ScoreStats | None = None,
+) -> WhatIf:
+    """Every candidate on all trials; the current setting is what was measured of it, where that is known."""
+    before = merged_when_read([trial.stats(trial.current) for trial in trials])
+    given = [trial.candidates(candidates, before) for trial in trials]
+    outputs = [trial.output(trial.current) for trial in trials]
+    now = [trial.current for trial in trials]
+    current = _outcome(CURRENT, trials, now, outputs, before if measured is None else measured)
+    others = (_outcome(name, trials, [each[name] for each in given], outputs) for name in given[0])
+    return WhatIf((current, *others))
+
+
+def _outcome(
+    name: str,
+    trials: "Sequence[_Trial]",
+    tried: Sequence[Candidate],
+    before: Sequence[Tensor | None],
+    stats: ScoreStats | None = None,
+) -> Outcome:
+    if stats is None:
+        stats = merged_when_read([trial.stats(candidate) for trial, candidate in zip(trials, tried, strict=True)])
+    after = [trial.output(candidate) for trial, candidate in zip(trials, tried, strict=True)]
+    scales = [trial.multiplier(candidate) for trial, candidate in zip(trials, tried, strict=True)]
+    return Outcome(
+        name=name,
+        scale=sum(scales) / len(scales),
+        change=_change(before, after),
+        **{statistic: STATISTICS[statistic].whole(stats) for statistic in TRIED},
+    )
+
+
+def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> float:
+    """How far the outputs moved, relative to what they were; NaN where a value is not known."""
+    moved, was = 0.0, 0.0
+    for old, new in zip(before, after, strict=True):
+        if old is None or new is None:
+            return math.nan
+        moved, was = moved + _norm(new.double() - old.double()) ** 2, was + _norm(old) ** 2
+    return math.sqrt(moved) / max(math.sqrt(was), TINY)
 
 
 def default_candidates(
@@ -147,41 +211,32 @@ class _Trial:
 
     query: Tensor
     key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
-    is_causal: bool
+    value: Tensor | None
+    visibility: Visibility
+    current: Candidate
     rows: int | None
 
+    def candidates(self, given: Mapping[str, Candidate | Scale] | None, before: ScoreStats) -> Mapping[str, Candidate]:
+        if given is None:
+            return default_candidates(self.query, self.current, before, self.visible)
+        heads, softcap = self.query.shape[-3] if self.query.dim() > 2 else 1, self.current.softcap
+        return {name: _as_candidate(each, self.query.shape[-1], heads, softcap) for name, each in given.items()}
+
     def visible(self) -> Tensor | None:
-        seen = Visibility.of(self.attn_mask, self.is_causal)
-        return seen.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
+        return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
 
     def stats(self, candidate: Candidate) -> ScoreStats:
-        return score_stats(
-            self.query,
-            self.key,
-            scale=_on(candidate.scale, self.query),
-            attn_mask=self.attn_mask,
-            is_causal=self.is_causal,
-            softcap=candidate.softcap,
-            rows=self.rows,
-        )
+        with without_autocast(self.query):
+            return measured(self._call(candidate, self.key), self.rows)
 
-    def output(self, candidate: Candidate) -> Tensor:
+    def output(self, candidate: Candidate) -> Tensor | None:
+        return None if self.value is None else run(self._call(candidate, self.value))
+
+    def _call(self, candidate: Candidate, value: Tensor) -> Call:
         scale = _on(candidate.scale, self.query)
-        mask, causal = self.attn_mask, self.is_causal
-        return attention(self.query, self.key, self.value, mask, 0.0, causal, scale, softcap=candidate.softcap)
+        return scaled_call(self.query, self.key, value, self.visibility, scale, False, candidate.softcap)
 
-    def outcome(self, name: str, candidate: Candidate, current: Tensor) -> Outcome:
-        stats, output = self.stats(candidate), self.output(candidate)
-        return Outcome(
-            name=name,
-            scale=self._multiplier(candidate),
-            change=_norm(output.double() - current.double()) / max(_norm(current), TINY),
-            **{statistic: STATISTICS[statistic].whole(stats) for statistic in TRIED},
-        )
-
-    def _multiplier(self, candidate: Candidate) -> float:
+    def multiplier(self, candidate: Candidate) -> float:
         query, key, factor = apply_scale(_on(candidate.scale, self.query), self.query, self.key, self.visible)
         norms = _norm(query) * _norm(key) / max(_norm(self.query) * _norm(self.key), TINY)
         return factor * norms

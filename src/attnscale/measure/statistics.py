@@ -61,6 +61,15 @@ class Statistic:
         """The number of the layer that has these heads."""
         return self.over_heads(self.of(stats).tolist())
 
+    def error(self, stats: "ScoreStats") -> float:
+        """Standard error of the number of the layer, from having looked at some rows only; NaN where it has none.
+
+        Heads look at the same rows, so that their errors do not cancel in a mean.
+        """
+        if stats.exact or not self.has_error or self.attribute is None:
+            return math.nan
+        return self.over_heads(stats.stderr(self.attribute).tolist())
+
     def over_heads(self, values: Iterable[float]) -> float:
         """The number of the layer, from those of its heads; NaN where none is known."""
         known = [value for value in values if not math.isnan(value)]

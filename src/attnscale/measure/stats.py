@@ -193,10 +193,16 @@ class ScoreStats:
         return ScoreStats(self.heads, exact, Known(pooled))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, one list a statistic; None where a head has no rows to tell it from."""
-        return {"heads": self.heads, "exact": self.exact} | {
-            name: plain(getattr(self, name).tolist()) for name in of_scores()
-        }
+        """Plain numbers, one list a statistic; None where a head has no rows to tell it from.
+
+        Where only some rows were looked at, `stderr` has the standard errors of those that have one.
+        """
+        numbers = {name: plain(getattr(self, name).tolist()) for name in of_scores()}
+        found = {"heads": self.heads, "exact": self.exact} | numbers
+        if self.exact:
+            return found
+        known = (name for name, entry in of_scores().items() if entry.has_error)
+        return found | {"stderr": {name: plain(self.stderr(name).tolist()) for name in known}}
 
     @cached_property
     def _uncertainty(self) -> Uncertainty | None:

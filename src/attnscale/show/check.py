@@ -1,5 +1,7 @@
 """What `attnscale check` found, in the terminal."""
 
+import math
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -50,7 +52,9 @@ def columns() -> list[Column[Line]]:
 
 
 def _column(entry: Statistic) -> Column[Line]:
-    return Column.of(entry, lambda line: line.statistics[entry.name])
+    return Column.of(
+        entry, lambda line: line.statistics[entry.name], lambda line: line.errors.get(entry.name, math.nan)
+    )
 
 
 def place(group: Group) -> str:

@@ -1,5 +1,6 @@
 """Columns of tables that stand in the terminal and on a page alike."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,6 +20,8 @@ class Column(Generic[Row]):
     cell: Callable[[Row], str]
 
     @classmethod
-    def of(cls, statistic: Statistic, value: Callable[[Row], float]) -> "Column[Row]":
+    def of(
+        cls, statistic: Statistic, value: Callable[[Row], float], error: Callable[[Row], float] = lambda row: math.nan
+    ) -> "Column[Row]":
         """The column of a statistic, with the headings and the format that the catalogue gives it."""
-        return cls(statistic.short, statistic.long, lambda row: formatted(statistic, value(row)))
+        return cls(statistic.short, statistic.long, lambda row: formatted(statistic, value(row), error(row)))

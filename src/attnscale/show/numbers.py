@@ -25,9 +25,18 @@ def share(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "–"
 
 
-def formatted(statistic: Statistic, value: float) -> str:
-    """A value of a statistic, in the format that the catalogue gives it."""
-    return share(value) if statistic.format == "share" else number(value)
+def formatted(statistic: Statistic, value: float, error: float = math.nan) -> str:
+    """A value of a statistic, in the format that the catalogue gives it, and its standard error where it has one."""
+    return (share(value) if statistic.format == "share" else number(value)) + give_or_take(error)
+
+
+def give_or_take(error: float) -> str:
+    """A standard error behind its value; nothing where there is none.
+
+    >>> give_or_take(0.0123), give_or_take(12.3), give_or_take(math.nan)
+    ('±0.01', '±12', '')
+    """
+    return "" if math.isnan(error) else f"±{error:.1g}" if error < 10 else f"±{error:,.0f}"
 
 
 def shown(value: Any, digits: int = DIGITS) -> str:

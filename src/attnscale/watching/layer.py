@@ -11,6 +11,7 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientSquares, norm_over
+from attnscale.watching.kept import Kept
 from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
 
@@ -59,6 +60,7 @@ class Layer:
     dtype: torch.dtype = torch.float32  # of queries and keys
     query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
+    kept: tuple[Kept, ...] = field(default=(), repr=False)  # its calls, where they were to be kept
     origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
     queries: int = 0  # of all calls, padding included
     left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
+from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.written_call import WrittenCall, key_channels, written_call
 
 
@@ -71,6 +73,8 @@ class Reporter:
             waits=product.learned_query,
             keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
         )
+        if seen.kept is not None:
+            seen.softmax.keep = partial(keep_values, call.axes, seen.kept, seen.softmax)
         product.has_softmax = True
         return seen.softmax
 

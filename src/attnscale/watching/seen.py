@@ -143,6 +143,7 @@ class Seen:
             left_out=tuple(call.padding for call in calls if call.padding is not None),
             query=longest.query,
             key=longest.key,
+            kept=tuple(call.kept for call in calls if call.kept is not None),
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),
@@ -211,7 +212,11 @@ def _counted(call: SeenCall, device: torch.device) -> Tensor:
 
 def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
-    statistics = (entry.whole(layer.stats) for entry in in_place(Place.SEEN))
-    numbers = (layer.scale_applied, layer.scale_expected, *statistics)
-    shown = ("–" if math.isnan(number) else f"{number:.3g}" for number in numbers)
+    statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
+    numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
+    shown = ("–" if math.isnan(number) else f"{number:.3g}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown
+
+
+def _give_or_take(error: float) -> str:
+    return "" if math.isnan(error) else f"±{error:.1g}"

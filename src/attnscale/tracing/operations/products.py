@@ -67,6 +67,7 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
     for side, node in enumerate(nodes):
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
+            node.role.softmax.keep_values(node, operands[1 - side], side)
             mix(node.role.softmax, node, -2 if side else -1, values, operands[side])
             pair_heads(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=Mixed(node.role.softmax))

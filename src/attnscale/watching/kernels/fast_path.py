@@ -20,7 +20,8 @@ def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kern
     width = weight.shape[1]
     query = F.linear(given["query"], weight[:width], bias[:width])
     key = F.linear(given["key"], weight[width : 2 * width], bias[width : 2 * width])
-    for kernel in _projected_inside(query, key, heads, given.get("mask"), given.get("mask_type")):
+    value = F.linear(given["value"], weight[2 * width :], bias[2 * width :])
+    for kernel in _projected_inside(query, key, value, heads, given.get("mask"), given.get("mask_type")):
         own = given["query"] is given["key"]
         yield replace(kernel, attends_itself=own, origins=_packed_origins(ledger, weight, bias, heads))
 
@@ -37,8 +38,8 @@ def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]
     if given["norm_first"]:
         source = F.layer_norm(source, (width,), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
     packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
-    query, key, _ = packed.chunk(3, dim=-1)
-    for kernel in _projected_inside(query, key, given["num_heads"], mask, mask_type):
+    query, key, value = packed.chunk(3, dim=-1)
+    for kernel in _projected_inside(query, key, value, given["num_heads"], mask, mask_type):
         origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
         yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
 
@@ -51,12 +52,12 @@ def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: 
 
 
 def _projected_inside(
-    query: Tensor, key: Tensor, heads: int, mask: Tensor | None, mask_type: int | None
+    query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None, mask_type: int | None
 ) -> Iterator[KernelCall]:
     width = query.shape[-1]
-    query, key = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (query, key))
+    query, key, value = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (query, key, value))
     if mask is not None:
         shown = ~mask.to(torch.bool)  # true, or −∞, hides
         mask = shown[:, None, None, :] if mask_type == 1 and shown.dim() == 2 else shown
     scale = query.shape[-1] ** -0.5
-    yield KernelCall("fast path", query, key, scale, visibility=Visibility(mask=mask), width=width)
+    yield KernelCall("fast path", query, key, scale, visibility=Visibility(mask=mask), width=width, value=value)

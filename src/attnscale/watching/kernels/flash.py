@@ -37,6 +37,7 @@ def _flash_kernel(given: dict[str, Any], query: Node, key: Node, value: Node) ->
         _visibility(given),
         softcap=given.get("softcap") or None,
         value_node=_turned(value),
+        value=given["v"].transpose(1, 2),
     )
 
 

@@ -32,7 +32,7 @@ def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
 
     yield KernelCall(
         "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
-        value_node=ledger.node(value),
+        value_node=ledger.node(value), value=value,
     )  # fmt: skip
 
 

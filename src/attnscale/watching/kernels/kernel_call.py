@@ -24,6 +24,7 @@ from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.hiding import keys_nobody_sees, shown_by, with_infinite_mask
+from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
@@ -51,13 +52,14 @@ class KernelCall:
     score_mod: ScoreMod | None = None
     value_node: Node | None = None
     origins: Origins | None = None  # where they are known without following anything
+    value: Tensor | None = None
     attends_itself: bool = False  # queries and keys are known to be of the same positions
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
         query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
-        group = heads // max(self.key.shape[1], 1)
+        group = self.group
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
         call = replace(self, attends_itself=attends_itself)
@@ -85,6 +87,7 @@ class KernelCall:
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
+            kept=kept_of(call, found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
@@ -124,6 +127,11 @@ class KernelCall:
             points[heads:, 2] = length - 1
             yield Origin(node, points, heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @cached_property
     def hidden_keys(self) -> Tensor | None:
@@ -171,7 +179,8 @@ class KernelCall:
         key, value = (channels(node, grid(1, node.shape[1], 1, 1)) for node in nodes if node is not None)
         return len(key) == len(value) and are_paired_otherwise(key, value)
 
-    def _scores(self, positions: Tensor) -> Tensor:
+    def scores(self, positions: Tensor) -> Tensor:
+        """Of rows at these positions, before any soft-cap, mask or modification: (batch, heads, rows, keys)."""
         group = self.query.shape[1] // self.key.shape[1]
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
@@ -180,7 +189,7 @@ class KernelCall:
         """What a score modification does, all by asking it."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
-        scores = self._scores(probe)
+        scores = self.scores(probe)
         at_zero, visible = modify(torch.zeros_like(scores), probe)
         step = 2.0**-6
         slope = (modify(torch.full_like(scores, step), probe)[0] - at_zero) / step
@@ -190,7 +199,7 @@ class KernelCall:
         flat = bool(((high - low)[shown] < 1e20).all()) and bool(shown.any())
         batch, heads = self.query.shape[:2]
         by_row = Rows(
-            batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self._scores(at), at)
+            batch, heads, length, self.key.shape[-2], not bool(visible.all()), lambda at: modify(self.scores(at), at)
         )
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.attends_itself and self.key.shape[-2] == length else None

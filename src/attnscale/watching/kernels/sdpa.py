@@ -22,4 +22,5 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             ledger.node(key),
             Visibility.of(mask, bool(given.get("is_causal"))),
             value_node=ledger.node(given["value"]),
+            value=given["value"],
         )

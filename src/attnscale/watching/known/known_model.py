@@ -66,7 +66,14 @@ def remembered(
         return None
     calls = {
         place: replace(
-            call, stats=_forgotten(call.heads), query=None, key=None, gradients=None, shard=None, padding=None
+            call,
+            stats=_forgotten(call.heads),
+            query=None,
+            key=None,
+            kept=None,
+            gradients=None,
+            shard=None,
+            padding=None,
         )
         for place, call in seen.items()
     }

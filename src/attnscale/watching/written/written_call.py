@@ -25,6 +25,7 @@ from attnscale.watching.reading import Reading, detached_sides, differs_by_row, 
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
+from attnscale.watching.written.keeping import kept_of
 from attnscale.watching.written.operands import Operands
 
 PROBED_ROWS = 4
@@ -99,7 +100,9 @@ class WrittenCall:
         attends_itself = query_way.source is not None and query_way.source is key_way.source
         padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
         query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
-        kept = self.kept() if keep and not self._parts else (None, None)
+        scales = self.scales(scores[0], shown[0])
+        kept = kept_of(self, scales, padding) if keep and not self._parts and not axes.over_pairs else None
+        first = kept if kept is not None and not kept.keys_by_row else None
         return SeenCall(
             kind="eager",
             heads=self.heads,
@@ -112,7 +115,7 @@ class WrittenCall:
             softcap=self.softcap,
             dtype=axes.product.left.dtype,
             stats=by_row.without(padding).measure(rows, self.highest),
-            scales=self.scales(scores[0], shown[0]),
+            scales=scales,
             query_norm=query_norm,
             key_norm=key_norm,
             batch=batch,
@@ -123,8 +126,9 @@ class WrittenCall:
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=axes.product.capped and self.softcap is None,
             over_pairs=axes.over_pairs,
-            query=kept[0],
-            key=kept[1],
+            query=None if first is None else first.query[:1],
+            key=None if first is None else first.key[:1],
+            kept=kept,
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
             highest_bias=self.highest_bias(scores[0], shown[0]),
@@ -270,15 +274,6 @@ class WrittenCall:
         known = [float(bias.max()) * by for bias, by in self.biases if _is_bias(bias)]
         rest = (scores - self.predicted)[shown]
         return max(0.0, *known, float(rest.max()) if self.softcap is None and rest.numel() else 0.0)
-
-    def kept(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the first batch entry as they left their projections: (1, heads, length, features)."""
-        whole = Operands.of(self.axes, self.axes.groups[0], np.arange(self.axes.length))
-        query, key = whole.queries(), whole.keys()
-        for vectors, way in ((query, self.ways[0]), (key, self.ways[1])):
-            vectors /= torch.from_numpy(way.factor.mean(1)).to(vectors)[:, None, None]
-        like = self.axes.product.left.dtype
-        return query.to(like).unsqueeze(0), key.to(like).unsqueeze(0)
 
     @cached_property
     def _in_product(self) -> Tensor:
