@@ -65,6 +65,16 @@ def x():
 GOOD = math.sqrt(D_MODEL / HEADS)
 
 
+def past_freezing():
+    """Projections of twice the size: a spread of some 4 over 23 keys, where softmax freezes at 2.5; gradients pass."""
+    torch.manual_seed(0)
+    model = Stack(GOOD)
+    with torch.no_grad():
+        for projection in (model.layers[0].query, model.layers[0].key):
+            projection.weight *= 1.75
+    return model, x()
+
+
 def healthy():
     return Stack(GOOD, GOOD), x()
 

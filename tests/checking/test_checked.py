@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
 from attnscale.checking.grouped import grouped
@@ -11,6 +13,7 @@ from attnscale.checking.line import line_of
 from attnscale.diagnose import Audit, Finding
 from attnscale.loading import Request
 from attnscale.show.check import place
+from attnscale.show.report import report_page
 from attnscale.watching import Layer
 from tests.checking.broken import D_MODEL, HEADS
 
@@ -36,7 +39,7 @@ def test_findings_that_say_the_same_are_told_once_the_worst_first():
         ("unscaled", "error", 1), ("diluted", "warning", 2), ("saturated", "warning", 2), ("saturated", "note", 1),
     ]  # fmt: skip
     assert [place(group) for group in groups] == [
-        "blocks.0", "blocks.*, * = 3–4", "blocks.*, * = 1 (2 heads)", "blocks.2, head 5",
+        "blocks.0", "blocks.*, * = 3–4", "blocks.1, heads 2, 5", "blocks.2, head 5",
     ]  # fmt: skip
 
 
@@ -70,14 +73,14 @@ def test_warnings_alone_are_no_errors():
     warned = Audit(checked.audit.layers, False, [finding("layers.0")])
     checked = type(checked)("t", "f", "cpu", None, (), warned)
     assert not checked.has_errors
-    assert checked.conclusion.startswith("No errors, but a warning: in 1 of 2 layers, the scores lie so far apart")
+    assert checked.conclusion.startswith("No errors, but a warning: in layers.0, the scores of a row lie so far")
 
 
-def test_a_verdict_without_a_finding_is_excused_and_explained():
+def test_a_layer_is_called_what_was_found_else_what_its_heads_are():
     layer: Layer = check_model(Request(f"{BROKEN}unscaled")).audit.layers["layers.0"]
-    assert line_of(layer, []).judgement == "sharp"
+    assert line_of(layer, []).judgement == "saturated"
     assert line_of(layer, [finding("layers.0", "unscaled", "error")]).judgement == "unscaled"
-    assert line_of(layer, [finding("layers.0", "saturated", "note")]).judgement == "sharp"
+    assert line_of(layer, [finding("layers.0", "saturated", "note")]).judgement == "saturated"
 
 
 def test_checking_leaves_no_trace():
@@ -85,3 +88,54 @@ def test_checking_leaves_no_trace():
     check_model(Request())
     assert torch.equal(before, torch.get_rng_state())
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def knows_three_words(tmp_path):
+    """A trained BERT of which one head is frozen, whose tokenizer has three words."""
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.BertModel(config)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.weight += 0.1 * torch.randn_like(module.weight)
+        model.encoder.layer[1].attention.self.query.weight[:12] *= 1e7
+    model.save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "why": 1, "root": 2, "d": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "concludes"), [(30, False, "Not fine"), (27, True, "Not fine"), (15, True, "Cannot tell")]
+)
+def test_a_model_is_not_judged_by_words_it_does_not_know(knows_three_words, known, told, concludes):
+    text = " ".join(["why root d"] * (known // 3) + ["what"] * (30 - known))
+    checked = check_model(Request(knows_three_words, text=text))
+    assert checked.conclusion.startswith(concludes)
+    assert [note for note in checked.notes if "unknown" in note] == ([checked.notes[0]] if told else [])
+    assert bool(checked.audit.unjudged) == (concludes == "Cannot tell")
+    codes = {each.code for each in checked.audit.findings}
+    assert ("exploding" in codes) == (concludes == "Not fine")
+
+
+def test_nothing_is_fine_past_the_freezing_point_at_initialisation():
+    past = check_model(Request(f"{BROKEN}past_freezing"))
+    assert not past.audit.trained
+    assert past.audit.worst in (None, "note")
+    assert "past the freezing point from the start" in past.conclusion
+    assert check_model(Request(f"{BROKEN}healthy")).conclusion.startswith("Fine: ")
+
+
+def test_the_word_for_a_layer_is_the_same_in_table_json_report_and_audit():
+    for name in ("unscaled", "healthy", "past_freezing"):
+        checked = check_model(Request(f"{BROKEN}{name}"))
+        audited, told = checked.audit.to_dict()["layers"], checked.to_dict()["layers"]
+        page = report_page(checked)
+        for line in checked.lines:
+            assert audited[line.name]["verdict"] == told[line.name]["verdict"] == line.verdict
+            assert line.judgement.startswith(line.verdict)
+            assert line.judgement in page

@@ -124,7 +124,8 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding(ch
     found = json.loads(out)
     assert (status, err) == (1, "")
     assert list(found) == [
-        "model", "input", "device", "rows", "notes", "conclusion", "trained", "worst", "findings", "layers", "what_if",
+        "model", "input", "device", "rows", "notes", "conclusion", "trained", "worst", "findings",
+        "unchecked", "unjudged", "layers", "what_if",
     ]  # fmt: skip
     assert (found["rows"], found["worst"], found["trained"]) == (11, "error", False)
     assert list(found["layers"]) == ["layers.0", "layers.1", "layers.2"]

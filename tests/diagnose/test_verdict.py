@@ -47,7 +47,7 @@ def test_a_healthy_layer_at_initialisation_gets_nothing_at_all(initialise, d_mod
 def test_a_verdict_has_the_measured_numbers_beside_it():
     layer = random_layer(heads=2, head_dim=64, length=128, scale=1.0)
     for verdict, spread, gain in zip(
-        head_verdicts(layer), layer.stats.std.tolist(), layer.stats.gradient_gain.tolist(), strict=True
+        head_verdicts(layer), layer.stats.std_within_rows.tolist(), layer.stats.gradient_gain.tolist(), strict=True
     ):
         assert verdict.verdict == "saturated"
         assert (verdict.spread, verdict.gradient_gain) == (spread, gain)
@@ -66,6 +66,7 @@ def test_a_shift_of_whole_rows_does_not_saturate():
     key[..., 0] += 40.0
     layer = layer_of(query, key)
     assert float(layer.stats.std.min()) > 10
+    assert [verdict.spread for verdict in head_verdicts(layer)] == pytest.approx([0.4, 0.4], rel=0.05)
     assert {verdict.verdict for verdict in head_verdicts(layer)} == {"healthy"}
     assert found(layer) == [("exploding", "note")]
 
@@ -84,9 +85,28 @@ def test_a_frozen_head_is_a_warning_at_initialisation_and_a_note_when_trained():
     assert ("saturated", "note") in found(layer, trained=True)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_layer_that_passes_no_gradient_is_an_error(trained):
-    assert ("saturated", "error") in found(random_layer(length=32, query_std=100.0), trained)
+def test_a_layer_that_passes_no_gradient_is_an_error_at_initialisation_alone():
+    layer = random_layer(length=32, query_std=100.0)
+    assert ("saturated", "error") in found(layer)
+    notes = [finding for finding in verdict_findings(layer, trained=True) if finding.code == "saturated"]
+    assert {finding.severity for finding in notes} == {"note"}
+    assert all("needs a backward pass" in finding.advice for finding in notes)
+    assert [finding.head for finding in notes] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("reached", "severity"), [(1e-5, "warning"), (0.5, "note"), (30.0, "note")])
+def test_a_sharp_head_of_a_trained_model_is_judged_by_the_gradient_that_reached_it(reached, severity):
+    layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
+    findings = verdict_findings(layer, True, torch.tensor([1.0, reached, 1.0]))
+    (finding,) = (finding for finding in findings if finding.code == "saturated")
+    assert (finding.head, finding.severity) == (1, severity)
+    assert ("learns any more" in finding.advice) == (severity == "warning")
+
+
+def test_a_layer_with_a_frozen_head_is_not_healthy():
+    layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
+    assert [verdict.verdict for verdict in head_verdicts(layer)] == ["healthy", "saturated", "healthy"]
+    assert layer_verdict(layer).verdict == "saturated"
 
 
 @pytest.mark.parametrize(("keys", "expected"), [(2, []), (3, []), (5, ["saturated"]), (64, ["saturated"])])

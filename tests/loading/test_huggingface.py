@@ -83,9 +83,10 @@ def test_a_text_is_tokenised_by_the_models_own_tokenizer(bert):
     loaded = load(bert, text="why root d why not")
     assert loaded.kwargs["input_ids"].tolist() == [[1, 2, 3, 1, 0]]
     assert loaded.notes == ()
+    assert loaded.unknown == pytest.approx(0.2)
     tokenizer.add_tokens(["far"] + [f"w{i}" for i in range(200)])
     tokenizer.save(str(bert / "tokenizer.json"))
-    with pytest.raises(ModelError, match="it gives token 204, and the model knows 101 tokens"):
+    with pytest.raises(ModelError, match="there is token 204, and the model knows 101 tokens"):
         load(bert, text="w199 why")
 
 

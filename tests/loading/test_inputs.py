@@ -7,6 +7,7 @@ import torch
 
 from attnscale.errors import ModelError, SettingError
 from attnscale.loading import Request, load_model
+from attnscale.loading.given import read_examples, read_tokens
 
 TRUNK = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
 TEXT = TRUNK | {"vocab_size": 103}
@@ -90,7 +91,7 @@ def test_inputs_have_the_models_dtype(tmp_path):
 
 
 def test_a_text_for_a_model_without_a_tokenizer_or_without_text_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="--text needs the model's tokenizer"):
+    with pytest.raises(ModelError, match=r"needs the model's tokenizer"):
         load_model(Request(write(tmp_path, "gpt2"), text="why root d"))
     with pytest.raises(SettingError, match="takes no text"):
         load_model(Request(write(tmp_path, "vit"), text="why root d"))
@@ -99,3 +100,29 @@ def test_a_text_for_a_model_without_a_tokenizer_or_without_text_is_refused(tmp_p
 def test_a_model_that_takes_something_else_is_told_how_to_be_given(tmp_path):
     with pytest.raises(ModelError, match=r"takes 'past_values', which cannot be made here; give it as package.module"):
         load_model(Request(write(tmp_path, "patchtst", context_length=16, patch_length=4, d_model=8)))
+
+
+def test_token_ids_are_run_as_they_are_and_shorter_ones_padded(tmp_path):
+    folder = write(tmp_path, "gpt2")
+    loaded = load_model(Request(folder, sequences=([5, 6, 7], [8, 9])))
+    assert loaded.kwargs["input_ids"][:, :2].tolist() == [[5, 6], [8, 9]]
+    assert loaded.kwargs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert loaded.fed == "5 tokens of the 2 sequences given"
+    alike = load_model(Request(folder, sequences=([5, 6, 7],), length=2))
+    assert alike.kwargs["input_ids"].tolist() == [[5, 6]]
+    assert "attention_mask" not in alike.kwargs
+    with pytest.raises(ModelError, match="the model knows"):
+        load_model(Request(folder, sequences=([5, 10**6],)))
+
+
+@pytest.mark.parametrize("text", ["", "7", "[1, -2]", "[1.5, 2]", "[true, false]", "{}", "a b", "[[1, 2], 3]"])
+def test_what_is_no_list_of_token_ids_is_refused(text):
+    with pytest.raises(SettingError, match=r"--tokens"):
+        read_tokens(text)
+
+
+def test_examples_are_texts_or_token_ids():
+    assert read_examples('{"text": "why"}\n\n{"input_ids": [1, 2]}\n') == ("why", [1, 2])
+    for line in ("", "{", "[1, 2]", '{"texts": 1}', '{"input_ids": [1]}'):
+        with pytest.raises(SettingError, match="--data"):
+            read_examples(line)

@@ -8,7 +8,10 @@ NAMES = (
     "mean",
     "variance",
     "std",
+    "variance_within_rows",
+    "std_within_rows",
     "max",
+    "max_above_mean",
     "entropy",
     "entropy_ratio",
     "top1",
@@ -26,6 +29,12 @@ def expected_stats(scores):
         flat = np.moveaxis(values, 1, 0).reshape(scores.shape[1], -1)
         return np.array([head[~np.isnan(head)].mean() if (~np.isnan(head)).any() else np.nan for head in flat])
 
+    shown = np.isfinite(scores)
+    row_means = np.where(shown, scores, 0.0).sum(-1, keepdims=True) / np.maximum(shown.sum(-1, keepdims=True), 1)
+    above = np.moveaxis(np.where(shown, scores - row_means, -np.inf), 1, 0).reshape(scores.shape[1], -1)
+    within = np.where(np.isfinite(above), above, 0.0)
+    counts = np.isfinite(above).sum(-1)
+    variance_within_rows = (within**2).sum(-1) / np.where(counts > 0, counts, np.nan)
     moments = [reference.score_moments(scores[:, head]) for head in range(scores.shape[1])]
     seen = rows.visible > 0
     found = {name: per_head(getattr(rows, name)) for name in ("entropy", "entropy_ratio", "top1", "gradient_gain")}
@@ -35,6 +44,9 @@ def expected_stats(scores):
         "mean": np.array([mean for _, mean, _ in moments]),
         "variance": np.array([variance for _, _, variance in moments]),
         "std": np.sqrt([variance for _, _, variance in moments]),
+        "variance_within_rows": variance_within_rows,
+        "std_within_rows": np.sqrt(variance_within_rows),
+        "max_above_mean": above.max(-1),
         "max": np.moveaxis(scores, 1, 0).reshape(scores.shape[1], -1).max(-1),
         "saturated": per_head(np.where(seen, rows.top1 > 0.99, np.nan)),
         "effective_keys": per_head(rows.effective_keys),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnscale import reference, score_moments
+from attnscale import reference, score_moments, score_stats
+from tests.measure.oracle import expected_stats
 
 
 @pytest.mark.parametrize("offset", [0.0, 30.0])
@@ -22,11 +23,24 @@ def test_moments_are_those_of_the_full_matrix(kv_heads, q_len, kv_len, is_causal
     mask = np.tril(np.ones((q_len, kv_len), dtype=bool)) if is_causal else None
     key = key.double().numpy().repeat(4 // kv_heads, axis=1)
     scores = reference.attention_scores(query.double().numpy(), key, mask=mask)
+    within = expected_stats(scores)["variance_within_rows"]
     for head in range(4):
         count, mean, variance = reference.score_moments(scores[:, head])
         assert moments.count[head] == count
         assert moments.mean[head].item() == pytest.approx(mean, rel=1e-5, abs=1e-6)
         assert moments.variance[head].item() == pytest.approx(variance, rel=1e-5, abs=1e-9)
+        assert moments.variance_within_rows[head].item() == pytest.approx(within[head], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shifts_of_whole_rows_do_not_swallow_what_lies_within_them(is_causal):
+    query, key = torch.randn(2, 3, 211, 13), torch.randn(2, 3, 211, 13)
+    whole = score_moments(query, key, is_causal=is_causal).variance_within_rows
+    shifted = score_moments(query, key + 100.0, is_causal=is_causal)
+    assert (shifted.variance > 1000 * shifted.variance_within_rows).all()
+    torch.testing.assert_close(shifted.variance_within_rows, whole, rtol=1e-4, atol=0.0)
+    exact = score_stats(query, key + 100.0, is_causal=is_causal)
+    torch.testing.assert_close(exact.variance_within_rows, whole, rtol=1e-4, atol=0.0)
 
 
 MILLION = """
@@ -56,6 +70,7 @@ def test_moments_merge_over_batches_and_keys():
     whole = score_moments(query, key)
     by_batch = score_moments(query[:1], key[:1]) + score_moments(query[1:], key[1:])
     by_key = score_moments(query, key[..., :13, :]) + score_moments(query, key[..., 13:, :])
+    torch.testing.assert_close(by_batch.variance_within_rows, whole.variance_within_rows, rtol=1e-12, atol=1e-14)
     for parts in (by_batch, by_key):
         torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(parts.variance, whole.variance, rtol=1e-12, atol=1e-14)
@@ -70,6 +85,8 @@ def test_a_mask_or_soft_cap_is_passed_over_and_said_so():
         assert obstacle in moments.method
         numpy_mask = mask.numpy() if "attn_mask" in options else None
         scores = reference.attention_scores(query.numpy(), key.numpy(), mask=numpy_mask, softcap=options.get("softcap"))
+        within = expected_stats(scores)["variance_within_rows"]
+        np.testing.assert_allclose(moments.variance_within_rows, within, rtol=1e-5)
         for head in range(3):
             count, mean, variance = reference.score_moments(scores[:, head])
             assert moments.count[head] == count

@@ -2,7 +2,7 @@
 
 import json
 
-LAYER = {"rows": 7, "max": [3.0, 0.5], "entropy_ratio": [0.5, 0.9], "spread": [1.0, None]}
+LAYER = {"rows": 7, "max": [3.0, 0.5], "entropy_ratio": [0.5, 0.9], "spread": [1.0, None], "total_spread": [1.0, None]}
 ALARM = {
     "layer": "a.0", "head": 1, "code": "exploding", "severity": "note", "message": "It grows.", "measured": 101.0,
     "expected": 100.0, "advice": "Clip it.",

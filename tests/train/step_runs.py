@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from attnscale import Monitor
+from attnscale.train.ranks import Moment, Ranks
 
 from .rank_runs import begin
 from .training import batch, loss_of, small_model
@@ -85,10 +86,27 @@ def everything(rank, world, folder):
         told = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
         found[name] = ([(record.step, record.ranks) for record in records], told, taken)
         dist.barrier()
+    found["not heard from"] = not_heard_from(rank)
     found["left behind"] = [left_behind() for _ in range(MONITORS)]
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def not_heard_from(rank):
+    """Threads that wait for another rank, before and after both close: on one a receiver, on the other a sender."""
+    ranks = Ranks(None, TIMEOUT, 1, lambda warning: None)
+    before = threading.active_count()
+    if rank == 0:
+        (child,) = [neighbour for neighbour, _ in ranks._children]
+        child.peer.receive(0.1)
+    else:
+        ranks.break_off(Moment(0, 0))
+        ranks.break_off(Moment(0, 1))
+    waiting = threading.active_count() - before
+    dist.barrier()
+    ranks.close()
+    return [waiting, threading.active_count() - before]
 
 
 def left_behind():

@@ -23,6 +23,7 @@ from tests.processes import started
 
 def record(step, largest=1.0, **more):
     numbers = {"max": [largest, 0.5], "entropy_ratio": [1 / (1 + largest), 0.9], "spread": [1.0, float("nan")]}
+    numbers["total_spread"] = [2.0, float("nan")]
     return Record(step, 1e9 + step, {"layer": LayerRecord(7, numbers)}, **{"run": "one", **more})
 
 
@@ -244,3 +245,13 @@ def test_a_number_of_a_record_is_the_mean_of_the_layers_that_have_it():
     layers |= {"c": LayerRecord(7, {"max": [math.inf]}), "d": LayerRecord(7, {"spread": [1.0]})}
     assert Record(0, 0.0, layers).whole("max") == 3.0
     assert math.isnan(Record(0, 0.0, layers).whole("top1"))
+
+
+def test_the_spread_of_a_log_that_knew_one_spread_alone_is_the_total():
+    line = record(3, 5.0).to_dict()
+    for layer in line["layers"].values():
+        del layer["total_spread"]
+    for layer in Record.from_dict(line).layers.values():
+        assert "spread" not in layer.numbers
+        assert layer.numbers["total_spread"][0] == 1.0
+        assert math.isnan(layer.whole("spread"))

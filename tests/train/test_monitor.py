@@ -72,7 +72,8 @@ def test_the_numbers_are_those_of_watching_the_same_forward():
     for name, layer in seen.layers.items():
         found, stats = monitor.last.layers[name].numbers, layer.stats
         for number, expected in {
-            "spread": stats.std, "max": stats.max, "max_bound": stats.max_bound, "top1": stats.top1,
+            "spread": stats.std_within_rows, "total_spread": stats.std, "max": stats.max,
+            "max_bound": stats.max_bound, "top1": stats.top1,
             "entropy_ratio": stats.entropy_ratio, "saturated": stats.saturated, "gradient_gain": stats.gradient_gain,
             "scale": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm,
             "alignment": layer.alignment,

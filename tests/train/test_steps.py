@@ -51,3 +51,9 @@ def test_closing_a_monitor_leaves_no_descriptors_and_no_threads(found):
     for rank in found:
         counts = rank["left behind"]
         assert counts[-1] == counts[1]
+
+
+def test_threads_that_wait_for_a_rank_end_when_it_closes_too(found):
+    (_, left_on_first), (waiting, left_on_second) = (rank["not heard from"] for rank in found)
+    assert waiting > 0
+    assert (left_on_first, left_on_second) == (0, 0)

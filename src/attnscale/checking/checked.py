@@ -44,8 +44,8 @@ class Checked:
     @property
     def footnotes(self) -> dict[str, str]:
         """What the verdicts mean that are neither `healthy` nor a finding."""
-        judgements = {line.judgement for line in self.lines}
-        return {word: meaning for word, meaning in MEANINGS.items() if word in judgements}
+        words = {line.verdict for line in self.lines}
+        return {word: meaning for word, meaning in MEANINGS.items() if word in words}
 
     @property
     def has_errors(self) -> bool:
@@ -77,13 +77,19 @@ class Checked:
             return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
         if not counts["error"] and not counts["warning"]:
-            return f"Fine: {self._summary}{_also(counts['note'], 'note')}."
+            return f"{self._nothing_wrong}: {self._summary}{_also(counts['note'], 'note')}."
         worst = self.groups[0]
         known = CODES.get(worst.first.code, worst.first.message.rstrip("."))
-        where = f"in {len(worst.layers)} of {_count(len(self.lines), 'layer')}"
         start = "Not fine" if counts["error"] else "No errors, but a warning"
         left = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
-        return f"{start}: {where}, {known} ({', '.join(left)} in all)."
+        return f"{start}: in {worst.where(len(self.lines))}, {known} ({', '.join(left)} in all)."
+
+    @property
+    def _nothing_wrong(self) -> str:
+        if self.audit.unjudged:
+            return "Cannot tell"
+        past = 0 if self.audit.trained else self.audit.past_freezing
+        return f"No warnings, but {_count(past, 'head')} past the freezing point from the start" if past else "Fine"
 
     @property
     def _summary(self) -> str:

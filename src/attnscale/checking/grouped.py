@@ -33,6 +33,14 @@ class Group:
         what = f"{more} more {'head' if by_head else 'layer'}{'s' if more > 1 else ''}"
         return f"and {what}" if not by_head or len(self.layers) == 1 else f"and {what}, in {len(self.layers)} layers"
 
+    def where(self, layers: int) -> str:
+        """The layer and its heads where it is one, else of how many of all layers it is."""
+        if len(self.layers) > 1:
+            return f"{len(self.layers)} of {layers} layers"
+        heads = [str(finding.head) for finding in self.findings if finding.head is not None]
+        which = f", {'head' if len(heads) == 1 else 'heads'} {', '.join(heads)}" if heads else ""
+        return f"{self.layers[0]}{which}"
+
 
 def grouped(findings: Sequence[Finding]) -> tuple[Group, ...]:
     """Groups by code and severity: the worst first, then the one that concerns most layers."""

@@ -1,22 +1,20 @@
 """Line: one layer of the table."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from attnscale.diagnose import Finding
 from attnscale.diagnose.finding import severity_rank
-from attnscale.diagnose.verdict import layer_verdict
+from attnscale.diagnose.verdict import head_verdicts, verdict_word
 from attnscale.measure.statistics import Place, in_place
 from attnscale.watching import Layer
 
-UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
-# A verdict that nothing was found to be wrong with.
-EXCUSED = {"saturated": "sharp", "diluted": "flat"}
 MEANINGS = {
-    "sharp": "near or past the freezing point, while gradients pass: trained heads may be so on purpose",
-    "flat": "weights nearly uniform, as small initial projections leave them; the scale is not to blame",
+    "saturated": "near or past the freezing point, where a few keys take most of the weight",
+    "diluted": "the weights hardly differ, as small initial projections leave them",
 }
 
 
@@ -31,7 +29,8 @@ class Line:
     expected_spread: float  # were q and k of these norms independent, and multiplied by the expected scale
     scale: float
     expected_scale: float
-    verdict: str
+    verdict: str  # the code of the worst warning or error about it, else what its heads are
+    heads_by_verdict: Mapping[str, int]
     severity: str | None  # of the worst finding about it
     code: str | None  # of that finding
 
@@ -42,20 +41,19 @@ class Line:
 
     @property
     def judgement(self) -> str:
-        """The code of a warning or an error about the layer, else the verdict from theory, excused."""
-        if self.code and self.severity in ("warning", "error"):
-            return self.code
-        return EXCUSED.get(self.verdict, self.verdict)
+        """The verdict, and of how many heads where not of all."""
+        number = self.heads_by_verdict.get(self.verdict, self.heads)
+        return self.verdict if number == self.heads else f"{self.verdict} ({number} of {self.heads} heads)"
 
     def to_dict(self) -> dict[str, Any]:
         """The line as one flat table of plain values."""
         flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
+        flat["heads_by_verdict"] = dict(self.heads_by_verdict)
         return flat | dict(self.statistics)
 
 
 def line_of(layer: Layer, findings: list[Finding]) -> Line:
     """The line of a layer; `findings` are those about it."""
-    verdict = layer_verdict(layer)
     worst = max(findings, key=lambda finding: severity_rank(finding.severity), default=None)
     return Line(
         name=layer.name,
@@ -65,7 +63,8 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
         expected_spread=expected_spread(layer),
         scale=layer.scale_applied,
         expected_scale=layer.scale_expected,
-        verdict=UNSEEN if verdict is None else verdict.verdict,
+        verdict=verdict_word(layer, findings),
+        heads_by_verdict=Counter(head.verdict for head in head_verdicts(layer)),
         severity=None if worst is None else worst.severity,
         code=None if worst is None else worst.code,
     )

@@ -2,19 +2,16 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-
-import torch
 
 from attnscale.checking.checked import Checked
-from attnscale.diagnose import Audit, diagnose, is_trained
-from attnscale.diagnose.unchecked import unchecked
+from attnscale.diagnose import Audit, audited
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
-from attnscale.watching.settings import Settings
-from attnscale.watching.watch import watched
+
+# Shares of tokens that the model has no word for: from where it is told, and from where trained scores are not judged.
+TOLD, UNJUDGED = 0.05, 0.30
 
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
@@ -24,7 +21,7 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
         loaded = load_model(request)
         audit = _watched(loaded, rows, request)
         request.report("diagnosing")
-        notes = (*loaded.notes, *_unfollowed(heard))
+        notes = (*_told_first(loaded.unknown), *loaded.notes, *_unfollowed(heard))
         checked = Checked(loaded.title, loaded.fed, request.device, rows, notes, audit, what_if)
         if what_if is not None:
             _ = checked.what_if  # a layer that was not seen is told now
@@ -34,11 +31,20 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
 def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:
     request.report("running the model")
     doing = f"run {loaded.title} on {loaded.fed}"
-    settings = Settings(rows, keep=True, may_be_empty=True)
-    with quiet(), telling(doing), torch.no_grad(), watched(loaded.model, settings) as seen:
-        loaded.model(*loaded.args, **loaded.kwargs)
-    found = diagnose(seen.layers, trained=is_trained(loaded.model))
-    return replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
+    with quiet(), telling(doing):
+        return audited(loaded.model, loaded.args, loaded.kwargs, rows=rows, unlike=_unlike(loaded.unknown))
+
+
+def _unlike(unknown: float) -> str:
+    """Why what a trained model does with these tokens says nothing; empty where it does."""
+    if unknown <= UNJUDGED:
+        return ""
+    return f"{unknown:.0%} of the tokens are unknown to the model, so its scores on them are not judged; give --text."
+
+
+def _told_first(unknown: float) -> tuple[str, ...]:
+    told = f"{unknown:.0%} of the tokens are unknown to the model: give it a text of its own kind (--text, --data)."
+    return (told,) if unknown > TOLD else ()
 
 
 def _unfollowed(heard: Iterable[warnings.WarningMessage]) -> Iterator[str]:

@@ -24,7 +24,14 @@ def check(
     html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
     rows: Annotated[int | None, typer.Option(help="Look at so many rows a head, sampled; all by default.")] = None,
     text: Annotated[Path | None, typer.Option(help="Run the model on the text in this file.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens to run it on; 256 by default.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Run it on the token ids in this file: JSON lists, or numbers.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help='Run it on the examples in this file, JSON lines with "text" or "input_ids": one batch.'),
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of each sequence to run it on; 256 by default.")] = None,
     device: Annotated[str, typer.Option(help="Where to run it: cpu, cuda, cuda:1, mps.")] = "cpu",
     random_init: Annotated[bool, typer.Option("--random-init", help="Leave its weights out.")] = False,
     what_if: Annotated[
@@ -43,18 +50,23 @@ def check(
     status 1 if a finding is an error.
     """
     from attnscale.errors import SettingError
+    from attnscale.loading.given import read_examples, read_tokens
 
     if rows is not None and rows < 1:
         raise SettingError(f"Expected --rows of at least 1, got {rows}.")
     if html is not None:
         require_writable(html)
+    if sum(given is not None for given in (text, tokens, data)) > 1:
+        raise SettingError("Expected one of --text, --tokens and --data, got several.")
     request_text = None if text is None else read_text(text)
+    sequences = read_tokens(read_text(tokens)) if tokens is not None else ()
+    sequences = read_examples(read_text(data)) if data is not None else sequences
     with _progress() as report:
         report("importing torch")
         from attnscale.checking import check_model
         from attnscale.loading import Request
 
-        request = Request(model, request_text, length, device, random_init, report)
+        request = Request(model, request_text, length, device, random_init, sequences, report)
         checked = check_model(request, rows, what_if)
         if html is not None:
             from attnscale.show.report import report_page

@@ -1,7 +1,8 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
 from attnscale.diagnose.alarm import Thresholds, Vital, alarms, next_threshold
-from attnscale.diagnose.audit import Audit, audit, diagnose
+from attnscale.diagnose.audit import Audit, diagnose
+from attnscale.diagnose.auditing import audit, audited
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
 from attnscale.diagnose.forecast import Crossing, Growth, growth
@@ -26,6 +27,7 @@ __all__ = [
     "WhatIf",
     "alarms",
     "audit",
+    "audited",
     "cause",
     "compare",
     "diagnose",

@@ -1,24 +1,20 @@
 """audit: watch one forward pass of a model, and say what is wrong with its attention."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
-from attnscale.diagnose.maturity import is_trained
-from attnscale.diagnose.unchecked import unchecked
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if
 from attnscale.errors import SettingError
 from attnscale.plain import printable
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import table
-from attnscale.watching.settings import Settings
-from attnscale.watching.watch import watched
 
 NOTHING_READ = "No attention could be read, so nothing was judged."
 
@@ -31,6 +27,7 @@ class Audit:
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
     unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
+    unjudged: str = ""  # why nothing is concluded from what the scores are like; empty where it is
 
     @property
     def worst(self) -> str | None:
@@ -42,6 +39,11 @@ class Audit:
         """Layer by layer, the mean of its heads."""
         found = ((name, layer_verdict(layer)) for name, layer in self.layers.items())
         return {name: verdict for name, verdict in found if verdict is not None}
+
+    @property
+    def past_freezing(self) -> int:
+        """Heads whose spread is beyond the freezing point, whatever of the gradient passes."""
+        return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
 
     def head_verdicts(self, layer: str) -> list[Verdict]:
         """Head by head, of one layer."""
@@ -78,7 +80,11 @@ class Audit:
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
             "unchecked": list(self.unchecked),
-            "layers": {name: _layer_dict(layer) for name, layer in self.layers.items()},
+            "unjudged": self.unjudged,
+            "layers": {
+                name: _layer_dict(layer) | {"verdict": verdict_word(layer, self.findings)}
+                for name, layer in self.layers.items()
+            },
         }
 
     def __str__(self) -> str:
@@ -86,7 +92,8 @@ class Audit:
         shown = [table(self.layers.values()), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
         found = [str(finding) for finding in self.findings] or [f"Nothing found in {where}." if count else NOTHING_READ]
-        return "\n".join([*shown, *found, *map(printable, self.unchecked)])
+        unsaid = [self.unjudged] if self.unjudged else []
+        return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])
 
     def _layer(self, name: str) -> Layer:
         if name not in self.layers:
@@ -94,22 +101,15 @@ class Audit:
         return self.layers[name]
 
 
-def audit(model: nn.Module, *args: Any, **kwargs: Any) -> Audit:
-    """Run the model once, as model(*args, **kwargs), and diagnose every attention that was seen."""
-    with torch.no_grad(), watched(model, Settings(rows=None, keep=True, may_be_empty=True)) as seen:
-        model(*args, **kwargs)
-    found = diagnose(seen.layers, trained=is_trained(model))
-    return replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
-
-
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
     """Diagnose layers that were watched before; `trained` as is_trained() says of their model."""
+    return Audit(layers, trained, in_order(all_findings(layers, trained), layers))
+
+
+def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
+    """The worst first, then by layer."""
     order = {name: position for position, name in enumerate(layers)}
-    findings = sorted(
-        all_findings(layers, trained),
-        key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))),
-    )
-    return Audit(layers, trained, findings)
+    return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
 def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
@@ -121,7 +121,6 @@ def _causal_mask(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    verdict = layer_verdict(layer)
     return {
         "kind": layer.kind,
         "heads": layer.heads,
@@ -132,6 +131,5 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "calls": layer.calls,
         "scale_applied": layer.scale_applied,
         "scale_expected": layer.scale_expected,
-        "verdict": None if verdict is None else verdict.verdict,
         "stats": layer.stats.to_dict(),
     }

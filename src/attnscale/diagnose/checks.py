@@ -5,6 +5,8 @@ A new check is a file with one function, and one line here.
 
 from collections.abc import Callable, Iterator, Mapping
 
+from torch import Tensor
+
 from attnscale.diagnose.cap_order import cap_order_findings
 from attnscale.diagnose.detached import detached_findings
 from attnscale.diagnose.dropped import dropout_findings
@@ -13,6 +15,7 @@ from attnscale.diagnose.future import future_findings
 from attnscale.diagnose.noop import noop_findings
 from attnscale.diagnose.normed import normed_findings
 from attnscale.diagnose.pairing import pairing_findings
+from attnscale.diagnose.reached import reached
 from attnscale.diagnose.scale import scale_findings
 from attnscale.diagnose.verdict import verdict_findings
 from attnscale.diagnose.weights import weight_findings
@@ -35,15 +38,16 @@ COMPARISONS: tuple[Callable[[Mapping[str, Layer], bool], Iterator[Finding]], ...
 
 def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
     """Everything there is to say of the layers of a model."""
-    for layer in layers.values():
-        yield from findings_of(layer, trained)
+    gradients = reached(layers)
+    for name, layer in layers.items():
+        yield from findings_of(layer, trained, gradients.get(name))
     for compare in COMPARISONS:
         yield from compare(layers, trained)
 
 
-def findings_of(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Everything there is to say of one layer by itself."""
-    verdicts = list(verdict_findings(layer, trained))
+def findings_of(layer: Layer, trained: bool, gradient: Tensor | None = None) -> Iterator[Finding]:
+    """Everything there is to say of one layer by itself; `gradient` as reached() has it."""
+    verdicts = list(verdict_findings(layer, trained, gradient))
     yield from verdicts
     if any(finding.code == "non_finite" for finding in verdicts):
         return  # nothing else can be read from its scores

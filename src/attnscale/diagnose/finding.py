@@ -16,6 +16,7 @@ CODES = {
     "unusual_scale": "the scores are multiplied by something that no rule explains",
     "config_mismatch": "the scale applied is not the one that the model's configuration sets",
     "scale_after_softmax": "the weights or the output are scaled, where the scores should be",
+    "scale_depends_on_mode": "the scores are multiplied by one number in training and by another in evaluation",
     "softmax_wrong_axis": "the softmax does not run over the keys that the values are summed over",
     "weights_not_normalised": "the weights do not sum to one where they meet the values",
     "softmax_twice": "a softmax is taken of the weights of a softmax",
@@ -29,7 +30,7 @@ CODES = {
     "inert_qk_norm": "a QK-norm is configured or built, and never applied",
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
     "diluted": "the multiplier leaves the scores so close that all keys weigh the same",
-    "saturated": "the scores lie so far apart that one key takes all and no gradient passes",
+    "saturated": "the scores of a row lie so far apart that a few keys take all the weight",
     "exploding": "the largest score is beyond what published runs have survived",
     "non_finite": "scores are NaN or infinite",
 }

@@ -1,12 +1,14 @@
 """What the spread of the scores does to each head: a verdict from theory, confirmed by what the softmax really did.
 
-Theory: over n visible keys, softmax freezes at a spread of √(2 ln n). The measured spread also counts what softmax
-does not see (a shift of a whole row, a key nobody looks at), so a head is `saturated` only where its measured entropy
-is as low as theory says. From verdicts to findings:
+Theory: over n visible keys, softmax freezes at a spread of √(2 ln n), the spread being that within rows, which is all
+that softmax sees. It also counts a key nobody looks at, so a head is `saturated` only where its measured entropy is as
+low as theory says. From verdicts to findings:
 
-- At initialisation a frozen head is a warning: nobody has taught it to be sharp. In a trained model it is a note:
-  induction, previous-token and first-token heads are sharp because that is their job.
-- A layer of which every head is frozen and hardly any gradient passes is an error, trained or not.
+- At initialisation a frozen head is a warning: nobody has taught it to be sharp. A layer of which every head is frozen
+  and hardly any gradient passes is an error.
+- In a trained model it is a note: induction, previous-token and first-token heads are sharp because that is their job.
+  Whether such a head still learns is told by the gradient that reached its queries and keys, where a backward pass was
+  seen: a warning where next to none did.
 - `diluted` accuses the multiplier alone. Small random weights make every small model's attention nearly uniform at
   first, and it learns all the same; so a spread is diluted only where the multiplier the head should have had would
   not have left it so. Normalised queries and keys have no weights to blame: there the spread that the multiplier
@@ -15,14 +17,15 @@ is as low as theory says. From verdicts to findings:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from attnscale.declared import Authority
 from attnscale.diagnose.cause import cause
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.finding import Finding, severity_rank
 from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point, regime
 from attnscale.watching.layer import Layer
@@ -36,6 +39,8 @@ STOPS_GRADIENT = 0.25
 # does. So a few keys are judged by a gradient that is all but gone, and fewer not at all.
 MANY_KEYS, FEW_KEYS = 8, 4
 DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
+UNREACHED = 1e-3  # of the gradient that reaches the median head; the sharpest head of rxnfp's BERT gets 0.015
+UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
 # (largest score, severity, what is known of it), the worst first.
 EXPLODING = (
     (1e4, "error", "every run that passed 10,000 diverged (Wortsman et al. 2023)"),
@@ -43,6 +48,7 @@ EXPLODING = (
     (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
 )
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
+CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train it on; a lower learning rate keeps them there."
 
 
 @dataclass(frozen=True)
@@ -52,29 +58,35 @@ class Verdict:
     layer: str
     head: int | None
     verdict: str  # "diluted", "healthy", "saturated", "non_finite"
-    spread: float
+    spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
     freezing_point: float
     entropy_ratio: float
     top1: float
     gradient_gain: float
 
+    @property
+    def is_past_freezing(self) -> bool:
+        """Whether the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
+        return self.verdict == "saturated" and self.spread > self.freezing_point
+
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
     """The verdict on every head that saw any keys."""
     stats = layer.stats
-    columns = torch.stack([stats.keys, stats.std, stats.entropy_ratio, stats.top1, stats.gradient_gain])
+    columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.gradient_gain])
     seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
     return [_verdict(layer.name, head, *columns[:, head].tolist()) for head in seen]
 
 
 def layer_verdict(layer: Layer) -> Verdict | None:
-    """The verdict on a layer: that of its heads where they agree, else `healthy`; None where it saw no keys."""
+    """The verdict on a layer: the worst of its heads, `diluted` only where all are; None where it saw no keys."""
     heads = head_verdicts(layer)
     if not heads:
         return None
-    verdicts = {head.verdict for head in heads}
-    agreed = "non_finite" if "non_finite" in verdicts else verdicts.pop() if len(verdicts) == 1 else "healthy"
+    found = {head.verdict for head in heads}
+    worst = next((verdict for verdict in ("non_finite", "saturated") if verdict in found), None)
+    agreed = worst or ("diluted" if found == {"diluted"} else "healthy")
 
     def mean(name: str) -> float:
         values = [getattr(head, name) for head in heads]
@@ -84,17 +96,30 @@ def layer_verdict(layer: Layer) -> Verdict | None:
     return Verdict(layer.name, None, agreed, *map(mean, names))
 
 
-def verdict_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """`non_finite`, `exploding`, `saturated` and `diluted`, by head, or once where the whole layer is meant."""
+def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
+    """What is said of a layer in one word: the code of the worst warning or error about it, else what its heads are."""
+    about = [each for each in findings if each.layer == layer.name and each.severity != "note"]
+    found = layer_verdict(layer)
+    if about:
+        return max(about, key=lambda each: severity_rank(each.severity)).code
+    return UNSEEN if found is None else found.verdict
+
+
+def verdict_findings(layer: Layer, trained: bool, reached: Tensor | None = None) -> Iterator[Finding]:
+    """`non_finite`, `exploding`, `saturated` and `diluted`, by head, or once where the whole layer is meant.
+
+    `reached` is the gradient that came to each head, of that of the model's median head, where a backward was seen.
+    """
     heads = head_verdicts(layer)
     broken = [head for head in heads if head.verdict == "non_finite"]
     if broken:
         yield _non_finite(layer, len(broken))
         return
-    yield from _exploding(layer)
+    yield from _exploding(layer, trained)
     if not layer.wiring.mixes_along_softmax:
         return  # the rows measured are not those that were normalised
-    yield from _saturated(layer, [head for head in heads if _is_frozen(head)], len(heads), trained)
+    frozen = [head for head in heads if _is_frozen(head)]
+    yield from _sharp(layer, frozen, reached) if trained else _saturated(layer, frozen, len(heads))
     yield from _diluted(layer, heads, trained)
 
 
@@ -120,10 +145,10 @@ def _edge_of_saturation(keys: int) -> float:
 
 def _is_frozen(head: Verdict) -> bool:
     """Beyond the freezing point itself, with little of the gradient left."""
-    if head.verdict != "saturated" or head.keys < FEW_KEYS:
+    if not head.is_past_freezing or head.keys < FEW_KEYS:
         return False
     share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
-    return head.spread > head.freezing_point and head.gradient_gain < share * (1 - 1 / head.keys)
+    return head.gradient_gain < share * (1 - 1 / head.keys)
 
 
 def _non_finite(layer: Layer, broken: int) -> Finding:
@@ -144,7 +169,7 @@ def threshold_reached(score: float) -> tuple[float, str, str] | None:
     return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
 
 
-def _exploding(layer: Layer) -> Iterator[Finding]:
+def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
     largest, head = (float(found) for found in layer.stats.max.max(0))
     reached = threshold_reached(largest)
     if reached is None:
@@ -160,32 +185,46 @@ def _exploding(layer: Layer) -> Iterator[Finding]:
         f"The largest score is {largest:.4g}{bracket}; {known}.",
         largest,
         EXPLODING[-1][0],
-        f"{cause(layer, int(head)).sentence} {BOUND_THEM}",
+        f"{cause(layer, int(head)).sentence} {CLIP_THEM if trained else BOUND_THEM}",
     )
 
 
-def _saturated(layer: Layer, frozen: list[Verdict], heads: int, trained: bool) -> Iterator[Finding]:
-    if not frozen:
+def _saturated(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding]:
+    """At initialisation, where nobody has taught a head to be sharp."""
+    if frozen and len(frozen) == heads:
+        whole = layer_verdict(layer)
+        assert whole is not None  # it has heads
+        severity = "error" if whole.gradient_gain < DEAD_GAIN else "warning"
+        yield _saturated_finding(layer, whole, severity, _saturated_advice(layer, None))
         return
-    if len(frozen) < heads:
-        for head in frozen:
-            yield _saturated_finding(layer, head, "note" if trained else "warning")
-        return
-    whole = layer_verdict(layer)
-    assert whole is not None  # it has frozen heads
-    is_dead = whole.gradient_gain < DEAD_GAIN
-    yield _saturated_finding(layer, whole, "error" if is_dead else "note" if trained else "warning")
+    for head in frozen:
+        yield _saturated_finding(layer, head, "warning", _saturated_advice(layer, head.head))
 
 
-def _saturated_finding(layer: Layer, found: Verdict, severity: str) -> Finding:
+def _sharp(layer: Layer, frozen: list[Verdict], reached: Tensor | None) -> Iterator[Finding]:
+    """In a trained model, where a head may be sharp on purpose."""
+    for head in frozen:
+        assert head.head is not None  # of a layer's mean nothing reached
+        share = math.nan if reached is None else float(reached[head.head])
+        if math.isnan(share):
+            told = "Sharp; whether it still learns needs a backward pass: audit(…, loss=…), or a Monitor."
+        elif share < UNREACHED:
+            told = (
+                f"The gradient that reaches its queries and keys is {share:.1g} of that of the median head: it hardly "
+                "learns any more. Clip it (clip_qk_), if it should."
+            )
+        else:
+            told = f"Sharp, and it gets {share:.2g} of the gradient that reaches the median head's queries and keys."
+        yield _saturated_finding(layer, head, "warning" if share < UNREACHED else "note", told)
+
+
+def _saturated_finding(layer: Layer, found: Verdict, severity: str, advice: str) -> Finding:
     every = "every head is frozen: " if found.head is None else ""
     message = (
         f"{every}the scores spread by {found.spread:.3g} over {found.keys:.0f} keys, where softmax freezes at "
         f"{found.freezing_point:.3g}; entropy is {found.entropy_ratio:.2f} of ln n, top-1 {found.top1:.2f}, and "
-        f"{found.gradient_gain:.2f} of the gradient passes."
+        f"the softmax lets {found.gradient_gain:.2f} of the gradient through."
     )
-    sharp = "A trained head may be sharp on purpose; look at its weights before changing it."
-    advice = sharp if severity == "note" else _saturated_advice(layer, found.head)
     return Finding(
         layer.name, found.head, "saturated", severity, _sentence(message), found.spread, found.freezing_point, advice
     )

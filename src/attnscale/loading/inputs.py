@@ -1,7 +1,7 @@
 """What a Hugging Face model is called with: text, pictures or sound of the sizes its configuration names."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import ModelError, SettingError
+from attnscale.loading.given import Sequence
 from attnscale.loading.loaded import DEFAULT_LENGTH, Request
-from attnscale.loading.tokens import random_tokens, tokenize
+from attnscale.loading.tokens import Batch, Tokenizer, padded, random_tokens, tokenizer_in
 from attnscale.models.text import default_text
 
 SAMPLE_RATE = 16_000  # one second of sound, for models that take waveforms
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # of which tokens each is
 IMAGE = 224  # pixels a side, where a configuration names none
 
 
@@ -24,6 +26,7 @@ class Inputs:
     kwargs: dict[str, Tensor]
     fed: str
     notes: tuple[str, ...] = ()
+    unknown: float = 0.0  # share of the tokens that the model has no word for
 
 
 def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inputs:
@@ -33,6 +36,7 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
     kwargs: dict[str, Tensor] = {}
     fed: list[str] = []
     notes: list[str] = []
+    unknown = 0.0
     pairs = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= taken.keys()  # CLIP and its kin
     if main == "pixel_values" or pairs:
         kwargs["pixel_values"] = _pictures(config)
@@ -50,15 +54,18 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
         )
     text_names = [name for name in ("input_ids", "decoder_input_ids") if _wants(name, main, pairs, model, taken)]
     if text_names:
-        tokens, words, note = _tokens(model, request, folder)
-        kwargs |= dict.fromkeys(text_names, tokens)
+        batch, words, note = _tokens(model, request, folder)
+        kwargs |= dict.fromkeys(text_names, batch.ids)
+        if batch.mask is not None:
+            kwargs |= {name: batch.mask for name in MASKS if name in taken and MASKS[name] in text_names}
         fed.append(words)
         notes += [note] if note else []
-    elif request.text is not None:
-        raise SettingError(f"{type(model).__name__} takes no text; leave --text out.")
+        unknown = batch.unknown
+    elif request.given:
+        raise SettingError(f"{type(model).__name__} takes no text; leave --text, --tokens and --data out.")
     if hasattr(config, "vision_config") and "pixel_values" not in kwargs:
         notes.append("Only the text part of this model was run.")
-    return Inputs(_in_dtype_of(model, kwargs), " and ".join(fed), tuple(notes))
+    return Inputs(_in_dtype_of(model, kwargs), " and ".join(fed), tuple(notes), unknown)
 
 
 def _wants(name: str, main: str, pairs: bool, model: Any, taken: Any) -> bool:
@@ -67,27 +74,41 @@ def _wants(name: str, main: str, pairs: bool, model: Any, taken: Any) -> bool:
     return name in taken and (main == "input_ids" or pairs)
 
 
-def _tokens(model: Any, request: Request, folder: Path | None) -> tuple[Tensor, str, str]:
+def _tokens(model: Any, request: Request, folder: Path | None) -> tuple[Batch, str, str]:
+    """What it is run on, in words too, and a note."""
     length, note = _length(model, request.length)
-    vocabulary = _vocabulary(model)
-    tokens = None
-    if folder is not None:
-        try:
-            tokens = tokenize(folder, request.text or default_text(), length)
-        except ModelError:
-            if request.text is not None:
-                raise
-    if tokens is None:
-        if request.text is not None:
-            raise ModelError("--text needs the model's tokenizer, and there is none beside its config.json.")
+    vocabulary, tokenizer = _vocabulary(model), _tokenizer(folder, request)
+    if tokenizer is None and not request.given:
         untold = "There is no tokenizer that could be read, so the tokens are random."
-        return random_tokens(vocabulary, length), f"{length} random tokens", f"{note} {untold}".strip()
-    if int(tokens.max()) >= vocabulary:
+        return Batch(random_tokens(vocabulary, length)), f"{length} random tokens", f"{note} {untold}".strip()
+    ids = [_ids(sequence, tokenizer, length) for sequence in request.given or (default_text(),)]
+    highest = max(max(sequence) for sequence in ids)
+    if highest >= vocabulary:
+        owner = "tokenizer does" if tokenizer else "tokens do"
         raise ModelError(
-            f"The tokenizer does not fit the model: it gives token {int(tokens.max())}, "
-            f"and the model knows {vocabulary} tokens."
+            f"The {owner} not fit the model: there is token {highest}, and the model knows {vocabulary} tokens."
         )
-    return tokens, f"{tokens.shape[1]} tokens of {'the text' if request.text else 'English text'}", note
+    flat = [each for sequence in ids for each in sequence]
+    batch = padded(ids, getattr(model.config.get_text_config(), "pad_token_id", None))
+    unknown = 0.0 if tokenizer is None else tokenizer.unknown_share(flat)
+    return replace(batch, unknown=unknown), f"{len(flat)} tokens of {request.source}", note
+
+
+def _tokenizer(folder: Path | None, request: Request) -> Tokenizer | None:
+    try:
+        return None if folder is None else tokenizer_in(folder)
+    except ModelError:
+        if any(isinstance(sequence, str) for sequence in request.given):
+            raise
+        return None
+
+
+def _ids(sequence: Sequence, tokenizer: Tokenizer | None, length: int) -> list[int]:
+    if not isinstance(sequence, str):
+        return sequence[:length]
+    if tokenizer is None:
+        raise ModelError("A text needs the model's tokenizer, and there is none beside its config.json.")
+    return tokenizer.ids(sequence, length)
 
 
 def _length(model: Any, wanted: int | None) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from attnscale.loading.loaded import Loaded, Request
 from attnscale.loading.telling import telling
 from attnscale.loading.weights import READABLE, read_weights
 from attnscale.models import CausalTransformer, default_text, encode, load_bundled
+from attnscale.models.text import VOCABULARY
 
 MOST_LENGTH = 2**20  # tokens: beyond the longest contexts there are
 SEED = 0  # of a random initialisation, and of random inputs
@@ -52,19 +53,27 @@ def _bundled(request: Request) -> Loaded:
     model, example = load_bundled()
     if request.random_init:
         model.reset_parameters()
-    tokens, fed = _bytes(model, request) if request.text or request.length else (example, _fed(example, "English text"))
+    is_asked = request.given or request.length
+    tokens, fed = _bytes(model, request) if is_asked else (example, _fed(example, "English text"))
     return Loaded(
         model, f"the bundled model{', at random initialisation' if request.random_init else ''}", fed, (tokens,)
     )
 
 
 def _bytes(model: CausalTransformer, request: Request) -> tuple[torch.Tensor, str]:
-    tokens = encode(request.text or default_text())[None, : request.length or model.context]
-    return tokens, _fed(tokens, "the text" if request.text else "English text")
+    given = request.given or (default_text(),)
+    length = request.length or model.context
+    ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in given]
+    if len({len(each) for each in ids}) > 1:
+        raise SettingError("The bundled model takes no padding: expected sequences of the same length.")
+    if max(max(each) for each in ids) >= VOCABULARY:
+        raise SettingError(f"Expected bytes, from 0 to {VOCABULARY - 1}, as the tokens of this model.")
+    tokens = torch.tensor(ids)
+    return tokens, _fed(tokens, request.source)
 
 
 def _fed(tokens: torch.Tensor, what: str) -> str:
-    return f"{tokens.shape[1]} bytes of {what}"
+    return f"{tokens.numel()} bytes of {what}"
 
 
 def _from_path(path: Path, request: Request) -> Loaded:
@@ -87,7 +96,7 @@ def _from_path(path: Path, request: Request) -> Loaded:
     model = load_huggingface(config, weights, request)
     inputs = make_inputs(model, request, folder)
     title = f"{type(model).__name__} from {path}{'' if weights else ', at random initialisation'}"
-    return Loaded(model, title, inputs.fed, (), inputs.kwargs, (*notes, *inputs.notes))
+    return Loaded(model, title, inputs.fed, (), inputs.kwargs, (*notes, *inputs.notes), inputs.unknown)
 
 
 def _from_factory(spec: str, request: Request) -> Loaded:
@@ -95,13 +104,13 @@ def _from_factory(spec: str, request: Request) -> Loaded:
         raise SettingError(f"--random-init goes with a folder or the bundled model; {spec} decides on its own weights.")
     model, args, kwargs = call_factory(spec)
     if args or kwargs:
-        if request.text is not None or request.length is not None:
-            raise SettingError(f"{spec} brings its own inputs; leave --text and --length out.")
+        if request.given or request.length is not None:
+            raise SettingError(f"{spec} brings its own inputs; leave --text, --tokens, --data and --length out.")
         return Loaded(model, spec, "the inputs it came with", args, kwargs)
     if isinstance(model, CausalTransformer):
         tokens, fed = _bytes(model, request)
         return Loaded(model, spec, fed, (tokens,))
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         inputs = make_inputs(model, request)
-        return Loaded(model, spec, inputs.fed, (), inputs.kwargs, inputs.notes)
+        return Loaded(model, spec, inputs.fed, (), inputs.kwargs, inputs.notes, inputs.unknown)
     raise ModelError(f"{spec} returns a {type(model).__name__} without inputs; return (model, inputs) instead.")

@@ -1,11 +1,13 @@
 """What is asked for, and what came of it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from attnscale.loading.given import Sequence
 
 DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
 
@@ -19,11 +21,25 @@ class Request:
     """Which model, on what input, where."""
 
     model: str | None = None  # None: the one that ships with the package
-    text: str | None = None  # None: Python's own help texts
+    text: str | None = None  # None, and no sequences either: Python's own help texts
     length: int | None = None  # tokens; None: DEFAULT_LENGTH, or as many as the model takes
     device: str = "cpu"
     random_init: bool = False
+    sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=silent, repr=False)  # called with what is being done
+
+    @property
+    def given(self) -> tuple[Sequence, ...]:
+        """What the user gave to run the model on; empty where nothing was."""
+        return (self.text,) if self.text is not None else self.sequences
+
+    @property
+    def source(self) -> str:
+        """Where the tokens come from, in words."""
+        if self.text is not None:
+            return "the text"
+        number = len(self.sequences)
+        return {0: "English text", 1: "the sequence given"}.get(number, f"the {number} sequences given")
 
 
 @dataclass(frozen=True)
@@ -36,13 +52,14 @@ class Loaded:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # one sentence each, on what was assumed
+    unknown: float = 0.0  # share of the tokens that the model has no word for
 
     def to(self, device: str) -> "Loaded":
         """The same with model and inputs on a device."""
         target = torch.device(device)
         args = tuple(_moved(value, target) for value in self.args)
         kwargs = {name: _moved(value, target) for name, value in self.kwargs.items()}
-        return Loaded(self.model.to(target), self.title, self.fed, args, kwargs, self.notes)
+        return replace(self, model=self.model.to(target), args=args, kwargs=kwargs)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

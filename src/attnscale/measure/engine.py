@@ -65,7 +65,7 @@ def score_moments(
     attn_mask: Tensor | None = None,
     softcap: float | None = None,
 ) -> ScoreMoments:
-    """Count, mean and variance of scale · q·k over all visible pairs, per query head, in O((n + m) d²).
+    """Count, mean, variance and variance within rows of scale · q·k, over all visible pairs, in O((n + m) d²).
 
     A mask, a bias or a soft-cap has no such identity: the scores are then passed over, and `method` says so.
 
@@ -83,9 +83,9 @@ def score_moments(
 
 def _passed_over(call: Call) -> ScoreMoments:
     pooled = pool_rows(measure_rows(call))
-    squares = pooled.sums[:, SUMS.index("squares")]
+    squares, within = (pooled.sums[:, SUMS.index(name)] / pooled.count for name in ("squares", "within"))
     obstacle = "a soft-cap is not linear in q·k" if call.softcap else "a mask or bias is not a product of q and k"
-    return ScoreMoments(pooled.count, pooled.mean, squares / pooled.count, f"a pass over the scores: {obstacle}")
+    return ScoreMoments(pooled.count, pooled.mean, squares, within, f"a pass over the scores: {obstacle}")
 
 
 def attention_with_stats(

@@ -99,13 +99,14 @@ def pool_rows(
     ]
     pooled = torch.stack(sums, dim=-1)
     pooled[:, SUMS.index("deviations")] = 0.0  # by construction; what is left is rounding
-    highest = torch.where(seen, rows.max, -math.inf).amax((0, 2)).double() if seen.numel() else mean - math.inf
+    highest, above = _highest(rows.max, seen), _highest(rows.max.double() - rows.mean.double(), seen)
     return Pooled(
         rows=seen.sum((0, 2)),
         count=rows.visible.sum((0, 2)),
         mean=mean,
         max=highest,
         max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
+        max_above_mean=above,
         sums=pooled,
         errors=None if sample is None or not errors else partial(uncertainty_of, rows, sample, mean),
     )
@@ -126,14 +127,24 @@ def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:
     return totals / scores.sum((0, 2)).clamp(min=1)
 
 
+def _highest(values: Tensor, seen: Tensor) -> Tensor:
+    """The largest of each head over its rows, (batch, heads, rows); −∞ where it has none."""
+    if not seen.numel():
+        return torch.full(seen.shape[1:2], -math.inf, dtype=torch.float64, device=seen.device)
+    return torch.where(seen, values, -math.inf).amax((0, 2)).double()
+
+
 def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
     """What is summed over rows, in the order of SUMS, one at a time: (batch, heads, rows) in float64."""
     nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
     yield rows.visible.double()
     away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)
     yield rows.visible * away
-    yield torch.where(seen, rows.deviation.double(), nothing) + rows.visible * away**2
+    within = torch.where(seen, rows.deviation.double(), nothing)
+    yield within + rows.visible * away**2
     del away
+    yield within
+    del within
     yield seen.double()
     entropy = torch.where(seen, rows.entropy, nothing)
     yield entropy

@@ -16,14 +16,15 @@ from torch import Tensor
 from attnscale.measure.uncertainty import Uncertainty, packed_size
 from attnscale.measure.uncertainty import merged as merged_uncertainty
 
-# What is summed over rows; the first three are moved by a merge.
+# What is summed over rows; the first three are moved by a merge, `within` is about each row's own mean.
 SUMS = (
-    "scores", "deviations", "squares",
+    "scores", "deviations", "squares", "within",
     "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
 )  # fmt: skip
-NUMBERS = ("rows", "count", "mean", "max", "max_bound")
+NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
 FINISHED = (  # what is divided when it is shown, or by a kernel
-    "variance", "std", "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
+    "variance", "std", "variance_within_rows", "std_within_rows",
+    "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
 )  # fmt: skip
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 
@@ -37,6 +38,7 @@ class Pooled:
     mean: Tensor  # of the scores
     max: Tensor
     max_bound: Tensor
+    max_above_mean: Tensor  # of its row
     sums: Tensor  # (heads, len(SUMS)), float64
     errors: Uncertainty | Callable[[], Uncertainty] | None = None  # of the sums, or how to tell them; None where exact
     finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has divided already
@@ -49,7 +51,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Table:
-    """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, 26)."""
+    """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, TABLE)."""
 
     columns: Tensor
     errors: Callable[[], Uncertainty] | None = None
@@ -62,10 +64,10 @@ class Table:
     def _pooled(self) -> Pooled:
         columns = self.columns.unbind(-1)
         rows, count = (column.view(torch.int64) for column in columns[-2:])
-        mean, largest, bound = columns[2 : len(NUMBERS)]
+        mean, largest, bound, above = columns[2 : len(NUMBERS)]
         finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
         sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
-        return Pooled(rows, count, mean, largest, bound, sums, self.errors, finished | {"mean": mean})
+        return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def merged(parts: list[Pooled]) -> Pooled:
         mean=mean,
         max=torch.stack([part.max for part in parts]).amax(0),
         max_bound=torch.stack([part.max_bound for part in parts]).amax(0),
+        max_above_mean=torch.stack([part.max_above_mean for part in parts]).amax(0),
         sums=pooled,
         errors=merged_uncertainty(uncertainties),
     )
@@ -125,13 +128,14 @@ def pack(pooled: Pooled) -> Tensor:
 def unpack(packed: Tensor) -> Pooled:
     """What pack() gave."""
     numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
-    rows, count, mean, largest, bound = numbers.unbind(-1)
+    rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(
         rows=rows.to(torch.int64),
         count=count.to(torch.int64),
         mean=mean,
         max=largest,
         max_bound=bound,
+        max_above_mean=above,
         sums=sums,
         errors=Uncertainty.unpacked(rest, len(SUMS)),
     )

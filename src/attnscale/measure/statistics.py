@@ -99,12 +99,23 @@ _ENTRIES = (
         "far from 0 it does no harm by itself: softmax does not see a shift",
         attribute="mean", range=ANY, has_error=True,
     ),
-    Statistic("variance", "variance", "variance", "variance of the scores, σ²", attribute="variance", has_error=True),
+    Statistic("variance", "variance", "variance", "variance of all scores", attribute="variance", has_error=True),
     Statistic(
-        "spread", "spread", "spread", "standard deviation of the scores that softmax sees, σ, over visible keys",
-        "1 at the start; softmax freezes at √(2 ln n): 3.7 over 1,024 keys. It also counts what softmax does not see, "
-        "a shift of a whole row, so it can exceed what the entropy suggests",
-        attribute="std", has_error=True, places=EVERYWHERE,
+        "total_spread", "total\nspread", "total spread", "standard deviation of all scores",
+        "it also counts what softmax does not see, a shift of a whole row: where it is far above the spread, rows are "
+        "shifted, which does no harm by itself",
+        word="total spread", attribute="std", has_error=True, places=Place.LOG,
+    ),
+    Statistic(
+        "variance_within_rows", "variance\nin rows", "variance within rows",
+        "mean square of the scores about the mean of their row, σ²",
+        word="variance in rows", attribute="variance_within_rows", has_error=True,
+    ),
+    Statistic(
+        "spread", "spread", "spread", "standard deviation of the scores about the mean of their row, σ",
+        "what softmax sees, since it does not see a shift of a whole row. About 1 at the start; softmax freezes at "
+        "√(2 ln n): 3.7 over 1,024 keys",
+        attribute="std_within_rows", has_error=True, places=EVERYWHERE,
     ),
     Statistic(
         "max", "max", "largest score", "the largest of all visible scores before softmax",
@@ -115,6 +126,12 @@ _ENTRIES = (
         "max_bound", "max ≤", "bound of the largest score", "a score that none can exceed",
         "the largest score lies between `max` and this; the two are one where every row was looked at",
         attribute="max_bound", heads="max", range=ANY, places=Place.LOG | Place.LIVE,
+    ),
+    Statistic(
+        "max_above_mean", "max over\nmean", "largest score above its row’s mean",
+        "the largest score above the mean of its row",
+        "what softmax sees of the largest score. Where only some rows were looked at, a lower bound",
+        word="max over mean", attribute="max_above_mean", heads="max", range=POSITIVE, places=Place.LOG,
     ),
     Statistic(
         "entropy", "entropy", "entropy", "−Σ p ln p of a row",

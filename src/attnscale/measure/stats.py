@@ -23,8 +23,10 @@ DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
     "entropy_ratio": "rows_of_several",
     "mean": "scores",
     "variance": "scores",
+    "variance_within_rows": "scores",
 }
-NUMERATOR = {"mean": "deviations", "variance": "squares"}
+NUMERATOR = {"mean": "deviations", "variance": "squares", "variance_within_rows": "within"}
+ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 
 
 def table_of(pooled: Pooled) -> Tensor:
@@ -93,14 +95,29 @@ class ScoreStats:
         return self.pooled.max_bound
 
     @property
+    def max_above_mean(self) -> Tensor:
+        """The largest score above the mean of its row; where only some rows were looked at, a lower bound."""
+        return self.pooled.max_above_mean
+
+    @property
     def variance(self) -> Tensor:
-        """Variance of the scores."""
+        """Variance of all scores: that within rows, and that of the rows' means."""
         return self._ratio("variance")
 
     @property
     def std(self) -> Tensor:
-        """The spread: standard deviation of the scores."""
-        return self.pooled.finished["std"] if self.pooled.finished else self.variance.sqrt()
+        """The total spread: standard deviation of all scores, shifts of whole rows included."""
+        return self._root("std")
+
+    @property
+    def variance_within_rows(self) -> Tensor:
+        """Mean square of the scores about the mean of their own row."""
+        return self._ratio("variance_within_rows")
+
+    @property
+    def std_within_rows(self) -> Tensor:
+        """The spread that softmax sees: it does not see a shift of a whole row."""
+        return self._root("std_within_rows")
 
     @property
     def entropy(self) -> Tensor:
@@ -138,10 +155,11 @@ class ScoreStats:
         Widened so that ±1.96 of it cover about 95% though rows are few and skewed: measured in LOG.md, with the heads
         where they cover less, which are causal ones of few positions and those with a few rows unlike all others.
         """
-        if name == "std":
-            return self.stderr("variance") / (2 * self.std)
+        if name in ROOT_OF:
+            root = getattr(self, name)
+            return torch.where(root == 0, 0.0, self.stderr(ROOT_OF[name]) / (2 * root))
         if name not in DENOMINATOR:
-            known = ", ".join(sorted([*DENOMINATOR, "std"]))
+            known = ", ".join(sorted([*DENOMINATOR, *ROOT_OF]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
         uncertainty = self.pooled.uncertainty if self.refreshed else self._uncertainty
@@ -196,6 +214,10 @@ class ScoreStats:
 
     def _sum(self, name: str) -> Tensor:
         return self.pooled.sums[:, SUMS.index(name)]
+
+    def _root(self, name: str) -> Tensor:
+        finished = self.pooled.finished
+        return finished[name] if finished else self._ratio(ROOT_OF[name]).sqrt()
 
     def _ratio(self, name: str) -> Tensor:
         finished = self.pooled.finished

@@ -55,6 +55,8 @@ def _column(entry: Statistic) -> Column[Line]:
 
 def place(group: Group) -> str:
     """Where a group of findings lies, in one line."""
+    if len(group.layers) == 1:
+        return group.where(1)
     title, _ = pattern(group.first.layer)
     same = [pattern(layer)[1] for layer in group.layers if pattern(layer)[0] == title]
     if len(group.findings) == 1 or len(same) < len(group.layers) or not all(same):

@@ -47,10 +47,11 @@ class _BrokenOffError(Exception):
 
 
 @atexit.register
-def _cancel_all() -> None:
-    """What a process that ends still watches is let go while there is an interpreter to do it."""
+def _let_go() -> None:
+    """What a process that ends still watches, and whom it talks to, is let go while there is an interpreter for it."""
     for monitor in list(OPEN):
         monitor.cancel()
+        monitor._merging.close()
 
 
 class Monitor:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from attnscale.errors import AttnscaleWarning, LostRankWarning, NotRecordedWarning
 from attnscale.torch_internals import gloo_group
-from attnscale.train.peer import Peer
+from attnscale.train.peer import GOODBYE, Peer
 
 POLL = 0.05  # seconds in which a rank that was late is found to have spoken
 NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # of the groups that these ranks made, in the order of their program
-FINISH = 1.0  # seconds for the last answers to be taken before a group is closed
+PARTING = 1.0  # seconds in which the others close their groups too
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,13 @@ class Ranks:
             neighbour.peer.send(message)
 
     def close(self) -> None:
-        """Let the group go, with its connections and threads; a thread that waits for a rank keeps it until then."""
-        neighbours = [child for child, _ in self._children] + ([] if self._parent is None else [self._parent])
-        for each in neighbours:
-            each.peer.finish(FINISH)
+        """Part from the others and let the group go; a thread that waits for a rank that stays keeps it until then."""
+        peers = [each.peer for each in (*(child for child, _ in self._children), self._parent) if each is not None]
+        for peer in peers:
+            peer.send(GOODBYE)
+        until = time.monotonic() + PARTING
+        for peer in peers:
+            peer.part(until - time.monotonic())
         self._children, self._parent, self._group = [], None, None
 
     def _message(

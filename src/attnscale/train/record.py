@@ -97,11 +97,18 @@ class Record:
 
 
 def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
-    numbers = {name: layer.numbers(name) for name in names if name in layer}
+    numbers = _of_one_meaning({name: layer.numbers(name) for name in names if name in layer})
     if len(set(map(len, numbers.values()))) > 1:
         raise LineError("expected as many numbers in every list of a layer as it has heads, and some have fewer")
     broken = layer.whole("broken") if "broken" in layer else 0
     return LayerRecord(layer.whole("rows"), numbers, broken, layer.optional("softcap", layer.number))
+
+
+def _of_one_meaning(numbers: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Logs that do not know the total spread yet have it under the name of the spread."""
+    if "spread" in numbers and "total_spread" not in numbers:
+        numbers["total_spread"] = numbers.pop("spread")
+    return numbers
 
 
 def _alarm(alarm: Fields) -> Finding:

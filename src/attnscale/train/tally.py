@@ -1,6 +1,6 @@
 """Tally: what one rank saw of one layer in one step, as sums that add up over ranks, and as bytes that travel.
 
-Scores keep the counts, means and sums of ScoreStats, without the covariances that only standard errors need: 22
+Scores keep the counts, means and sums of ScoreStats, without the covariances that only standard errors need: 24
 float64 a head. Norms and multipliers are weighted by the rows they stand for.
 """
 
@@ -64,7 +64,7 @@ class Tally:
         return unpack(torch.cat([self.pack(), other.pack()]))
 
     def pack(self) -> Tensor:
-        """Everything of every head in one row, (heads, 22)."""
+        """Everything of every head in one row, (heads, WIDTH)."""
         numbers = [getattr(self.pooled, name).double() for name in POOLED_NUMBERS]
         return torch.cat([torch.stack(numbers, dim=-1), self.pooled.sums, self.weighted, self.added], dim=-1)
 
@@ -147,8 +147,8 @@ def unpack(packed: Tensor) -> Tally:
 
 
 def _unpack_pooled(numbers: Tensor, sums: Tensor) -> Pooled:
-    rows, count, mean, largest, bound = numbers.unbind(-1)
-    return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, sums, None)
+    rows, count, mean, largest, bound, above = numbers.unbind(-1)
+    return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, above, sums, None)
 
 
 def merge(parts: Iterable[Tallies]) -> Tallies:

@@ -1,4 +1,4 @@
-"""How the scores of a layer are distributed, beside what theory expects of them."""
+"""How the scores of a layer lie about the mean of their row, beside what theory expects of them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Density:
-    """A histogram of the scores, the normal density of their own mean and spread, and the one expected."""
+    """A histogram of the scores above the mean of their row, a normal density of their spread, and the one expected."""
 
     edges: Floats
     measured: Floats
@@ -56,9 +56,9 @@ def densities(name: str, layers: Mapping[str, Layer]) -> Figure | None:
 def density_of(layer: Layer) -> Density | None:
     """The scores of a sample of rows and keys, even over the first sequence; None where none were kept or finite.
 
-    They are scale · q·k with the layer's soft-cap, over causally visible keys. Heads differ in mean and spread, so
-    both densities are means over heads of normal ones: with each head's own mean and spread, and with mean zero and
-    the spread of independent queries and keys of its norms.
+    They are scale · q·k with the layer's soft-cap, over causally visible keys, less the mean of their row. Heads differ
+    in spread, so both densities are means over heads of normal ones: with each head's own spread, and with the spread
+    of independent queries and keys of its norms.
     """
     heads, rows = _scores(layer)
     known = [scores for scores in heads if len(scores) > 1]
@@ -86,7 +86,7 @@ def density_of(layer: Layer) -> Density | None:
 
 
 def _scores(layer: Layer) -> tuple[list[Floats], int]:
-    """The visible, finite scores of every head, and how many rows they are of."""
+    """The visible, finite scores of every head above the mean of their row, and how many rows they are of."""
     if layer.query is None or layer.key is None or layer.query.dim() < 3:
         return [], 0
     query, key = (tensor.reshape(-1, *tensor.shape[-3:])[0].detach().float() for tensor in (layer.query, layer.key))
@@ -101,7 +101,9 @@ def _scores(layer: Layer) -> tuple[list[Floats], int]:
     visible = torch.ones(len(picked), len(columns), dtype=torch.bool)
     if layer.causal:
         visible = columns <= picked.unsqueeze(1) + (keys - queries)
-    seen = scores.cpu()[:, visible].double().numpy()
+    scores = scores.cpu().double()
+    means = torch.where(visible, scores, 0.0).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+    seen = (scores - means)[:, visible].numpy()
     return [head[np.isfinite(head)] for head in seen], len(picked)
 
 
@@ -133,21 +135,21 @@ def _chart(layer: Layer, density: Density) -> Chart:
     return Chart(
         (
             Series("scores measured", x, density.measured.tolist(), mode="bars", tone=0),
-            Series("normal, of the measured mean and spread", x, density.normal.tolist(), tone="ink"),
+            Series("normal, of the measured spread", x, density.normal.tolist(), tone="ink"),
             Series("expected of independent q and k", x, density.expected.tolist(), tone=1, dashed=True),
         ),
-        Axis("score"),
+        Axis("score above its row’s mean"),
         Axis("density", range=(0.0, ROOM * highest)),
         _notice(layer, density),
     )
 
 
 def _notice(layer: Layer, density: Density) -> str:
-    measured = float(layer.stats.std.double().nanmean())
+    measured = float(layer.stats.std_within_rows.double().nanmean())
     told = (
-        f"{layer.name}: the scores spread by {number(density.spread)}, where independent queries and keys of the same "
-        f"norms would by {number(density.expected_spread)} at the expected scale; {density.beyond:.2%} lie more than "
-        f"{WIDE:g} spreads from their head's mean, of a normal distribution 0.27% would."
+        f"{layer.name}: about the mean of their row the scores spread by {number(density.spread)}, where independent "
+        f"queries and keys of the same norms would by {number(density.expected_spread)} at the expected scale; "
+        f"{density.beyond:.2%} lie more than {WIDE:g} spreads from it, of a normal distribution 0.27% would."
     )
     if math.isfinite(measured) and abs(density.spread - measured) > APART * measured:
         told += (

@@ -18,10 +18,10 @@ LEAST = EXPLODING[-1]  # the first score that is known to matter
 
 def facts_of_layers(layers: Mapping[str, Layer]) -> Iterator[Note]:
     """The widest spread beside its freezing point, the least gradient that passes, the largest score."""
-    seen = {name: layer for name, layer in layers.items() if torch.isfinite(layer.stats.std).any()}
+    seen = {name: layer for name, layer in layers.items() if torch.isfinite(layer.stats.std_within_rows).any()}
     if not seen:
         return
-    name, head, spread = _extreme({name: layer.stats.std for name, layer in seen.items()})
+    name, head, spread = _extreme({name: layer.stats.std_within_rows for name, layer in seen.items()})
     one = spread_of(seen[name])
     yield Note(
         "fact", "spread",

@@ -44,7 +44,7 @@ class Spread:
 def spread_of(layer: Layer) -> Spread:
     """The spread of a layer's heads."""
     keys = float(layer.stats.keys.double().nanmean())
-    heads = layer.stats.std.double().cpu()
+    heads = layer.stats.std_within_rows.double().cpu()
     return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0, max(layer.key_len, 1))
 
 

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from attnscale.theory.limits import SATURATED_TOP1
 
-FIELDS: tl.constexpr = tl.constexpr(16)  # what a program leaves: 5 numbers and 11 sums, in the order of the table
-TABLE: tl.constexpr = tl.constexpr(26)  # columns: those, 8 statistics as they are read, and 2 whole numbers
+LEFT: tl.constexpr = tl.constexpr(18)  # what a program leaves: 6 numbers and 12 sums, in the order of the table
+FIELDS: tl.constexpr = tl.constexpr(32)  # and room up to a power of two
+TABLE: tl.constexpr = tl.constexpr(30)  # columns: those, 10 statistics as they are read, and 2 whole numbers
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
 
@@ -43,28 +44,32 @@ def finish_kernel(
         for start in range(0, slots, AT_ONCE):
             place = start + tl.arange(0, AT_ONCE)[:, None]
             at = left_at + place * FIELDS + fields[None, :]
-            total += tl.sum(tl.load(at, mask=place < slots, other=0.0, cache_modifier=".cg"), 0)
+            left = (place < slots) & (fields[None, :] < LEFT)
+            total += tl.sum(tl.load(at, mask=left, other=0.0, cache_modifier=".cg"), 0)
         rows, scores = _field(total, 0), _field(total, 1)
         mean = _field(total, 2) / tl.maximum(scores, 1.0)
-        squares = _field(total, 7) - scores * mean * mean
-        largest = _highest(left_at, slots)
+        squares = _field(total, 8) - scores * mean * mean
+        largest = _highest(left_at + 3, slots)
         total = tl.where(fields == 2, mean, total)
         total = tl.where((fields == 3) | (fields == 4), largest, total)
-        total = tl.where(fields == 5, scores, total)
-        total = tl.where(fields == 7, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), total)
-        total = tl.where(fields == 8, rows, total)
+        total = tl.where(fields == 5, _highest(left_at + 5, slots), total)
+        total = tl.where(fields == 6, scores, total)
+        total = tl.where(fields == 8, tl.maximum(squares, 0.0, propagate_nan=tl.PropagateNan.ALL), total)
+        total = tl.where(fields == 10, rows, total)
         table_at += head * TABLE
-        tl.store(table_at + fields, total)
-        squares = _field(total, 7)
-        show(table_at, 16, squares / scores)
-        show(table_at, 17, tl.sqrt(squares / scores))
-        show(table_at, 18, _field(total, 9) / rows)
-        several = _field(total, 10)
-        show(table_at, 19, tl.where(several > 0, _field(total, 11) / tl.maximum(several, 1.0), float("nan")))
-        for field in tl.static_range(12, 16):
-            show(table_at, 8 + field, _field(total, field) / rows)
-        show_number(table_at, 24, rows)
-        show_number(table_at, 25, scores)
+        tl.store(table_at + fields, total, mask=fields < LEFT)
+        squares, within = _field(total, 8), _field(total, 9)
+        show(table_at, 18, squares / scores)
+        show(table_at, 19, tl.sqrt(squares / scores))
+        show(table_at, 20, within / scores)
+        show(table_at, 21, tl.sqrt(within / scores))
+        show(table_at, 22, _field(total, 11) / rows)
+        several = _field(total, 12)
+        show(table_at, 23, tl.where(several > 0, _field(total, 13) / tl.maximum(several, 1.0), float("nan")))
+        for field in tl.static_range(14, 18):
+            show(table_at, 10 + field, _field(total, field) / rows)
+        show_number(table_at, 28, rows)
+        show_number(table_at, 29, scores)
         tl.store(arrived_at + head, 0)  # for the next launch
 
 
@@ -86,11 +91,12 @@ def _field(total: tl.tensor, field: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _highest(left_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+    """The maximum of what the programs left in a column."""
     highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
     for start in range(0, slots, AT_ONCE):
         slot = start + tl.arange(0, AT_ONCE)
-        here = tl.load(left_at + slot * FIELDS + 3, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
+        here = tl.load(column_at + slot * FIELDS, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
     return largest_of(highest)
 
@@ -127,7 +133,9 @@ def _pool(
     keys = tl.zeros([BLOCK], tl.float64)
     first = tl.zeros([BLOCK], tl.float64)
     second = tl.zeros([BLOCK], tl.float64)
+    within = tl.zeros([BLOCK], tl.float64)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    above = tl.full([BLOCK], float("-inf"), tl.float64)
     plane = tl.cast(batch, tl.int64) * heads * q_len
     end = tl.minimum(begin + count, batch * q_len)
     for start in range(begin, end, BLOCK):
@@ -156,21 +164,27 @@ def _pool(
         keys += tl.where(kept, 1.0 / participation, 0.0).to(tl.float64)
         mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
         deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
+        beyond = tl.where(kept, maximum.to(tl.float64) - mean, float("-inf"))
+        above = tl.maximum(above, beyond, propagate_nan=tl.PropagateNan.ALL)
         number = visible.to(tl.float64)
         first += tl.where(kept, number * mean, 0.0)
         second += tl.where(kept, deviation + number * mean * mean, 0.0)
+        within += tl.where(kept, deviation, 0.0)
     tl.store(left_at, tl.maximum(end - begin, 0).to(tl.float64))
     tl.store(left_at + 1, tl.sum(scores, 0))
     tl.store(left_at + 2, tl.sum(first, 0))
     tl.store(left_at + 3, largest_of(highest.to(tl.float64)))
-    for unused in tl.static_range(4, 9):
-        if unused != 7:
-            tl.store(left_at + unused, 0.0)
-    tl.store(left_at + 7, tl.sum(second, 0))
-    tl.store(left_at + 9, tl.sum(entropy, 0))
-    tl.store(left_at + 10, tl.sum(several, 0))
-    tl.store(left_at + 11, tl.sum(ratio, 0))
-    tl.store(left_at + 12, tl.sum(top1, 0))
-    tl.store(left_at + 13, tl.sum(saturated, 0))
-    tl.store(left_at + 14, tl.sum(gain, 0))
-    tl.store(left_at + 15, tl.sum(keys, 0))
+    tl.store(left_at + 4, 0.0)
+    tl.store(left_at + 5, largest_of(above))
+    tl.store(left_at + 6, 0.0)
+    tl.store(left_at + 7, 0.0)
+    tl.store(left_at + 8, tl.sum(second, 0))
+    tl.store(left_at + 9, tl.sum(within, 0))
+    tl.store(left_at + 10, 0.0)
+    tl.store(left_at + 11, tl.sum(entropy, 0))
+    tl.store(left_at + 12, tl.sum(several, 0))
+    tl.store(left_at + 13, tl.sum(ratio, 0))
+    tl.store(left_at + 14, tl.sum(top1, 0))
+    tl.store(left_at + 15, tl.sum(saturated, 0))
+    tl.store(left_at + 16, tl.sum(gain, 0))
+    tl.store(left_at + 17, tl.sum(keys, 0))

@@ -38,6 +38,7 @@ def finish_sample_kernel(
     looked = tl.zeros([BLOCK], tl.float64)
     first = tl.zeros([BLOCK], tl.float64)
     second = tl.zeros([BLOCK], tl.float64)
+    within = tl.zeros([BLOCK], tl.float64)
     entropy = tl.zeros([BLOCK], tl.float64)
     several = tl.zeros([BLOCK], tl.float64)
     ratio = tl.zeros([BLOCK], tl.float64)
@@ -46,6 +47,7 @@ def finish_sample_kernel(
     gain = tl.zeros([BLOCK], tl.float64)
     keys = tl.zeros([BLOCK], tl.float64)
     highest = tl.full([BLOCK], float("-inf"), tl.float64)
+    above = tl.full([BLOCK], float("-inf"), tl.float64)
     step = tl.cast(batch, tl.int64) * heads * count  # from span to span
     plane = step * spans
     for start in range(0, batch * count, BLOCK):
@@ -87,6 +89,11 @@ def finish_sample_kernel(
         number_seen = visible.to(tl.float64)
         some = visible > 1
         highest = tl.maximum(highest, largest, propagate_nan=tl.PropagateNan.ALL)
+        row_mean = row_first / tl.maximum(number_seen, 1.0)
+        beyond = tl.where(kept, largest - row_mean, float("-inf"))
+        above = tl.maximum(above, beyond, propagate_nan=tl.PropagateNan.ALL)
+        row_within = row_second - row_first * row_mean
+        within += weight * tl.maximum(row_within, 0.0, propagate_nan=tl.PropagateNan.ALL)
         rows += weight
         seen += kept.to(tl.float64)
         scores += weight * number_seen
@@ -130,21 +137,24 @@ def finish_sample_kernel(
     tl.store(to + 2, mean)
     tl.store(to + 3, largest)
     tl.store(to + 4, tl.maximum(wide_bound, largest, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(to + 5, all_scores)
-    tl.store(to + 6, all_scores * 0.0)
-    tl.store(to + 7, squares)
-    show(to, 16, squares / all_scores)
-    show(to, 17, tl.sqrt(squares / all_scores))
-    tl.store(to + 8, all_rows)
-    _keep(to, 9, 18, tl.sum(entropy, 0), all_rows)
-    tl.store(to + 10, all_several)
-    _keep(to, 11, 19, tl.sum(ratio, 0), tl.where(all_several > 0, all_several, float("nan")))
-    _keep(to, 12, 20, tl.sum(top1, 0), all_rows)
-    _keep(to, 13, 21, tl.sum(saturated, 0), all_rows)
-    _keep(to, 14, 22, tl.sum(gain, 0), all_rows)
-    _keep(to, 15, 23, tl.sum(keys, 0), all_rows)
-    show_number(to, 24, tl.sum(seen, 0))
-    show_number(to, 25, tl.sum(looked, 0))
+    tl.store(to + 5, largest_of(above))
+    tl.store(to + 6, all_scores)
+    tl.store(to + 7, all_scores * 0.0)
+    _keep(to, 8, 18, squares, all_scores)
+    show(to, 19, tl.sqrt(squares / all_scores))
+    all_within = tl.sum(within, 0)
+    _keep(to, 9, 20, all_within, all_scores)
+    show(to, 21, tl.sqrt(all_within / all_scores))
+    tl.store(to + 10, all_rows)
+    _keep(to, 11, 22, tl.sum(entropy, 0), all_rows)
+    tl.store(to + 12, all_several)
+    _keep(to, 13, 23, tl.sum(ratio, 0), tl.where(all_several > 0, all_several, float("nan")))
+    _keep(to, 14, 24, tl.sum(top1, 0), all_rows)
+    _keep(to, 15, 25, tl.sum(saturated, 0), all_rows)
+    _keep(to, 16, 26, tl.sum(gain, 0), all_rows)
+    _keep(to, 17, 27, tl.sum(keys, 0), all_rows)
+    show_number(to, 28, tl.sum(seen, 0))
+    show_number(to, 29, tl.sum(looked, 0))
 
 
 @triton.jit

@@ -1,0 +1,54 @@
+"""Inputs that a user gives: a text, token ids, or a file of examples, as sequences to run a model on."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from attnscale.errors import SettingError
+
+Sequence: TypeAlias = str | list[int]  # a text for the model's tokenizer, or token ids as they are
+MOST_SEQUENCES = 64  # of a file: a batch that fits wherever one sequence does, nearly
+
+
+def read_tokens(text: str) -> tuple[Sequence, ...]:
+    """Token ids as JSON, one list or a list of lists, or as numbers with blanks between them.
+
+    >>> read_tokens("5 6 7"), read_tokens("[[1, 2], [3, 4]]")
+    (([5, 6, 7],), ([1, 2], [3, 4]))
+    """
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except (ValueError, RecursionError):
+        raise SettingError("Expected --tokens as JSON, [1, 2, 3] or lists of such lists, or as numbers.") from None
+    sequences = found if found and all(isinstance(each, list) for each in found) else [found]
+    return tuple(_ids(each, "--tokens") for each in sequences[:MOST_SEQUENCES])
+
+
+def read_examples(text: str) -> tuple[Sequence, ...]:
+    """JSON lines, each an object with a "text" or with "input_ids"; the first MOST_SEQUENCES of them."""
+    return tuple(_examples(text))
+
+
+def _examples(text: str) -> Iterator[Sequence]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise SettingError("Expected --data with an example a line, and it is empty.")
+    for number, line in enumerate(lines[:MOST_SEQUENCES], 1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            raise SettingError(f"Expected --data as JSON lines, and line {number} is no JSON.") from None
+        example = found if isinstance(found, dict) else {}
+        if isinstance(example.get("text"), str):
+            yield example["text"]
+        elif "input_ids" in example:
+            yield _ids(example["input_ids"], f"line {number} of --data")
+        else:
+            raise SettingError(f'Expected an object with "text" or "input_ids" in line {number} of --data.')
+
+
+def _ids(found: Any, where: str) -> list[int]:
+    is_whole = isinstance(found, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in found)
+    if not is_whole or len(found) < 2 or min(found) < 0:
+        raise SettingError(f"Expected at least two token ids, whole numbers from 0 on, in {where}.")
+    return list(found)
