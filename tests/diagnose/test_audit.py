@@ -143,7 +143,7 @@ def test_a_finding_is_what_the_contract_says():
         "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
         "softmax_wrong_axis", "weights_not_normalised", "softmax_twice", "dropout_before_softmax", "undefined_rows",
         "attends_to_future", "softcap_before_scale", "heads_mispaired", "no_gradient", "qk_norm_freezes",
-        "inert_qk_norm", "inert_softcap", "diluted", "saturated", "exploding", "non_finite",
+        "inert_qk_norm", "inert_softcap", "inert_mask", "diluted", "saturated", "exploding", "non_finite",
     }  # fmt: skip
 
 

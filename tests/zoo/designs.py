@@ -676,3 +676,15 @@ class LargestFive(SelfAttention):
         scores = query @ key.mT / math.sqrt(self.head_dim)
         fifth = scores.topk(5, dim=-1).values[..., -1:]
         return self.merge(scores.masked_fill(scores < fifth, -torch.inf).softmax(-1) @ value)
+
+
+@correct(52, 4, causal=True, statistics="none")
+class MultipliedAndTakenOff(SelfAttention):
+    """GPT-2's first: scores times the mask, less 1e10 where it is zero; and a switch for every head."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        shown = (~above_diagonal(x.shape[1])).float()
+        scores = query @ key.mT / math.sqrt(self.head_dim) * torch.ones(self.heads, 1, 1)
+        scores = scores * shown - 1e10 * (1 - shown)
+        return self.merge(scores.softmax(-1) @ value)
