@@ -10,6 +10,7 @@ from torch import nn
 
 import attnscale
 from attnscale.diagnose.what_if import TRIED, what_if_calls
+from attnscale.errors import SettingError
 from attnscale.measure.statistics import STATISTICS
 
 HEADS, DIM, LENGTH, BATCH = 2, 12, 11, 3
@@ -152,3 +153,26 @@ def test_the_change_of_an_output_that_is_not_known_is_not_told():
     table = audit.what_if(next(iter(audit.layers)))
     assert math.isnan(table["unscaled"].change)
     assert "–" in str(table)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_weights_are_those_of_the_model(kind):
+    model, x = kind().eval(), 2 * torch.randn(BATCH, LENGTH, HEADS * DIM)
+    audit = attnscale.audit(model, x)
+    (layer,) = audit.layers.values()
+    with torch.no_grad():
+        output = model(x)[0]
+        _, _, value = model.project(x)
+    for head in range(HEADS):
+        weights = layer.weights(head)
+        met = value[0, min(head, model.kv_heads - 1)]
+        expected = output[head, : len(weights)]  # one query, where each has keys of its own
+        torch.testing.assert_close(weights[:, : len(met)] @ met, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_not_shown_where_nothing_was_kept():
+    with attnscale.watch(model := Fused()) as seen:
+        model(torch.randn(BATCH, LENGTH, HEADS * DIM))
+    (layer,) = seen.layers.values()
+    with pytest.raises(SettingError, match="keep=True"):
+        layer.weights(0)

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, grid
 from attnscale.tracing.following import follow
 from attnscale.tracing.lineage import Node
@@ -20,7 +22,7 @@ ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was ad
 class Kept:
     """One call: its scores are scales · q·k, soft-capped, and what its visibility adds and hides.
 
-    Where every row has keys of its own, rows are entries of the batch.
+    Where every query has keys of its own, each is an entry of the batch.
     """
 
     query: Tensor  # (batch, heads, queries, features), as it left its projection
@@ -29,7 +31,16 @@ class Kept:
     visibility: Visibility = EVERYTHING
     softcap: float | None = None
     value: Tensor | None = None  # None where it is not known which one met the weights
-    keys_by_row: int = 0  # queries that were made entries of the batch
+
+    def weights(self, head: int) -> Tensor:
+        """What softmax made of the scores of the first entry, (queries, keys); zeros where a query sees nothing."""
+        query, key = self.query[0, head], self.key[0, head // (self.query.shape[1] // self.key.shape[1])]
+        scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * float(self.scales[head])
+        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+        seen = self.visibility.at(0, slice(head, head + 1))
+        added = seen.added(slice(0, scores.shape[-2]), slice(0, scores.shape[-1]), scores)
+        scores = scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]
+        return scores.softmax(-1).nan_to_num(0.0)
 
 
 def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visibility:

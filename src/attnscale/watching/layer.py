@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.declared import Declared
+from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
@@ -84,6 +85,16 @@ class Layer:
     def scale_expected(self) -> float:
         """What the configuration says, and 1/√d_k where it says nothing."""
         return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
+
+    def weights(self, head: int) -> Tensor:
+        """The weights of a head over the first sequence of the longest call, (queries, keys), as the model had them.
+
+        Where every query has keys of its own, of the first query.
+        """
+        if not self.kept or not 0 <= head < self.heads:
+            kept = f"one of {self.heads} heads" if self.kept else "a layer that was watched with keep=True"
+            raise SettingError(f"Expected {kept} to show weights, got head {head} of {self.name!r}.")
+        return max(self.kept, key=lambda call: call.query.shape[-2]).weights(head)
 
     @property
     def padding(self) -> int:

@@ -15,9 +15,10 @@ DEFAULT_ROWS = 64
 class Settings:
     """How a model is watched.
 
-    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the longest
-    call. With `training`, calls in evaluation mode without gradients are left out. With a `seed` the rows sampled
-    depend on it and on the length of the queries alone, and each call is kept by itself: for ranks that share out keys.
+    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
+    of all calls. With `training`, calls in evaluation mode without gradients are left out. With a `seed` the rows
+    sampled depend on it and on the length of the queries alone, and each call is kept by itself: for ranks that share
+    out keys.
     With `known`, the `known_model` of an earlier watch of this model, only kernels that it tells of are looked at, and
     what is new is followed.
     """

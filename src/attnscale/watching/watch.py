@@ -20,9 +20,9 @@ from attnscale.watching.watcher import Watcher
 def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> AbstractContextManager[Seen]:
     """See every attention that runs inside the model, whatever computes it.
 
-    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries and keys of the longest
-    call. A backward pass leaves the length of the gradient that reached queries and keys. Compiled parts of the model
-    run uncompiled meanwhile. Where nothing was seen, leaving raises.
+    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to all calls, with their queries,
+    keys, values and masks, to try other scales on. A backward pass leaves the length of the gradient that reached
+    queries and keys. Compiled parts of the model run uncompiled meanwhile. Where nothing was seen, leaving raises.
 
     >>> import torch
     >>> from torch import nn

@@ -94,8 +94,8 @@ def _what_if(checked: Checked) -> tuple[Section, ...]:
         return ()
     rows = tuple(Row((row.name, *row.numbers()), current=position == 0) for position, row in enumerate(tried.rows))
     intro = (
-        f"Tried on the queries and keys just seen in {checked.focus}. The change is that of the output, over its norm, "
-        "with the keys in place of the values."
+        f"Tried on all that was just seen in {checked.focus}, with its own masks, biases and values. The change is "
+        "that of the output, over its norm; a dash where it could not be read which values the weights met."
     )
     table = Table(("scale by", *COLUMNS), (("", rows),))
     return (Section("what-if", "What another scale would do", (intro, table)),)

@@ -1,5 +1,6 @@
 """A call of a kernel, kept whole: queries and keys as they left their projections, its values, and what it hid."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +34,8 @@ def kept_of(call: "KernelCall", scales: Factors, ways: tuple[Way, Way], softcap:
 def _visibility(call: "KernelCall", multiplier: Factors, softcap: float | None) -> Visibility:
     """What is added to the scores: as its arguments say, or as the user's function does."""
     if call.score_mod is None:
-        return with_infinite_mask(call.visibility)
+        seen = with_infinite_mask(call.visibility)
+        return seen if seen.mask is None else replace(seen, mask=seen.mask[(None,) * (4 - seen.mask.dim())])
     every = torch.arange(call.query.shape[-2])
     plain = call.scores(every)
     predicted = plain * _by_head(multiplier / call.scale, plain)

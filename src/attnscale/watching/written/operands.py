@@ -77,27 +77,9 @@ class Operands:
         entry = self.arrival.at[:: len(self.positions), 0]
         return _wide(operand[_on(operand, entry[:, None], columns[None, :])])
 
-    @property
-    def has_keys_by_row(self) -> bool:
-        """Whether the rows of a head have keys of their own, as where each pair of positions has one."""
-        operand = self.axes.product.right if self.axes.keys_are_right else self.axes.product.left
-        entries = self.arrival.at[:, 0].reshape(len(self.groups), -1)
-        return operand.dim() == 3 and bool((entries != entries[:, :1]).any())
-
-    def keys_by_row(self) -> Tensor:
-        """(groups, rows, keys, features), as they entered the product."""
-        product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
-        operand = product.right.mT if self.axes.keys_are_right else product.left
-        entry = self.arrival.at[:, 0]
-        chosen = _wide(operand[_on(operand, entry[:, None], columns[None, :])])
-        return chosen.unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
-
     def predicted(self, softcap: float | None = None) -> Tensor:
         """What the operations on the way make of the product, (groups, rows, keys), without what they add."""
-        if self.has_keys_by_row:
-            scores = (self.keys_by_row() @ self.queries().unsqueeze(-1)).squeeze(-1)
-        else:
-            scores = self.queries() @ self.keys().mT
+        scores = self.queries() @ self.keys().mT
         scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))

@@ -92,8 +92,7 @@ class WrittenCall:
         padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
         query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
         scales = self.scales(scores[0], shown[0])
-        kept = kept_of(self, scales, padding) if keep and not self._parts and not axes.over_pairs else None
-        first = kept if kept is not None and not kept.keys_by_row else None
+        kept = kept_of(self, scales, padding) if keep and not self._parts else None
         return SeenCall(
             kind="eager",
             heads=self.heads,
@@ -117,8 +116,8 @@ class WrittenCall:
             bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=axes.product.capped and self.softcap is None,
             over_pairs=axes.over_pairs,
-            query=None if first is None else first.query[:1],
-            key=None if first is None else first.key[:1],
+            query=None if kept is None else kept.query[:1],
+            key=None if kept is None else kept.key[:1],
             kept=kept,
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
