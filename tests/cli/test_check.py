@@ -291,3 +291,15 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check,
     assert err == "attnscale: There is no tokenizer that could be read, so the tokens are random.\n"
     assert [layer["scale"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
     assert found["worst"] != "error"
+
+
+def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(check, tmp_path):
+    status, out, err = check(f"{BROKEN}linear", "--html", tmp_path / "report.html")
+    assert (status, err) == (0, "")
+    assert "No attention was seen in 0, named after it." in out
+    assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
+    found = json.loads(check(f"{BROKEN}linear", "--json")[1])
+    assert found["layers"] == {}
+    assert found["conclusion"] == "No attention could be read, so nothing was judged."
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(sentence in page for sentence in found["unchecked"])

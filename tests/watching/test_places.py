@@ -55,6 +55,21 @@ def test_every_depth_has_the_numbers_of_a_module_of_its_own():
         assert torch.equal(found.stats.entropy, expected.stats.entropy)
 
 
+def test_two_inputs_of_one_encoder_are_two_depths_whatever_their_lengths():
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+
+        def forward(self, x, y):
+            return self.attention(x, x, x)[0].mean(1) - self.attention(y, y, y)[0].mean(1)
+
+    for lengths in ((5, 5), (5, 7), (7, 5)):
+        with attnscale.watch(model := Siamese()) as seen:
+            model(*(torch.randn(1, length, 24) for length in lengths))
+        assert list(seen.layers) == ["attention[0]", "attention[1]"]
+
+
 def test_a_loop_over_time_is_one_layer():
     class OverTime(nn.Module):
         def __init__(self):

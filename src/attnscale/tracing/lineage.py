@@ -30,9 +30,10 @@ class View:
 class Step:
     """One operation, looked at from its result: the operand to follow, and what was done to it.
 
-    `effect` is what happens to the value: "same", "times" or "over" an operand, "plus" an operand, "shift" (a statistic
-    of its own row was subtracted), "fill" (some elements were replaced), "tanh", "exp", "norm" (its length was divided
-    out), "pair" (two became a complex number), or "other".
+    `effect` is what happens to the value: "same", "detach" (no gradient goes back), "drop" (some are zero at random),
+    "times" or "over" an operand, "plus" an operand, "shift" (a statistic of its own row was subtracted), "fill" (some
+    elements were replaced), "tanh", "exp", "norm" (its length was divided out), "pair" (two became a complex number),
+    or "other".
     """
 
     parent: "Node"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from operator import itemgetter
 
 import torch
@@ -92,9 +93,9 @@ class Seen:
     def layers(self) -> Layers:
         """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
 
-        A module that runs several times in one forward on the same lengths, as ALBERT's does, is shown by depth:
-        `path[0]`, `path[1]`, … Where lengths differ, or it runs more often than models are deep, that is a loop over
-        time, and one layer.
+        A module that runs several times in one forward, as ALBERT's does, is shown by depth: `path[0]`, `path[1]`, …
+        Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
+        loop over time, and one layer.
         """
         self.settle()
         if self._built[0] != self.calls:
@@ -175,8 +176,8 @@ def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
     depths: dict[int, list[SeenCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
-    lengths = {frozenset((call.query_len, call.key_len) for call in some) for some in depths.values()}
-    if len(depths) == 1 or len(depths) > DEEPEST or len(lengths) > 1:
+    keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
+    if len(depths) == 1 or len(depths) > DEEPEST or _is_over_time(keys):
         return {"": calls}
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
@@ -190,6 +191,12 @@ def _left_out(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
+
+
+def _is_over_time(keys: list[int]) -> bool:
+    """Whether each run saw as many keys more than the one before."""
+    steps = {after - before for before, after in pairwise(keys)}
+    return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
 
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:

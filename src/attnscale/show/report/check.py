@@ -30,15 +30,17 @@ def check_report(checked: Checked) -> Page:
         verdict=checked.conclusion,
         tone=checked.audit.worst or "fine",
         notes=notes + tuple(facts_of_layers(checked.audit.layers))[: max(0, MATTER - len(notes))],
-        sections=(
-            _layers(checked),
-            _heads(checked),
-            *_scores(checked),
-            _freezing(checked),
-            *_what_if(checked),
-            _method(checked),
-        ),
+        sections=(*(_of_layers(checked) if checked.lines else ()), *_unchecked(checked), _method(checked)),
     )
+
+
+def _of_layers(checked: Checked) -> tuple[Section, ...]:
+    return (_layers(checked), _heads(checked), *_scores(checked), _freezing(checked), *_what_if(checked))
+
+
+def _unchecked(checked: Checked) -> tuple[Section, ...]:
+    told = checked.audit.unchecked
+    return (Section("unchecked", "What was not judged", told),) if told else ()
 
 
 def note_of(group: Group) -> Note:
