@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import attnscale
-from attnscale.diagnose.verdict import head_verdicts, layer_verdict, verdict_findings
+from attnscale.diagnose.scores import verdict_findings
+from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.theory.limits import FREEZING_MARGIN, freezing_point
 from attnscale.watching import watch

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from attnscale import score_stats
 from attnscale.diagnose.checks import findings_of
-from attnscale.diagnose.verdict import head_verdicts, layer_verdict, verdict_findings
+from attnscale.diagnose.scores import verdict_findings
+from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 
 from .layers import codes, configured, layer_of, random_layer
 

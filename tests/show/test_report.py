@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from attnscale.checking import Checked
-from attnscale.diagnose import diagnose
+from attnscale.diagnose import audit, diagnose
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.lab.result import Curve
+from attnscale.models import CausalTransformer
 from attnscale.show.report.check import check_report
 from attnscale.show.report.densities import density_of
 from attnscale.show.report.freezing import spread_of
@@ -19,6 +20,7 @@ from attnscale.show.report.heads import mapped
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.parts import Page, Table, Terms, kind_of
 from attnscale.show.report.run import run_report
+from attnscale.show.report.sharp import sharp_heads
 from attnscale.show.report.twins import twins_report
 from attnscale.train.run import summarise
 from tests.diagnose.layers import layer_of, random_layer
@@ -261,3 +263,20 @@ def test_the_median_in_a_notice_is_that_of_the_heads():
     notice = figure(check_report(found), "head-map").views["spread"].notice
     values = [value for layer in found.audit.layers.values() for value in layer.stats.std_within_rows.tolist()]
     assert f"above {statistics.median(values):.3g}." in notice
+
+
+def test_sharp_heads_are_pictured_and_what_they_look_at_is_told():
+    model = CausalTransformer(17, d_model=32, layers=1, heads=2).eval()
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight *= 60
+    layers = audit(model, torch.randint(17, (1, 150))).layers
+    figure = sharp_heads("sharp", layers)
+    ((name, layer),) = layers.items()
+    assert set(figure.views) <= {f"{name}, head {head}" for head in range(2)}
+    for view_name, view in figure.views.items():
+        weights = layer.weights(int(view_name[-1]))
+        assert len(view.values) == len(view.values[0]) == len(view.rows) == len(view.columns) == 50
+        assert max(map(max, view.values)) == pytest.approx(float(weights.max()))
+        assert view.rows[-1] == "147–149"
+        assert "weight" in view.notice or "content" in view.notice
+    assert sharp_heads("sharp", audit(CausalTransformer(17, 32, 1, 2), torch.zeros(1, 9).long()).layers) is None

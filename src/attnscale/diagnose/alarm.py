@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, forecast
-from attnscale.diagnose.verdict import BOUND_THEM, DEAD_GAIN, EXPLODING, threshold_reached
+from attnscale.diagnose.scores import BOUND_THEM, DEAD_GAIN, EXPLODING, threshold_reached
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
 # arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.

@@ -17,7 +17,7 @@ from attnscale.diagnose.normed import normed_findings
 from attnscale.diagnose.pairing import pairing_findings
 from attnscale.diagnose.reached import reached
 from attnscale.diagnose.scale import scale_findings
-from attnscale.diagnose.verdict import verdict_findings
+from attnscale.diagnose.scores import verdict_findings
 from attnscale.diagnose.weights import weight_findings
 from attnscale.watching.layer import Layer
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnscale.watching.layer import Layer
+
 MOST = 0.5  # of the weight: what takes more is what a head does
 FEW_KEYS = 4  # visible to a row; of fewer, any takes much
 FEW = 1 / 8  # of all keys
@@ -29,6 +31,11 @@ class Habit:
             "by content": "by content: no position takes most of it",
         }[self.kind]
         return f"{self.share:.2f} of its weight lies {where}" if self.kind != "by content" else f"It looks {where}"
+
+
+def habit_of(layer: Layer, head: int) -> Habit | None:
+    """What a head of a watched layer does in its first sequence; None where queries and keys were not kept."""
+    return habit(layer.weights(head), causal=layer.causal) if layer.kept else None
 
 
 def habit(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False) -> Habit:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attnscale.diagnose.alarm import told
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.verdict import EXPLODING
+from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
 from attnscale.plain import printable
 from attnscale.show.check import STYLES

@@ -14,6 +14,7 @@ from attnscale.show.report.freezing import freezing
 from attnscale.show.report.heads import map_of_layers
 from attnscale.show.report.method import errors_of, words_of_models
 from attnscale.show.report.parts import MATTER, Block, Note, Page, Row, Section, Table, render
+from attnscale.show.report.sharp import sharp_heads
 
 
 def report_page(checked: Checked) -> str:
@@ -35,7 +36,14 @@ def check_report(checked: Checked) -> Page:
 
 
 def _of_layers(checked: Checked) -> tuple[Section, ...]:
-    return (_layers(checked), _heads(checked), *_scores(checked), _freezing(checked), *_what_if(checked))
+    return (
+        _layers(checked),
+        _heads(checked),
+        *_scores(checked),
+        _freezing(checked),
+        *_sharp(checked),
+        *_what_if(checked),
+    )
 
 
 def _unchecked(checked: Checked) -> tuple[Section, ...]:
@@ -88,6 +96,12 @@ def _scores(checked: Checked) -> tuple[Section, ...]:
 def _freezing(checked: Checked) -> Section:
     figure = freezing("freezing-points", checked.audit.layers)
     return Section("freezing", "How far from freezing", ((figure,),))
+
+
+def _sharp(checked: Checked) -> tuple[Section, ...]:
+    figure = sharp_heads("sharp-heads", checked.audit.layers)
+    told = "The weights of heads past the freezing point, in the first sequence: a row is what a query looks at."
+    return () if figure is None else (Section("sharp", "Where sharp heads look", (told, (figure,))),)
 
 
 def _what_if(checked: Checked) -> tuple[Section, ...]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from attnscale.diagnose.forecast import Growth
-from attnscale.diagnose.verdict import EXPLODING
+from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Statistic
 from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Number, Series, short

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from attnscale.diagnose.verdict import EXPLODING
+from attnscale.diagnose.scores import EXPLODING
 from attnscale.show.numbers import number
 from attnscale.show.report.freezing import spread_of
 from attnscale.show.report.parts import Note
