@@ -129,7 +129,7 @@ def test_a_finding_is_what_the_contract_says():
         "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
         "softmax_wrong_axis", "weights_not_normalised", "softmax_twice", "dropout_before_softmax", "undefined_rows",
         "attends_to_future", "softcap_before_scale", "heads_mispaired", "no_gradient", "qk_norm_freezes",
-        "inert_qk_norm", "inert_softcap", "diluted", "saturated", "exploding", "non_finite",
+        "inert_qk_norm", "inert_softcap", "inert_mask", "diluted", "saturated", "exploding", "non_finite",
     }  # fmt: skip
 
 
@@ -215,3 +215,19 @@ def test_a_trained_sharp_head_is_a_note_until_no_gradient_reaches_it():
     assert severities.get(("blocks.1", 2), "note") == "note"
     without = audit(model, x)
     assert {each.severity for each in without.findings if each.code == "saturated"} == {"note"}
+
+
+def test_queries_computed_without_a_gradient_are_found_by_a_backward_pass():
+    class Careless(Attention):
+        def forward(self, x):
+            with torch.no_grad():
+                query = self.qkv(x)[..., :66]
+            key, value = self.qkv(x)[..., 66:].chunk(2, -1)
+            query, key, value = (t.unflatten(-1, (3, -1)).transpose(1, 2) for t in (query, key, value))
+            return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+    model, x = Careless(66, 3), torch.randn(2, 19, 66)
+    assert audit(model, x).findings == []
+    (finding,) = audit(model, x, loss=lambda output: output.square().mean()).findings
+    assert (finding.code, finding.severity) == ("no_gradient", "warning")
+    assert finding.message.startswith("A gradient reached the keys, and none the queries")

@@ -115,7 +115,7 @@ ARCHITECTURES = {
     "ELECTRA": bert_like("ElectraModel", "ElectraConfig", embedding_size=33),
     "ALBERT": Architecture(
         "AlbertModel", "AlbertConfig", ENCODER | {"embedding_size": 29},
-        {"encoder.albert_layer_groups.0.albert_layers.0.attention": 11**-0.5}, 3, 11,
+        layers("encoder.albert_layer_groups.0.albert_layers.0.attention[{}]", 11**-0.5), 3, 11,
     ),
     "DistilBERT": Architecture(
         "DistilBertModel", "DistilBertConfig",

@@ -87,16 +87,17 @@ def test_statistics_are_those_of_the_eager_weights(name, how):
             np.testing.assert_allclose(got, values.numpy(), rtol=1e-4, atol=1e-6, err_msg=f"{path} {statistic}")
 
 
-def test_a_layer_shared_by_all_of_albert_is_the_mean_of_its_calls():
+def test_a_layer_shared_by_all_of_albert_is_shown_by_depth():
     architecture = ARCHITECTURES["ALBERT"]
     model, inputs = architecture.build("eager")
     with torch.no_grad():
         calls = model(**inputs, output_attentions=True).attentions
     seen, _ = watched(model, inputs, rows=None)
-    (layer,) = found_layers(seen, architecture).values()
-    assert layer.calls == len(calls) == 2
-    for statistic, values in statistics_of(torch.cat(calls)).items():
-        np.testing.assert_allclose(getattr(layer.stats, statistic).numpy(), values.numpy(), rtol=1e-4)
+    layers = found_layers(seen, architecture).values()
+    assert [layer.calls for layer in layers] == [1, 1]
+    for layer, weights in zip(layers, calls, strict=True):
+        for statistic, values in statistics_of(weights).items():
+            np.testing.assert_allclose(getattr(layer.stats, statistic).numpy(), values.numpy(), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "how"), EVERY)

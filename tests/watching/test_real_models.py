@@ -87,10 +87,13 @@ def test_rxnmapper_shares_one_layer_twelve_times_and_is_healthy(text):
     model = transformers.AlbertModel.from_pretrained(folder).eval()
     audit = attnscale.audit(model, reaction_tokens(folder, text))
     assert_no_error(audit)
-    (layer,) = audit.layers.values()
-    assert (layer.calls, layer.heads, layer.head_dim) == (12, 8, 32)
-    assert layer.scale_applied == pytest.approx(32**-0.5, rel=1e-3)
-    assert layer.stats.std.max() > 3  # heads that map atoms, spread 11 on a text they do not know
+    assert len(audit.layers) == 12
+    for depth, (name, layer) in enumerate(audit.layers.items()):
+        assert name.endswith(f"[{depth}]")
+        assert (layer.calls, layer.heads, layer.head_dim) == (1, 8, 32)
+        assert layer.scale_applied == pytest.approx(32**-0.5, rel=1e-3)
+    # heads that map atoms, spread 11 on a text they do not know
+    assert max(float(layer.stats.std.max()) for layer in audit.layers.values()) > 3
 
 
 @pytest.mark.slow

@@ -248,3 +248,24 @@ enter(
         code="attends_to_future",
     )
 )
+
+
+@bug("inert_mask", 44, 4)
+class FilledWithZero(SelfAttention):
+    """Zero is what the mask is multiplied by elsewhere, and no hidden score."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = (query @ key.mT / math.sqrt(self.head_dim)).masked_fill(above_diagonal(x.shape[1]), 0.0)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@bug("inert_mask", 55, 5)
+class ScoresTimesMask(SelfAttention):
+    """The mask multiplies the scores."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = torch.einsum("bhid,bhjd->bhij", query, key) * self.head_dim**-0.5
+        weights = (scores * torch.ones(x.shape[1], x.shape[1]).tril()).softmax(dim=-1)
+        return self.merge(torch.einsum("bhij,bhjd->bhid", weights, value))

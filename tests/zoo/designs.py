@@ -641,3 +641,50 @@ class Recurrent(SelfAttention):
             mixed.append(self.merge(scores.softmax(-1) @ value))
             memory = part
         return torch.cat(mixed, 1)
+
+
+@correct(48, 4, scale=None, statistics="none")
+class Distances(SelfAttention):
+    """Minus the squared distance of query and key, over √d: q·k counts twice, and their lengths are added."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        lengths = query.square().sum(-1, keepdim=True) + key.square().sum(-1)[:, :, None]
+        scores = -(lengths - 2 * query @ key.mT) / math.sqrt(self.head_dim)
+        return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(60, 4, statistics="none", calls=None, scale=None, seen_heads=None, seen_dim=None)
+class Sinkhorn(SelfAttention):
+    """Rows and columns normalised in turns, the rows last."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        weights = torch.exp(query @ key.mT / math.sqrt(self.head_dim))
+        for _ in range(3):
+            weights = weights / weights.sum(-2, keepdim=True)
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.merge(weights @ value)
+
+
+@correct(44, 4, statistics="none")
+class LargestFive(SelfAttention):
+    """Only the five largest scores of a row are kept."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        scores = query @ key.mT / math.sqrt(self.head_dim)
+        fifth = scores.topk(5, dim=-1).values[..., -1:]
+        return self.merge(scores.masked_fill(scores < fifth, -torch.inf).softmax(-1) @ value)
+
+
+@correct(52, 4, causal=True, statistics="none")
+class MultipliedAndTakenOff(SelfAttention):
+    """GPT-2's first: scores times the mask, less 1e10 where it is zero; and a switch for every head."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        shown = (~above_diagonal(x.shape[1])).float()
+        scores = query @ key.mT / math.sqrt(self.head_dim) * torch.ones(self.heads, 1, 1)
+        scores = scores * shown - 1e10 * (1 - shown)
+        return self.merge(scores.softmax(-1) @ value)

@@ -20,7 +20,7 @@ from attnscale.watching.watch import watched
 
 Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
 GLANCE = 1  # rows a head: enough to read how the scores are made
-OF_SCORES = ("diluted", "saturated", "exploding")
+OF_SCORES = ("diluted", "saturated", "exploding", "qk_norm_freezes")
 
 
 def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:

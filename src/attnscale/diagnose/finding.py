@@ -29,6 +29,7 @@ CODES = {
     "qk_norm_freezes": "normalised queries and keys are multiplied past the freezing point from the start",
     "inert_qk_norm": "a QK-norm is configured or built, and never applied",
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
+    "inert_mask": "a mask sets scores to a number that hides nothing",
     "diluted": "the multiplier leaves the scores so close that all keys weigh the same",
     "saturated": "the scores of a row lie so far apart that a few keys take all the weight",
     "exploding": "the largest score is beyond what published runs have survived",

@@ -1,4 +1,4 @@
-"""Silent no-ops: a soft-cap that cannot bind, a QK-norm that is never applied."""
+"""Silent no-ops: a soft-cap that cannot bind, a QK-norm that is never applied, a mask that hides nothing."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,22 @@ def noop_findings(layer: Layer, trained: bool = False) -> Iterator[Finding]:
     """What a layer was given to keep its scores in range, and does not use."""
     yield from _softcap(layer)
     yield from _qk_norm(layer)
+    yield from _mask(layer)
+
+
+def _mask(layer: Layer) -> Iterator[Finding]:
+    fill = layer.reading.inert_fill
+    if fill is not None:
+        yield Finding(
+            layer.name,
+            None,
+            "inert_mask",
+            "warning",
+            f"A mask sets scores to {fill:g} before the softmax, which is a score like any other: these keys are seen.",
+            fill,
+            float("-inf"),
+            "Fill with −inf, or add a mask of 0 and −inf to the scores.",
+        )
 
 
 def _softcap(layer: Layer) -> Iterator[Finding]:

@@ -69,7 +69,10 @@ def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
         return _ignored(layer, scale)
     if is_declared and not _slip(layer, scale):
         return None
-    if (is_published(layer, scale, tolerance) or layer.reading.learned_factor) and not _slip(layer, scale):
+    is_learned = (
+        layer.reading.learned_factor or layer.reading.learned_terms
+    )  # or one of several terms: distances have 2
+    if (is_published(layer, scale, tolerance) or is_learned) and not _slip(layer, scale):
         return None
     return _unusual(layer, scale)
 

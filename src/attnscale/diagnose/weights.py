@@ -13,9 +13,9 @@ def weight_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     if any(softmax.undefined is not None and bool(softmax.undefined) for softmax in layer.softmaxes):
         yield _undefined(layer)
     elif any(softmax.taken_twice for softmax in layer.softmaxes):
-        yield _twice(layer)
+        yield _twice(layer, trained)
     elif layer.wiring.mixes_along_softmax:
-        yield from _not_normalised(layer)
+        yield from _not_normalised(layer, trained)
 
 
 def _undefined(layer: Layer) -> Finding:
@@ -32,12 +32,12 @@ def _undefined(layer: Layer) -> Finding:
     )
 
 
-def _twice(layer: Layer) -> Finding:
+def _twice(layer: Layer, trained: bool) -> Finding:
     return Finding(
         layer.name,
         None,
         "softmax_twice",
-        "error",
+        "warning" if trained else "error",
         "A softmax is taken of the weights of a softmax: these lie between 0 and 1, so no key can weigh more than e "
         "times another.",
         None,
@@ -46,7 +46,7 @@ def _twice(layer: Layer) -> Finding:
     )
 
 
-def _not_normalised(layer: Layer) -> Iterator[Finding]:
+def _not_normalised(layer: Layer, trained: bool) -> Iterator[Finding]:
     judged = [each for each in layer.softmaxes if not (each.renormalised or each.is_short)]
     off = [float(each.off_one) for each in judged if each.off_one is not None]
     if not off or max(off) <= OFF_ONE:
@@ -57,7 +57,7 @@ def _not_normalised(layer: Layer) -> Iterator[Finding]:
         layer.name,
         None,
         "weights_not_normalised",
-        "error",
+        "warning" if trained else "error",
         f"The weights of a row miss one by up to {max(off):.2g} where they meet the values: {why}.",
         1 - max(off),
         1.0,

@@ -20,6 +20,7 @@ class Reading:
     learned_factor: bool = False  # the multiplier holds a parameter of the model
     detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
     dropped: bool = False  # scores were set to zero at random
+    inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
 
     @classmethod
@@ -32,6 +33,7 @@ class Reading:
             any(reading.learned_factor for reading in readings),
             tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
             any(reading.dropped for reading in readings),
+            next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
             next(caps, None),
         )
 

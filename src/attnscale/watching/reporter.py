@@ -21,7 +21,8 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.keeping import keep_values
-from attnscale.watching.written.written_call import WrittenCall, key_channels, written_call
+from attnscale.watching.written.origins import key_channels
+from attnscale.watching.written.written_call import WrittenCall, written_call
 
 
 class Reporter:

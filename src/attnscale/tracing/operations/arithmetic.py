@@ -171,7 +171,7 @@ def _where(op: Operation) -> Node:
 def _scalar(value: Any) -> float:
     """A fill value; a tensor of many is none."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else 0.0
+        return float(value) if value.numel() == 1 else math.nan
     return _number(value)
 
 

@@ -1,6 +1,7 @@
 """Operations that move elements, or leave them be: views, copies, joins."""
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -153,12 +154,22 @@ def _dropout(op: Operation) -> Result:
 
 
 def _chosen(op: Operation) -> Node:
-    """Some positions of a dimension, by an index."""
-    parent, index = op.node(), op.args[2]
-    axis = op.args[1] % max(len(parent.shape), 1)
-    if not parent.learned and not parent.parameter:
+    """Some positions of a dimension, by their numbers."""
+    return _at(op, op.args[1] % max(len(op.node().shape), 1), op.args[2])
+
+
+def _indexed(op: Operation) -> Node:
+    """x[:, [2, 0]]: one list of numbers among whole dimensions."""
+    given = [(axis, index) for axis, index in enumerate(op.args[1]) if index is not None]
+    return _at(op, *given[0]) if len(given) == 1 else opaque(op)
+
+
+def _at(op: Operation, axis: int, index: Tensor) -> Node:
+    parent = op.node()
+    is_list = index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
+    if not is_list or not (parent.learned or parent.parameter):
         return opaque(op)
-    return moved(parent, op.shape, coordinates.chosen(axis, index.flatten().cpu().numpy()))
+    return moved(parent, op.shape, coordinates.chosen(axis, index.cpu().numpy() % parent.shape[axis]))
 
 
 def _mean(op: Operation) -> Result:
@@ -213,6 +224,7 @@ READERS: dict[str, Reader] = {
     "detach": _detach,
     "bernoulli": _bernoulli,
     "index_select": _chosen,
+    "index": _indexed,
     "mean": _mean,
     **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),

@@ -148,13 +148,13 @@ def _quotient(op: Operation) -> Node:
 
 
 def _product(op: Operation) -> Node:
-    """e · (1/Σe), either way round; or e times a mask."""
+    """e · (1/Σe), either way round; or scores, e or weights times a mask."""
     for side in (0, 1):
         role = _role(op, side)
         found = _normalised(op, 1 - side, role) if isinstance(role, InverseSum) else None
         if found is not None:
             return found
-        if isinstance(_role(op, 1 - side), (Exponential, Weights)) and _is_mask(op.args[side], op.shape):
+        if isinstance(_role(op, 1 - side), (Exponential, Weights, Scores)) and _is_mask(op.args[side], op.shape):
             return moved(op.node(1 - side), op.shape, widened(op.node(1 - side), op.shape), "fill", 0.0)
     return _weights(op, None) if _is_weighed(op, 0) or _is_weighed(op, 1) else arithmetic.times(op)
 

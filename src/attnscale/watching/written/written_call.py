@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.numerics import HALF_DTYPES, wide_dtype
-from attnscale.tracing.coordinates import NOWHERE, Points
-from attnscale.tracing.following import Trail, Way, channels
+from attnscale.numerics import wide_dtype
+from attnscale.tracing.coordinates import NOWHERE
+from attnscale.tracing.following import Trail, Way
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.product import Product
@@ -21,19 +21,19 @@ from attnscale.tracing.roles import Scores
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares, of_product
 from attnscale.watching.hiding import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
-from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, scale_after_cap
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
 from attnscale.watching.written.keeping import kept_of
+from attnscale.watching.written.legibility import fit, inert_fill, reading_of
 from attnscale.watching.written.operands import Operands
+from attnscale.watching.written.origins import channels_of
 
 PROBED_ROWS = 4
 NORMED_ROWS = 64
 DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
 VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
 FACTOR_OF_ONE = 1e-6
-EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
 
 
 def written_call(product: Product, scores: Tensor, node: Node, axis: int) -> "WrittenCall | None":
@@ -43,17 +43,6 @@ def written_call(product: Product, scores: Tensor, node: Node, axis: int) -> "Wr
         return None
     written = WrittenCall(axes, scores.detach().reshape(axes.shape))
     return written if written.probed.arrival.found.all() else None
-
-
-def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Which channel made the key of these points of a softmax's input; empty where they lead elsewhere."""
-    arrival = arrive(node, points, product)
-    found: list[tuple[object, ...]] = [()] * len(points)
-    at = arrival.at[arrival.found]
-    at[:, -2] = 0
-    for index, key in zip(np.flatnonzero(arrival.found), channels(product.right_node, at), strict=True):
-        found[index] = key
-    return found
 
 
 @dataclass(frozen=True)
@@ -95,6 +84,8 @@ class WrittenCall:
         batch, heads = axes.groups.shape
         by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
+        inert = inert_fill(self.trail, scores[0], shown[0])
+        shown = shown if inert is None else shown & (scores != inert)
         hidden = by_row.keys_nobody_sees(self.probe)
         hidden = None if hidden is None else hidden[:, self._in_product]
         attends_itself = query_way.source is not None and query_way.source is key_way.source
@@ -131,7 +122,7 @@ class WrittenCall:
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
             highest_bias=self.highest_bias(scores[0], shown[0]),
-            reading=self.reading(scores[0], shown[0]),
+            reading=reading_of(self, scores[0], shown[0], inert),
         )
 
     @cached_property
@@ -147,12 +138,12 @@ class WrittenCall:
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries: added, and scaled alike."""
-        own, parts = set(_channels_of(self.axes.product)), []
+        own, parts = set(channels_of(self.axes.product)), []
         for node, factor in self.trail.other_scores:
             if not isinstance(node.role, Scores) or node.role.of.has_softmax:
                 continue
             product = node.role.of
-            if own.intersection(theirs := _channels_of(product)) or () in theirs:
+            if own.intersection(theirs := channels_of(product)) or () in theirs:
                 continue  # a term of positions, which multiplies the query or the key of the scores once more
             arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
             total = arrival.factor[0] * factor * product.alpha
@@ -185,9 +176,9 @@ class WrittenCall:
     def scales(self, scores: Tensor, shown: Tensor) -> Tensor:
         """The slope of the softmax's input on q·k, a head at a time."""
         stated = torch.from_numpy(self.stated.mean(1))
-        if not self._is_pure:
+        if not self.is_pure:
             return stated  # what else is in the scores would be taken for a slope
-        slope, _ = _fit(self.predicted, scores, shown)
+        slope, _ = fit(self.predicted, scores, shown)
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @property
@@ -197,33 +188,10 @@ class WrittenCall:
         return np.abs(query.factor * key.factor) * self.probed.multiplier
 
     @property
-    def _is_pure(self) -> bool:
+    def is_pure(self) -> bool:
         """Whether nothing but a multiple of q·k is in the scores."""
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
-
-    def reading(self, scores: Tensor, shown: Tensor) -> Reading:
-        """How surely the multiplier was read."""
-        query, key = self.ways
-        return Reading(
-            self._unread(scores, shown),
-            self.trail.learned_terms,
-            query.learned_factor or key.learned_factor or self.trail.learned_factor,
-            detached_sides(query, key),
-            self.trail.dropped,
-            scale_after_cap(self.trail.after_caps) if self.trail.caps else None,
-        )
-
-    def _unread(self, scores: Tensor, shown: Tensor) -> str:
-        if self.axes.between_channels:
-            return "its product sums over positions: channels attend to channels, and d_k is the length"
-        if self.trail.blended:
-            return "an operation between its product and its softmax was not understood"
-        why = lost_on_the_way(*self.ways) or differs_by_row(self.stated)
-        if why or not self._is_pure or self.axes.product.left.dtype in HALF_DTYPES:
-            return why
-        explained = float(_fit(self.predicted, scores, shown)[1].min())
-        return f"q·k as it was read explains {explained:.0%} of the scores" if explained < EXPLAINED else ""
 
     def gradients(self) -> GradientSquares:
         """What a backward will bring to the operands of the product."""
@@ -320,22 +288,6 @@ class WrittenCall:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         each = self._by_row.amax((-2, -1)).reshape(-1)
         return each[torch.from_numpy(self.axes.groups).to(each.device)].amax(0).double()
-
-
-def _channels_of(product: Product) -> list[tuple[object, ...]]:
-    """Where the first query and the first key of a product come from."""
-    nodes = (product.left_node, product.right_node)
-    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
-
-
-def _fit(predicted: Tensor, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope of scores (heads, rows, keys) on what was predicted of them, each row with its own intercept, and R²."""
-    count = visible.sum(-1, keepdim=True).clamp(min=1)
-    x, y = (values.double().masked_fill(~visible, 0.0) for values in (predicted, scores))
-    x, y = ((values - values.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0) for values in (x, y))
-    both, own, total = (x * y).sum((-2, -1)), x.square().sum((-2, -1)), y.square().sum((-2, -1))
-    slope, explained = both / own, both.square() / (own * total)
-    return tuple(torch.where(torch.isfinite(found), found, 1.0).cpu() for found in (slope, explained))  # type: ignore[return-value]
 
 
 def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:

@@ -1,0 +1,65 @@
+"""How surely an attention written out was read: what its operations say, held to the scores themselves."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnscale.numerics import HALF_DTYPES
+from attnscale.tracing.following import Trail
+from attnscale.watching.hiding import HIDING_GAP
+from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, scale_after_cap
+
+if TYPE_CHECKING:
+    from attnscale.watching.written.written_call import WrittenCall
+
+EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
+
+
+def reading_of(call: "WrittenCall", scores: Tensor, shown: Tensor, fill: float | None) -> Reading:
+    """What is known of the way to the softmax, from the probed rows (heads, rows, keys) and what they show."""
+    query, key = call.ways
+    return Reading(
+        _unread(call, scores, shown),
+        call.trail.learned_terms,
+        query.learned_factor or key.learned_factor or call.trail.learned_factor,
+        detached_sides(query, key),
+        call.trail.dropped,
+        fill,
+        scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
+    )
+
+
+def inert_fill(trail: Trail, scores: Tensor, shown: Tensor) -> float | None:
+    """What a mask put in the place of some keys of a row, not of all, and is a score like any other."""
+    for fill in trail.fills:
+        filled = (scores == scores.new_tensor(fill)) & shown
+        if abs(fill) < HIDING_GAP and bool((filled.any(-1) & ~filled.all(-1)).any()):
+            return fill
+    return None
+
+
+def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope of scores (heads, rows, keys) on what was predicted of them, each row with its own intercept, and R²."""
+    count = shown.sum(-1, keepdim=True).clamp(min=1)
+    x, y = (values.double().masked_fill(~shown, 0.0) for values in (predicted, scores))
+    x, y = ((values - values.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0) for values in (x, y))
+    both, own, total = (x * y).sum((-2, -1)), x.square().sum((-2, -1)), y.square().sum((-2, -1))
+    return _or_one(both / own), _or_one(both.square() / (own * total))
+
+
+def _or_one(values: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(values), values, 1.0).cpu()
+
+
+def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:
+    """Why the multiplier cannot be judged; empty where it can."""
+    if call.axes.between_channels:
+        return "its product sums over positions: channels attend to channels, and d_k is the length"
+    if call.trail.blended:
+        return "an operation between its product and its softmax was not understood"
+    why = lost_on_the_way(*call.ways) or differs_by_row(call.stated)
+    if why or not call.is_pure or call.axes.product.left.dtype in HALF_DTYPES:
+        return why
+    explained = float(fit(call.predicted, scores, shown)[1].min())
+    return f"q·k as it was read explains {explained:.0%} of the scores" if explained < EXPLAINED else ""

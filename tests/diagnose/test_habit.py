@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from attnscale.diagnose.habit import habit
+
+
+def causal(length, place):
+    """Each row of a causal head gives 0.9 to the place it names, and shares out the rest over what it sees."""
+    weights = torch.ones(length, length).tril()
+    weights = 0.1 * weights / weights.sum(-1, keepdim=True)
+    for row in range(length):
+        weights[row, max(0, min(row, place(row)))] += 0.9
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "places"),
+    [
+        (lambda row: row, "itself", (0,)),
+        (lambda row: row - 1, "previous token", (-1,)),
+        (lambda row: row - 3, "offset", (-3,)),
+        (lambda row: 0, "sink", (0,)),
+        (lambda row: 5, "sink", (5,)),
+        (lambda row: (row * row * 37 + 11) % 97 % (row + 1), "by content", ()),
+    ],
+)
+def test_what_a_causal_head_does(place, kind, places):
+    found = habit(causal(40, place), causal=True)
+    assert (found.kind, found.places) == (kind, places)
+    assert 0 <= found.share <= 1
+
+
+def test_queries_that_continue_a_cache_count_from_its_end():
+    assert habit(causal(40, lambda row: row - 1)[-8:]).kind == "previous token"
+
+
+def test_one_token_that_recurs_is_a_separator_and_others_are_a_few_keys():
+    weights = torch.full((60, 60), 0.1 / 60)
+    weights[torch.arange(60), torch.tensor([9, 30, 52])[torch.arange(60) % 3]] += 0.9
+    tokens = torch.arange(60)
+    assert (habit(weights, tokens).kind, habit(weights).kind) == ("few keys", "few keys")
+    tokens[[9, 30, 52]] = 7
+    found = habit(weights, tokens)
+    assert found.kind == "separator"
+    assert set(found.places) <= {9, 30, 52}
+
+
+def test_rows_of_few_keys_say_nothing():
+    assert habit(torch.eye(3)).kind == "by content"
+    assert habit(causal(3, lambda row: 0), causal=True).kind == "by content"
+    assert habit(causal(5, lambda row: row), causal=True).kind == "itself"
+
+
+def test_it_is_told_in_words():
+    assert str(habit(causal(40, lambda row: 0))).endswith("lies on key 0 from wherever, a sink")
+    assert "token before" in str(habit(causal(40, lambda row: row - 1)))
