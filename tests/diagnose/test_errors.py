@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnscale
+from attnscale.diagnose.alarm import Thresholds, Vital, alarms
 from attnscale.diagnose.scores import verdict_findings
 from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 from attnscale.measure.statistics import STATISTICS, Place, in_place
@@ -60,3 +61,9 @@ def test_errors_stand_beside_sampled_numbers_alone():
             assert entry.error(layer.stats) == pytest.approx(layer.stats.stderr(entry.attribute).mean().item())
             assert f"{entry.whole(layer.stats):.3g}±{entry.error(layer.stats):.1g}" in line
     assert math.isnan(STATISTICS["max"].error(layer.stats))
+
+
+@pytest.mark.parametrize(("error", "raised"), [(0.0, True), (0.001, True), (0.02, False)])
+def test_an_alarm_within_its_error_of_a_floor_is_not_raised(error, raised):
+    vital = Vital("layer", 1.0, 0, 0.5, 0.04, 0, error={"gradient_gain": error}.__getitem__)
+    assert bool(list(alarms(vital, None, Thresholds()))) == raised

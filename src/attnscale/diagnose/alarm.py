@@ -1,12 +1,13 @@
 """Alarms of a training run: a layer's numbers at one step -> findings, by thresholds with a published meaning."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Crossing, Growth, forecast
 from attnscale.diagnose.scores import BOUND_THEM, DEAD_GAIN, EXPLODING, threshold_reached
+from attnscale.measure.uncertainty import NORMAL
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
 # arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.
@@ -35,6 +36,7 @@ class Vital:
     broken_heads: int  # with scores that are NaN or infinite
     cause: str = ""  # a sentence: which factor moved
     ceiling: Ceiling = field(default_factory=Ceiling)
+    error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled
 
 
 def alarms(vital: Vital, growth: Growth | None, limits: Thresholds) -> Iterator[Finding]:
@@ -53,7 +55,7 @@ def alarms(vital: Vital, growth: Growth | None, limits: Thresholds) -> Iterator[
         ("gradient_gain", limits.gradient_gain, "of the gradient passes its softmax"),
     ):
         value = getattr(vital, name)
-        if floor is not None and value < floor:
+        if floor is not None and value < floor and value + NORMAL * vital.error(name) < floor:
             yield _finding(
                 vital, None, "saturated", "warning", f"Only {value:.2g} {meaning}, under {floor:g}.", value, floor,
                 f"{vital.cause} Lower the learning rate, add a QK-norm or a soft-cap, or clip (QK-Clip).".strip(),

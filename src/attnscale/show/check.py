@@ -14,6 +14,7 @@ from attnscale.plain import printable
 from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern, pattern, ranges
 from attnscale.show.numbers import number
+from attnscale.watching.seen import padding_told
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 CONCLUSIONS = {"error": "bold red", "warning": "bold yellow"}
@@ -28,6 +29,8 @@ def show_check(checked: Checked) -> None:
     )
     for title, members in by_pattern(line.name for line in checked.lines):
         _print_layers(checked, title, {name: index for index, name in members}, console)
+    for sentence in padding_told(checked.audit.layers.values()):
+        console.print(Text(sentence))
     for word, meaning in checked.footnotes.items():
         console.print(Text(f"{word}: {meaning}", style="dim"))
     for group in checked.groups:

@@ -1,14 +1,20 @@
 """History: what a monitor remembers between sampled steps, to tell growth, its cause, and which alarms are new."""
 
 import math
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from attnscale.diagnose.alarm import Thresholds, Vital, alarms
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Growth
+from attnscale.measure.statistics import STATISTICS
 from attnscale.train.record import LayerRecord
+from attnscale.train.tally import MergedStats
 from attnscale.train.trend import Sample, latest, trend
+from attnscale.watching.layer import Layer
 
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
 
@@ -22,14 +28,19 @@ class History:
         self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
         self._standing: set[tuple[str, str, str]] = set()
 
-    def add(self, step: int, layers: dict[str, LayerRecord]) -> list[Finding]:
-        """Remember a sampled step; the alarms that were not standing before."""
+    def add(
+        self, step: int, layers: dict[str, LayerRecord], seen: Mapping[str, Layer] = MappingProxyType({})
+    ) -> list[Finding]:
+        """Remember a sampled step; the alarms that were not standing before.
+
+        `seen` are the layers themselves, which know how far sampled numbers may be off.
+        """
         standing, new = set(), []
         for name, layer in layers.items():
             self._series[name] = latest([*self._series.get(name, ()), Sample.of(step, layer)])
             self._began.setdefault(name, _factors(layer))
             found = trend(self._series[name], layer.softcap)
-            for alarm in alarms(self._vital(name, layer, found.ceiling), found.growth, self.limits):
+            for alarm in alarms(self._vital(name, layer, found.ceiling, seen.get(name)), found.growth, self.limits):
                 key = (name, alarm.code, f"{alarm.severity} {alarm.expected}")
                 standing.add(key)
                 if key not in self._standing:
@@ -58,20 +69,29 @@ class History:
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
         self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
 
-    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling) -> Vital:
+    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: Layer | None) -> Vital:
         largest = layer.numbers["max"]
-        seen = [head for head, value in enumerate(largest) if not math.isnan(value)]
+        known = [head for head, value in enumerate(largest) if not math.isnan(value)]
         change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
         return Vital(
             name,
             layer.whole("max"),
-            max(seen, key=lambda head: largest[head], default=0),
+            max(known, key=lambda head: largest[head], default=0),
             layer.whole("entropy_ratio"),
             layer.whole("gradient_gain"),
             layer.broken,
             "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
             ceiling,
+            partial(_error, seen),
         )
+
+
+def _error(layer: Layer | None, name: str) -> float:
+    """Standard error of a number of a layer; 0 where every row was looked at, and where ranks were merged."""
+    if layer is None or isinstance(layer.stats, MergedStats):
+        return 0.0
+    error = STATISTICS[name].error(layer.stats)
+    return 0.0 if math.isnan(error) else error
 
 
 def _factors(layer: LayerRecord) -> list[float]:

@@ -286,7 +286,7 @@ class Monitor:
             name: replace(record, softcap=layers[name].softcap if name in layers else None)
             for name, record in records(whole_layers(merged.tallies)).items()
         }
-        alarms = self._history.add(at[0], found)
+        alarms = self._history.add(at[0], found, layers)
         self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, None, self.run, self._part)
         if merged.is_written_here:
             self._delivery.write(record)

@@ -168,7 +168,7 @@ def table(layers: Collection[Layer]) -> str:
         )
         for row in rows
     )
-    return "\n".join([*(line.rstrip() for line in lines), *_left_out(layers)])
+    return "\n".join([*(line.rstrip() for line in lines), *padding_told(layers)])
 
 
 def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
@@ -182,8 +182,8 @@ def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
 
-def _left_out(layers: Collection[Layer]) -> list[str]:
-    """What is not in the numbers."""
+def padding_told(layers: Collection[Layer]) -> list[str]:
+    """How many queries are not in the numbers, in one sentence; none where all are."""
     padded = [layer for layer in layers if layer.padding]
     if not padded:
         return []

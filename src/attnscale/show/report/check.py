@@ -15,6 +15,7 @@ from attnscale.show.report.heads import map_of_layers
 from attnscale.show.report.method import errors_of, words_of_models
 from attnscale.show.report.parts import MATTER, Block, Note, Page, Row, Section, Table, render
 from attnscale.show.report.sharp import sharp_heads
+from attnscale.watching.seen import padding_told
 
 
 def report_page(checked: Checked) -> str:
@@ -124,5 +125,10 @@ def _method(checked: Checked) -> Section:
         f"One forward pass on {checked.fed}, on {checked.device}; {rows} was looked at. By its norms and biases the "
         f"model is {state}."
     )
-    blocks: tuple[Block, ...] = (" ".join([told, *checked.notes]), errors_of(checked.audit.layers), words_of_models())
+    padding = padding_told(checked.audit.layers.values())
+    blocks: tuple[Block, ...] = (
+        " ".join([told, *padding, *checked.notes]),
+        errors_of(checked.audit.layers),
+        words_of_models(),
+    )
     return Section("method", "How it was measured", blocks)
