@@ -1,5 +1,6 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample, design, drawn_ahead
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.numerics import lengths, without_autocast
 from attnscale.operator import run, scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
@@ -43,6 +44,8 @@ def score_stats(
     """Statistics of the scores that attention() would put into its softmax, one value a query head.
 
     `rows=None` looks at every row, `rows=N` at about N rows a head, spread over position, with standard errors.
+    What a mask of floats puts far below everything else is hidden, whatever number it uses. Scores past 1e19 have a
+    spread on a CPU; the kernels of a GPU sum their squares in float32, and say inf or NaN there.
 
     >>> stats = score_stats(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8))
     >>> stats.top1.tolist() == [1 / 7, 1 / 7], stats.std.tolist()
@@ -77,12 +80,19 @@ def score_moments(
     with torch.no_grad(), without_autocast(query):
         call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
         if call.visibility.is_plain and softcap is None:
-            return linear_moments(call.query, call.key, call.scale, is_causal)
+            return _linear(call)
         return _passed_over(call)
 
 
+def _linear(call: Call) -> ScoreMoments:
+    moments = linear_moments(call.query, call.key, call.scale, call.visibility.is_causal)
+    if call.query.device.type != "cpu" or bool(moments.variance.isfinite().all()):
+        return moments
+    return linear_moments(call.query.double(), call.key.double(), call.scale, call.visibility.is_causal)
+
+
 def _passed_over(call: Call) -> ScoreMoments:
-    pooled = pool_rows(measure_rows(call))
+    pooled = pool_rows(measure_rows(replace(call, visibility=call.visibility.with_infinite_mask())))
     squares = pooled.sums[:, SUMS.index("squares")]
     obstacle = "a soft-cap is not linear in q·k" if call.softcap else "a mask or bias is not a product of q and k"
     return ScoreMoments(pooled.count, pooled.mean, squares / pooled.count, f"a pass over the scores: {obstacle}")
@@ -135,6 +145,7 @@ def attention_with_stats(
 
 def measured(call: Call, rows: int | None) -> ScoreStats:
     """The statistics of an attention that was not run, of every row or of about this many a head."""
+    call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
@@ -168,9 +179,7 @@ def _max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    queries, keys = (
-        torch.linalg.vector_norm(tensor, dim=-1, dtype=wide_dtype(tensor)).amax(-1) for tensor in (call.query, call.key)
-    )
+    queries, keys = (lengths(tensor).amax(-1) for tensor in (call.query, call.key))
     bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)

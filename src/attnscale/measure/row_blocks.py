@@ -163,6 +163,8 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
         weights[..., last].mul_(shown)
     torch.sum(both, -1, out=sums[1:3])
     torch.linalg.vector_norm(both, dim=-1, out=sums[3:5])
+    if below.device.type == "cpu" and sums[4].isinf().any():
+        sums[4] = torch.linalg.vector_norm(below, dim=-1, dtype=torch.float64)  # squares past float32's range
     torch.sum(below.mul_(weights), -1, out=sums[5])
 
 
@@ -177,7 +179,7 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
     some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
     # moments about the maximum, which is never far: a large mean does not swallow the variance
     mean.div_(count)
-    deviation.square_().sub_(count * mean.square()).clamp_(min=0.0)
+    squares = deviation.double().square() - count * mean.double().square()  # past 1e38, where scores are past 1e19
     return RowSums(
         visible=visible,
         max=highest.masked_fill_(visible == 0, -math.inf),
@@ -185,5 +187,5 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
         gap=gap.neg_().div_(some),
         participation=participation.div_(some).square_(),
         mean=mean + highest,
-        deviation=deviation,
+        deviation=squares.clamp_(min=0.0),
     )

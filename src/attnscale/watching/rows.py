@@ -12,7 +12,7 @@ from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import lengths
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -72,5 +72,4 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
 
 def rms_norm(vectors: Tensor) -> Tensor:
     """Root mean square of the lengths of (batch, heads, positions, features), a value a head."""
-    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
-    return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
+    return lengths(vectors).double().square().mean((0, 2)).sqrt()

@@ -18,9 +18,8 @@ from attnscale.tracing.coordinates import grid
 from attnscale.tracing.following import Way, channels, way
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
-from attnscale.visibility import EVERYTHING, Visibility
+from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.hiding import shown_by, with_infinite_mask
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 
@@ -112,8 +111,7 @@ class KernelCall:
     def stats(self, rows: int | None) -> ScoreStats:
         """Of the scores that the kernel's arguments say."""
         with torch.no_grad(), without_autocast(self.query):
-            seen = with_infinite_mask(self.visibility)
-            query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
+            query, key, _, seen = fold(self.query, self.key, self.key, self.visibility, enable_gqa=True)
             return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
 
     def _plain(self, rows: int | None) -> "_Found":

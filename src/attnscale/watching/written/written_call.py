@@ -17,9 +17,10 @@ from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Scores
+from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares, of_product
-from attnscale.watching.hiding import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
+from attnscale.watching.hiding import hidden_by, hiding_gap
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
