@@ -16,12 +16,13 @@ from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.row_ops import BOUND_SLACK
 from attnscale.measure.cuda.ways import way_of
+from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design, drawn_ahead
+from attnscale.measure.sampling import Sample, design, drawn_ahead, sample_rows
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import lengths, without_autocast
 from attnscale.operator import run, scaled_call
@@ -149,30 +150,33 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
-    positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
-    if positions is None:
-        found, bound = measure_rows(call), None
-    else:
-        look = partial(_look, call, positions)
-        found, bound = alone(look) if call.query.device.type == "cpu" else look()
+    found, bound = (measure_rows(call), None) if sample is None else _look(call, sample)
     pool = Unpooled(lambda: found, lambda: bound, sample)
     refreshed = call.query.is_cuda and on_cuda.capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
 def _sample(call: Call, rows: int) -> Sample | None:
-    planned = design(rows, call.query.shape[-2], call.query.shape[0], uneven=not call.visibility.is_full)
+    """On a CPU rows of each batch entry apart; on a GPU positions drawn ahead, the same in every entry."""
+    (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
+    if device.type == "cpu":
+        foreseen = alone(partial(foreseen_variance, call)) if 0 < rows < batch * length else None
+        return sample_rows(rows, batch, length, uneven, foreseen)
+    planned = design(rows, length, batch, uneven)
     if planned is None:
         return None
-    device = call.query.device
     return (
         drawn_ahead(planned, device).next() if device.type == "cuda" else planned.sample(torch.tensor(planned.draw()))
     )
 
 
-@torch.no_grad()
-def _look(call: Call, positions: Tensor) -> tuple[RowSums, Tensor]:
-    return measure_rows(call, positions), _max_bound(call)
+def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
+    def look() -> tuple[RowSums, Tensor]:
+        with torch.no_grad():
+            positions = sample.positions.to(call.query.device, non_blocking=True)
+            return measure_rows(call, positions, entries=sample.entries), _max_bound(call)
+
+    return alone(look) if call.query.device.type == "cpu" else look()
 
 
 def _max_bound(call: Call) -> Tensor:
