@@ -68,7 +68,7 @@ class Visibility:
 
     @property
     def hides_by_numbers(self) -> bool:
-        """Whether some key is hidden by a number and not by −∞: a row of such numbers alone has weights nevertheless."""
+        """Whether some key is hidden by a number and not by −∞: a row of such numbers alone has weights still."""
         return self.bias is not None and bool((~shown_by(self.bias) & (self.bias != -math.inf)).any())
 
     def with_infinite_mask(self) -> "Visibility":
