@@ -29,7 +29,6 @@ COVERED = {
     "one outlier row in 1,000": NAMED["one outlier row in 1,000"][0],
     "causal batches of few positions": NAMED["causal batches of few positions"][1],
     "effective keys": NAMED["effective keys"][2],
-    "one row along the keys": NAMED["others"][0],
 }
 
 
@@ -43,6 +42,7 @@ def test_intervals_cover_where_they_are_told(name):
 UNTOLD = {
     "heavy tails": (NAMED["heavy tails"][1], SKEWED),
     "more outliers than are taken for certain": (NAMED["more outlier rows than are taken for certain"][0], SKEWED),
+    "one row along the keys": (NAMED["others"][0], SKEWED),
     "a head sharp in its last tenth": (NAMED["a head sharp in its last tenth"][1], CONCENTRATED),
     "too few rows": (NAMED["others"][-1], FEW),
 }
@@ -65,7 +65,8 @@ def test_an_exact_statistic_leaves_no_doubt():
 
 
 def test_doubts_of_few_rows_fade_as_rows_add_up():
-    query, key = torch.randn(2, 2, 97, 8), torch.randn(2, 2, 97, 8)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 97, 64), torch.randn(2, 2, 97, 64)
     parts = [score_stats(query[i : i + 1], key[i : i + 1], rows=11) for i in range(2)]
     assert parts[0].doubts() == [FEW, FEW]
     assert (parts[0] + parts[1]).doubts() == [None, None]

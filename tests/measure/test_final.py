@@ -45,7 +45,8 @@ def shown(stats):
     """Everything there is to read."""
     names = (*NAMES, "rows", "count", "max_bound", "keys")
     errors = [stats.stderr(name) for name in ("mean", "std", "entropy", "saturated")]
-    return torch.stack([getattr(stats, name).double() for name in names] + errors)
+    untold = torch.stack(errors).nan_to_num(nan=-1.0)  # equal where neither is told
+    return torch.cat([torch.stack([getattr(stats, name).double() for name in names]), untold])
 
 
 WRITES = {

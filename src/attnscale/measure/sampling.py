@@ -51,6 +51,11 @@ def same_rows(seed: int) -> Iterator[None]:
         SEED.reset(token)
 
 
+def rows_are_shared() -> bool:
+    """Whether calls elsewhere look at the same rows, over other keys: what is put together must not depend on a cut."""
+    return SEED.get() is not None
+
+
 @dataclass(frozen=True)
 class Foreseen:
     """What was known of all rows before some were looked at: of those looked at, and how far their total is off."""

@@ -25,7 +25,7 @@ SKEWNESS_EXCESS, UNSEEN_SKEWNESS_EXCESS, UNSEEN_SKEWNESS = 1.08, 0.6, 0.2
 MISSED_ROWS = NORMAL**2 / 2
 # Past these an interval covers less than 93% in some head of benchmarks/coverage.py, whatever it is widened by.
 LEAST_FREEDOM = 9
-HIGHEST_SKEWNESS = 0.4
+HIGHEST_SKEWNESS = 0.25
 HIGHEST_CONCENTRATION = 1 / 3
 FEW = "too few positions were looked at to tell how much rows differ; look at more rows"
 SKEWED = "a few rows should have scores spread far wider than all others, and not all of them were looked at"

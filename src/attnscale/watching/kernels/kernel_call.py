@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured
+from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import grid
@@ -208,7 +209,7 @@ def _unpadded(query: Tensor, node: Node | None) -> int:
 
 def projected_norm(tensor: Tensor, factor: Factors) -> Tensor:
     """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU."""
-    norm = rms_norm(_some(tensor))
+    norm = rms_norm(tensor.detach() if rows_are_shared() else _some(tensor))
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import Trail, Way, channels
@@ -185,10 +186,12 @@ class WrittenCall:
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Of queries and keys as they left their projections: root mean square over the batch, a value a head."""
-        some = Operands.of(self.axes, self.axes.groups.ravel(), spread_positions(self.axes.length, NORMED_ROWS).numpy())
+        most = None if rows_are_shared() else NORMED_ROWS
+        positions = spread_positions(self.axes.length, most or self.axes.length)
+        some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
         query, key = (
             rms_norm(vectors.unflatten(0, self.axes.groups.shape)).cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
-            for vectors, way in zip((some.queries(), some.keys(NORMED_ROWS)), self.ways, strict=True)
+            for vectors, way in zip((some.queries(), some.keys(most)), self.ways, strict=True)
         )
         return query, key
 
