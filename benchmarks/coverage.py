@@ -147,7 +147,7 @@ def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], floa
 def main(words: list[str]) -> None:
     """Print the coverage of every statistic, in per cent, as a table in Markdown."""
     print("| batch × keys × head width", *(f"| {name}" for name in NAMES), "| told |")
-    print("|", *("|---" for _ in NAMES), "|---|---|", sep="")
+    print("|---" * (len(NAMES) + 2) + "|")
     for case in CASES:
         if all(word in str(case) for word in words):
             shares, told = coverage(case)

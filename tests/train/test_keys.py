@@ -9,7 +9,6 @@ from attnscale.train import read_log
 
 from . import key_runs
 
-pytestmark = pytest.mark.filterwarnings("default")
 # how long keys are at most is known of each shard alone
 OF_A_SHARD = {"max_bound"}
 
