@@ -29,7 +29,8 @@ tests: $(INSTALLED)
 	$(BIN)/pytest tests/measure/test_kernels.py || failed=1; \
 	exit $$failed
 
-# What takes too long for every day: kills, corrupt logs, hostile models, large logs. Prints tried and survived.
+# What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and
+# survived; KILLS=10 and SAMPLES=50 make it shorter.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 

@@ -1,22 +1,73 @@
-"""How often ±1.96 standard errors of a sample cover the exact statistic: `python benchmarks/coverage.py`."""
+"""How often ±1.96 standard errors of a sample cover the exact statistic: `python benchmarks/coverage.py [WORDS]`.
 
+Of the samples that tell an error at all; how many do is the last column. `SAMPLES=200` draws fewer, and WORDS choose
+the cases that have them in their names.
+"""
+
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnscale import score_stats
 
-SAMPLES = 1000
+SAMPLES = int(os.environ.get("SAMPLES", "1000"))
 HEADS = 4
 NAMES = (
     "mean", "variance", "std", "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
 )  # fmt: skip
 
 
+def lengths_of_t(query: Tensor, key: Tensor, freedom: int) -> tuple[Tensor, Tensor]:
+    """The lengths of the queries follow Student's t."""
+    chi = torch.randn(*query.shape[:-1], freedom).square().mean(-1, keepdim=True).sqrt()
+    return query / chi, key
+
+
+def lognormal_lengths(query: Tensor, key: Tensor, spread: float) -> tuple[Tensor, Tensor]:
+    """The logarithms of the lengths of the queries are spread by this."""
+    return query * torch.exp(spread * torch.randn(*query.shape[:-1], 1)), key
+
+
+def outliers(query: Tensor, key: Tensor, rows: int, times: float) -> tuple[Tensor, Tensor]:
+    """So many rows of each head, each its own, are longer than the others."""
+    for head in query[0]:
+        head[torch.randperm(len(head))[:rows]] *= times
+    return query, key
+
+
+def sharp_at_the_end(query: Tensor, key: Tensor, times: float) -> tuple[Tensor, Tensor]:
+    """The last tenth of the rows."""
+    query[..., -query.shape[-2] // 10 :, :] *= times
+    return query, key
+
+
+def along_the_keys(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys share a direction, and one row has it; it is no longer than the others."""
+    key = key + 2 * torch.randn_like(key[..., :1, :])
+    usual = key.mean(-2)
+    query[..., 7 * query.shape[-2] // 9, :] = usual * query.shape[-1] ** 0.5 / usual.norm(dim=-1, keepdim=True)
+    return query, key
+
+
+def one_long_key(query: Tensor, key: Tensor, times: float) -> tuple[Tensor, Tensor]:
+    """The first, which every row sees."""
+    key[..., 0, :] *= times
+    return query, key
+
+
+def two_kinds(query: Tensor, key: Tensor, share: float, times: float) -> tuple[Tensor, Tensor]:
+    """A share of the rows is longer."""
+    return query * torch.where(torch.rand(*query.shape[:-1], 1) < share, times, 1.0), key
+
+
 @dataclass(frozen=True)
 class Case:
-    """Heads of Gaussian queries and keys; of `heavy` ones, the lengths of the queries follow Student's t with 3."""
+    """Heads of Gaussian queries and keys, changed as said."""
 
     is_causal: bool
     spread: float = 1.0
@@ -24,51 +75,85 @@ class Case:
     head_dim: int = 64
     batch: int = 1
     rows: int = 64
-    heavy: bool = False
+    said: str = ""
+    changed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda query, key: (query, key)
 
     def __str__(self) -> str:
-        kind = ("causal" if self.is_causal else "full") + (", heavy" if self.heavy else "")
+        kind = ("causal" if self.is_causal else "full") + (f", {self.said}" if self.said else "")
         return f"{kind}, spread {self.spread:g}, {self.batch} × {self.keys} × {self.head_dim}, {self.rows} rows"
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """Query and key."""
-        query, key = (torch.randn(self.batch, HEADS, self.keys, self.head_dim) for _ in range(2))
-        chi = torch.randn(self.batch, HEADS, self.keys, 3).square().mean(-1, keepdim=True).sqrt()
-        return query / chi if self.heavy else query, key
+        return self.changed(*(torch.randn(self.batch, HEADS, self.keys, self.head_dim) for _ in range(2)))
 
 
+BOTH = (False, True)
+NAMED = {  # by what is unlike in them
+    "one outlier row in 1,000": [
+        Case(causal, keys=1000, said=f"one row × {times}", changed=partial(outliers, rows=1, times=times))
+        for causal, times in ((False, 10.0), (True, 30.0))
+    ],
+    "more outlier rows than are taken for certain": [
+        Case(causal, keys=1000, said="5 rows × 10", changed=partial(outliers, rows=5, times=10.0)) for causal in BOTH
+    ],
+    "causal batches of few positions": [
+        Case(True, keys=256, batch=batch, rows=rows) for batch, rows in ((4, 32), (8, 64), (16, 64), (16, 32))
+    ],
+    "a head sharp in its last tenth": [
+        Case(causal, said=f"last tenth × {times}", changed=partial(sharp_at_the_end, times=times))
+        for causal, times in ((False, 2.0), (False, 8.0), (True, 4.0))
+    ],
+    "heavy tails": [
+        *(Case(causal, said="lengths t(3)", changed=partial(lengths_of_t, freedom=3)) for causal in BOTH),
+        *(Case(causal, said="lognormal", changed=partial(lognormal_lengths, spread=0.8)) for causal in BOTH),
+        *(Case(causal, said="lognormal", changed=partial(lognormal_lengths, spread=0.3)) for causal in BOTH),
+    ],
+    "effective keys": [Case(causal, spread, keys=1024) for causal in BOTH for spread in (2, 4)],
+    "others": [
+        Case(False, keys=1000, said="one row along the keys", changed=along_the_keys),
+        Case(True, said="one long key", changed=partial(one_long_key, times=6.0)),
+        Case(False, said="a tenth × 3", changed=partial(two_kinds, share=0.1, times=3.0)),
+        Case(False, rows=12),
+    ],
+}
 CASES = [
-    *(Case(causal, head_dim=16) for causal in (False, True)),
-    *(Case(causal, spread) for causal in (False, True) for spread in (0.5, 1, 2, 3, 5, 8)),
-    *(Case(causal, spread, rows=32) for causal in (False, True) for spread in (1, 2)),
-    *(Case(causal, 2, keys, dim) for causal in (False, True) for keys, dim in ((256, 32), (2048, 64))),
-    *(Case(causal, batch=4, rows=rows) for causal in (False, True) for rows in (32, 64, 128)),
-    *(Case(causal, heavy=True) for causal in (False, True)),
+    *(Case(causal, head_dim=16) for causal in BOTH),
+    *(Case(causal, spread) for causal in BOTH for spread in (0.5, 1, 2, 3, 5, 8)),
+    *(Case(causal, spread, rows=32) for causal in BOTH for spread in (1, 2)),
+    *(Case(causal, 2, keys, dim) for causal in BOTH for keys, dim in ((256, 32), (2048, 64))),
+    *(Case(causal, batch=4, rows=rows) for causal in BOTH for rows in (32, 64, 128)),
+    *(case for cases in NAMED.values() for case in cases),
 ]
 
 
-def coverage(case: Case) -> dict[str, float]:
-    """The share of samples whose interval holds the exact value, over the heads."""
+def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], float]:
+    """Of the intervals told, the share that holds the exact value, over the heads; and the share that was told."""
     torch.manual_seed(0)
     query, key = case.operands()
-    scale = case.spread / case.head_dim**0.5
-    exact = score_stats(query, key, is_causal=case.is_causal, scale=scale)
-    hits = dict.fromkeys(NAMES, 0.0)
-    for _ in range(SAMPLES):
-        stats = score_stats(query, key, is_causal=case.is_causal, scale=scale, rows=case.rows)
+    options = {"is_causal": case.is_causal, "scale": case.spread / case.head_dim**0.5}
+    exact = score_stats(query, key, **options)
+    hits, told = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+    for _ in range(samples):
+        stats = score_stats(query, key, **options, rows=case.rows)
         for name in NAMES:
-            inside = (getattr(stats, name) - getattr(exact, name)).abs() <= 1.96 * stats.stderr(name)
-            hits[name] += inside.double().mean().item() / SAMPLES
-    return hits
+            error = stats.stderr(name)
+            inside = (getattr(stats, name) - getattr(exact, name)).abs() <= 1.96 * error
+            hits[name] += int(inside.sum())
+            told[name] += int((~error.isnan()).sum())
+    shares = {name: hits[name] / told[name] if told[name] else float("nan") for name in NAMES}
+    return shares, told["entropy"] / (samples * HEADS)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Print the coverage of every statistic, in per cent, as a table in Markdown."""
-    print("|", *(f"| {name}" for name in NAMES), "|")
-    print("|", *("|---" for _ in NAMES), "|---|", sep="")
+    print("| batch × keys × head width", *(f"| {name}" for name in NAMES), "| told |")
+    print("|---" * (len(NAMES) + 2) + "|")
     for case in CASES:
-        print(f"| {case}", *(f"| {100 * share:.1f}" for share in coverage(case).values()), "|", flush=True)
+        if all(word in str(case) for word in words):
+            shares, told = coverage(case)
+            each = ("–" if share != share else f"{100 * share:.1f}" for share in shares.values())
+            print(f"| {case}", *(f"| {share}" for share in each), f"| {100 * told:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

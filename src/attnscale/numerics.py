@@ -18,3 +18,11 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """The tensor's dtype, or float32 where that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def lengths(vectors: Tensor) -> Tensor:
+    """‖x‖ over the last axis, in float32 at least; on a CPU, in float64 where its square is past float32."""
+    found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
+    if found.device.type == "cpu" and bool(found.isinf().any()):
+        found = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+    return found

@@ -76,7 +76,7 @@ def scaled_call(
     """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
 
     def counts() -> Tensor | None:
-        return visibility.counts(query.shape[-2], key.shape[-2], query.device)
+        return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
     return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)

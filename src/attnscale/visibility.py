@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 COUNTING_ROWS = 256  # counting converts masks to integers; a block of rows at a time keeps that small
+# Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
+NEVER_A_SCORE = -1e8
+# What a mask puts this far below its highest value, and nothing nearer, is hidden: e^−50 is nothing. Swin subtracts
+# 100, old BERTs 10,000.
+HIDING_GAP = 50.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class Visibility:
     def bias(self) -> Tensor | None:
         """What is added to the scores, −∞ for hidden keys perhaps; None: nothing."""
         return self.mask if self.mask is not None and self.mask.is_floating_point() else None
+
+    @property
+    def hides_by_numbers(self) -> bool:
+        """Whether some key is hidden by a number and not by −∞: a row of such numbers alone has weights still."""
+        return self.bias is not None and bool((~shown_by(self.bias) & (self.bias != -math.inf)).any())
+
+    def with_infinite_mask(self) -> "Visibility":
+        """The same with −∞ for what its mask hides, whatever number says so."""
+        bias = self.bias
+        return self if bias is None else replace(self, mask=bias.masked_fill(~shown_by(bias), -math.inf))
 
     def counts(self, q_len: int, kv_len: int, device: torch.device | str) -> Tensor | None:
         """The number of visible keys of each row, broadcastable to (…, heads, q_len); None where every row sees all."""
@@ -147,6 +162,22 @@ class Visibility:
 
 
 EVERYTHING = Visibility()
+
+
+def shown_by(mask: Tensor) -> Tensor:
+    """Which elements a mask shows, of booleans or of floats that are added: told without waiting for a GPU.
+
+    >>> shown_by(torch.tensor([0.0, -1e4, -torch.inf])).tolist(), shown_by(torch.tensor([0.0, -1.0, -60.0])).tolist()
+    ([True, False, False], [True, True, True])
+    """
+    if mask.dtype == torch.bool or not mask.numel():
+        return _shows(mask)
+    mask = mask.detach()
+    highest = mask.amax()
+    lowest_score = highest - 0.5 * min(-NEVER_A_SCORE, -torch.finfo(mask.dtype).min)
+    next_to_highest = mask.masked_fill((mask == highest) | (mask < lowest_score), -math.inf).amax()
+    limit = torch.where(highest - next_to_highest >= HIDING_GAP, highest, lowest_score)
+    return _shows(mask) & ~(mask < limit)  # a NaN hides nothing
 
 
 def _shows(mask: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ import attnscale
 
 pytest.importorskip("transformers")
 
+from tests.others import OTHERS_MAY_WARN
+
 from ..watching.architectures import ARCHITECTURES
 from .models import assert_changed_as_told, before_and, between, watched
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' and torch's own
+pytestmark = OTHERS_MAY_WARN  # transformers' and torch's own
 
 LEFT = {"Swin v2"}  # normalised without a gain: nothing to scale
 EVERY = [

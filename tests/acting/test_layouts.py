@@ -30,15 +30,20 @@ CASES = {
 @pytest.mark.filterwarnings("default")  # torch's own
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_stay_equal_and_as_in_one_process(case, tmp_path):
-    layout, world, kind, heads, kv_heads, batches, blind = CASES[case]
+    held_to_one_process(CASES[case], tmp_path)
+
+
+def held_to_one_process(case, folder):
+    """Clip on ranks, and in one process on all they saw; replicas and scales are compared."""
+    layout, world, kind, heads, kv_heads, batches, blind = case
     one = layout_runs.made(kind, heads, kv_heads)
     before = layout_runs.whole(one)
     expected = attnscale.clip_qk_(
         one, watched(one, (torch.cat([layout_runs.data(which) for which in batches]),)), layout_runs.THRESHOLD
     )
     assert expected.heads
-    mp.spawn(layout_runs.clip, (str(tmp_path), layout, world, kind, heads, kv_heads, blind), nprocs=world)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    mp.spawn(layout_runs.clip, (str(folder), layout, world, kind, heads, kv_heads, blind), nprocs=world)
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(world)]
     changed = [name for name, parameter in one.named_parameters() if not torch.equal(parameter, before[name])]
     assert changed
     for parameters, scales, _, _, left in ranks:
@@ -63,4 +68,4 @@ def test_thousands_of_heads_are_clipped_within_a_second():
     report = attnscale.clip_qk_(model, seen, threshold=abs(limit) / 1e3)
     taken = time.process_time() - began
     assert len(report.heads) > 0.9 * layers * heads
-    assert taken < 5  # 70 s before; a second where nothing else runs
+    assert taken < 5  # of the processor; 70 s before, and 0.8 to 1.0 in benchmarks/clip.py

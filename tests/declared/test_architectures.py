@@ -12,10 +12,11 @@ from torch import nn
 import attnscale
 from attnscale.declared import Authority, declared
 from attnscale.declared.architectures import BY_DIM, BY_WIDTH, DISENTANGLED, UNSCALED
+from tests.others import OTHERS_MAY_WARN
 from tests.watching.architectures import ENCODER, TOKENS, encoder_decoder, layers
 from tests.watching.layers import found_layers
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' and torch's own
+pytestmark = OTHERS_MAY_WARN  # transformers' and torch's own
 
 
 @dataclass(frozen=True)

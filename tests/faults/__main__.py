@@ -10,18 +10,28 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-FAMILIES = ("logs", "inputs")
+FAMILIES = (
+    "threads",
+    "layouts",
+    "models",
+    "inputs",
+    "logs",
+    "coverage",
+)
 
 
 def main(wanted):
     failed = 0
     for family in wanted or FAMILIES:
+        tried_in_all = survived_in_all = 0
         for name, fault in import_module(f"tests.faults.{family}").FAULTS.items():
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 tried, survived = fault(Path(folder))
-            failed += tried - survived
-            print(f"{family}: {name}: {tried} tried, {survived} survived, {time.monotonic() - start:.0f} s", flush=True)
+            tried_in_all, survived_in_all = tried_in_all + tried, survived_in_all + survived
+            print(f"  {name}: {tried} tried, {survived} survived, {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{family}: {tried_in_all} tried, {survived_in_all} survived", flush=True)
+        failed += tried_in_all - survived_in_all
     return 1 if failed else 0
 
 

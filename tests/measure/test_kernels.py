@@ -126,6 +126,15 @@ def test_all_rows_are_measured_without_values(given_lse):
     assert_statistics(kernels.score_rows(query, key, lse, None, -0.4, True, SMALL_TILES), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy stands in for the GPU here
+def test_past_1e19_kernels_find_the_maximum_and_no_finite_deviation():
+    query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=29, kv_len=47))
+    _, wanted = expected(query, key, value, 1e20, True)
+    found = kernels.score_rows(query, key, None, None, 1e20, True, SMALL_TILES)
+    assert not found[-1][:, :, 1:].isfinite().any()  # squares are summed in float32: said, not wrong
+    assert_rows(found[:1], wanted, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("given_lse", [False, True])
 @pytest.mark.parametrize("factor", [1e4, 1e-4])
 def test_statistics_survive_scores_of_any_size(factor, given_lse):

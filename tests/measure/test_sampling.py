@@ -10,7 +10,7 @@ from attnscale.measure.dense import rows_of
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.sampling import design, sample_positions
 
-SEEDS = 1000  # samples, each drawn anew
+SEEDS = 400  # samples, each drawn anew; benchmarks/coverage.py has more, of more heads
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -45,7 +45,7 @@ def test_a_sampled_causal_row_sees_its_own_prefix():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
+def test_intervals_cover_and_the_bracket_holds_over_many_seeds(is_causal):
     heads = 4
     query, key = torch.randn(1, heads, 512, 16), torch.randn(1, heads, 512, 16)
     exact = score_stats(query, key, is_causal=is_causal)
@@ -59,11 +59,11 @@ def test_intervals_cover_and_the_bracket_holds_over_a_thousand_seeds(is_causal):
         assert (stats.max <= exact.max + 1e-5).all()
         assert (exact.max <= stats.max_bound).all()
     coverage = {name: hit / SEEDS for name, hit in hits.items()}
-    assert all(0.925 <= covered <= 0.975 for covered in coverage.values()), coverage
+    assert all(0.915 <= covered <= 0.985 for covered in coverage.values()), coverage
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_intervals_of_the_share_of_saturated_rows_cover_over_a_thousand_seeds(is_causal):
+def test_intervals_of_the_share_of_saturated_rows_cover_over_many_seeds(is_causal):
     # a spread of 8: between a fifth and a third of the rows are saturated
     query, key = torch.randn(1, 4, 256, 64), torch.randn(1, 4, 256, 64)
     exact = score_stats(query, key, is_causal=is_causal, scale=1.0).saturated
@@ -71,7 +71,7 @@ def test_intervals_of_the_share_of_saturated_rows_cover_over_a_thousand_seeds(is
     for _ in range(SEEDS):
         stats = score_stats(query, key, is_causal=is_causal, scale=1.0, rows=64)
         hits += ((stats.saturated - exact).abs() <= 1.96 * stats.stderr("saturated")).double().mean().item()
-    assert 0.925 <= hits / SEEDS <= 0.975, hits / SEEDS
+    assert 0.915 <= hits / SEEDS <= 0.985, hits / SEEDS
 
 
 def test_a_share_of_which_nothing_was_seen_is_not_certain():

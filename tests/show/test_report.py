@@ -83,7 +83,7 @@ def test_the_map_has_the_statistics_of_every_head():
 
 
 def test_sampled_rows_show_their_errors():
-    found = checked(rows=11)
+    found = checked(rows=31, length=97)
     page = check_report(found)
     stats = found.audit.layers["blocks.1.attention"].stats
     spread, largest = (figure(page, "head-map").views[name] for name in ("spread", "largest score"))
@@ -92,7 +92,7 @@ def test_sampled_rows_show_their_errors():
     table = next(block for block in page.sections[-1].blocks if isinstance(block, Table))
     errors = torch.cat([layer.stats.stderr("std_within_rows") for layer in found.audit.layers.values()])
     assert table.groups[0][1][0].cells == ("spread", f"{errors.median():.3g}", f"{errors.max():.3g}")
-    assert "11 sampled rows" in text(page)
+    assert "31 sampled rows" in text(page)
     assert "all standard errors are zero" in text(check_report(checked()))
 
 

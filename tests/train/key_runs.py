@@ -11,7 +11,7 @@ from attnscale import Monitor
 
 from .rank_runs import begin
 
-BATCH, HEADS, LENGTH, WIDTH, STEPS = 2, 3, 29, 11, 2
+BATCH, HEADS, LENGTH, WIDTH, STEPS = 2, 3, 137, 11, 2
 CASES = {  # kind, causal, rows
     "every row": ("sdpa", True, None),
     "some rows": ("sdpa", True, 16),

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -12,8 +11,6 @@ from attnscale.train import ScoreCallback, read_log
 from .training import batch
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-
-pytestmark = pytest.mark.filterwarnings("default")
 
 
 def model():

@@ -9,9 +9,8 @@ from attnscale.train import read_log
 
 from . import key_runs
 
-pytestmark = pytest.mark.filterwarnings("default")
-# which keys' lengths are looked at, and how long they are at most, depends on where shards begin
-OF_SOME_KEYS = {"key_norm", "alignment", "max_bound"}
+# how long keys are at most is known of each shard alone
+OF_A_SHARD = {"max_bound"}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -28,13 +27,13 @@ def layers(folder, name):
     return [record.layers["Attention"] for record in records]
 
 
-def assert_same(found, whole, left_out=frozenset(OF_SOME_KEYS)):
+def assert_same(found, whole, left_out=frozenset(OF_A_SHARD)):
     for left, right in zip(found, whole, strict=True):
         assert left.rows == right.rows
         for number in {*logged()} & {*right.numbers} - left_out:
             assert left.numbers[number] == pytest.approx(right.numbers[number], rel=2e-4), number
         assert left.numbers["max_bound"] >= left.numbers["max"]
-        assert left.numbers["key_norm"] == pytest.approx(right.numbers["key_norm"], rel=0.05)
+        assert left.numbers["key_norm"] == pytest.approx(right.numbers["key_norm"], rel=2e-4)
         assert not any(name.endswith("gradient") for name in left.numbers)
 
 
@@ -45,7 +44,7 @@ def test_rows_are_put_together_over_the_keys_of_all_ranks(logs, case):
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 def test_the_turns_of_a_ring_are_put_together_on_each_rank(logs, kind):
-    assert_same(layers(logs, f"ring {kind}"), layers(logs, "every row whole"), OF_SOME_KEYS | {"query_norm"})
+    assert_same(layers(logs, f"ring {kind}"), layers(logs, "every row whole"))
 
 
 def test_key_groups_of_a_data_parallel_run_add_their_rows(logs):

@@ -8,9 +8,10 @@ from attnscale.train import LightningScoreCallback, read_log
 
 from .training import batch, loss_of, small_model
 
-pytestmark = pytest.mark.filterwarnings("default")
 lightning = pytest.importorskip("lightning.pytorch")
 
+# lightning's own use of torch's trees
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
 LAYERS = ["model.blocks.0.attention", "model.blocks.1.attention"]
 
 

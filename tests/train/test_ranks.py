@@ -17,8 +17,6 @@ from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
 
 from . import rank_runs
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def spawn(run, world, folder, *more):
     mp.spawn(run, (world, str(folder), *more), nprocs=world)

@@ -7,8 +7,6 @@ import torch.multiprocessing as mp
 
 from . import step_runs
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -9,9 +9,11 @@ from tests.watching.layers import found_layers
 
 pytest.importorskip("transformers")
 
+from tests.others import OTHERS_MAY_WARN
+
 from .architectures import ARCHITECTURES
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' and torch's own
+pytestmark = OTHERS_MAY_WARN  # transformers' and torch's own
 
 EVERY = [(name, how) for name, architecture in ARCHITECTURES.items() for how in architecture.implementations]
 

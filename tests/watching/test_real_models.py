@@ -5,9 +5,10 @@ import torch
 
 import attnscale
 from tests import real_models
+from tests.others import OTHERS_MAY_WARN
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' and torch's own
+pytestmark = OTHERS_MAY_WARN  # transformers' and torch's own
 
 REACTION = "CC(=O)O.OCC.O=C(Cl)c1ccccc1N>>CC(=O)OCC.O=C(O)c1ccccc1NC(C)=O"
 

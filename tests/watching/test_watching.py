@@ -267,3 +267,25 @@ def test_an_operation_with_a_kernel_of_its_own_is_not_taken_apart(doubled, mode)
         with attnscale.watch(model) as seen:
             assert torch.equal(model(x), expected)
     assert seen.layers["Doubling"].calls == 1
+
+
+def test_norms_of_attention_written_out_are_over_every_entry_of_a_batch():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = (nn.Linear(10, 10, bias=False) for _ in range(2))
+
+        def project(self, x):
+            return (part(x).unflatten(-1, (2, 5)).transpose(1, 2) for part in (self.query, self.key))
+
+        def forward(self, x):
+            query, key = self.project(x)
+            return (query @ key.mT * 5**-0.5).softmax(-1) @ key
+
+    model, x = Written(), torch.randn(3, 7, 10) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
+    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
+        model(x)
+    layer = seen.layers["Written"]
+    with torch.no_grad():
+        for vectors, found in zip(model.project(x), (layer.query_norm, layer.key_norm), strict=True):
+            torch.testing.assert_close(found, vectors.double().square().sum(-1).mean((0, 2)).sqrt())

@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import attnscale
 from tests.measure.oracle import NAMES, expected_stats
+from tests.others import OTHERS_MAY_WARN
 from tests.watching.layers import found_layers
 from tests.zoo import BUGS, CORRECT, ENTRIES, recording
 
-pytestmark = pytest.mark.filterwarnings("default")  # torch's own: nested tensors, TorchScript, FlexAttention
+pytestmark = OTHERS_MAY_WARN  # torch's own: nested tensors, TorchScript, FlexAttention
 
 SHIFTED = {"mean", "variance", "std", "max"}  # what a constant added to a row changes
 CONSEQUENCES = {"saturated", "diluted", "exploding"}  # what a wrong scale may do on top of being wrong

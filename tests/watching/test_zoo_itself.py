@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.others import OTHERS_MAY_WARN
 from tests.zoo import BUGS, CORRECT, ENTRIES, FAMILIES, recording
 
-pytestmark = pytest.mark.filterwarnings("default")  # torch's own: nested tensors, TorchScript, FlexAttention
+pytestmark = OTHERS_MAY_WARN  # torch's own: nested tensors, TorchScript, FlexAttention
 
 
 def test_the_zoo_is_large():

@@ -235,7 +235,7 @@ class Folding:
         """Of every head that was multiplied, the rows of each parameter that took one factor."""
         every = _Uses.joined([self._main, self._partner])
         moved = (factors[every.head] != 1.0) & (by_row[every.row] != 1.0)
-        head, row = np.unique(np.stack([every.head[moved], every.row[moved]]), axis=1)
+        head, row = np.divmod(np.unique(every.head[moved] * self._rows + every.row[moved]), self._rows)
         blocks = list(self._blocks.values())
         block = np.searchsorted([each.first for each in blocks], row, side="right") - 1
         order = np.lexsort((row, by_row[row], block, head))

@@ -1,5 +1,6 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,14 +16,15 @@ from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.row_ops import BOUND_SLACK
 from attnscale.measure.cuda.ways import way_of
+from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design, drawn_ahead
+from attnscale.measure.sampling import Sample, design, drawn_ahead, sample_rows
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.numerics import lengths, without_autocast
 from attnscale.operator import run, scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
@@ -43,6 +45,8 @@ def score_stats(
     """Statistics of the scores that attention() would put into its softmax, one value a query head.
 
     `rows=None` looks at every row, `rows=N` at about N rows a head, spread over position, with standard errors.
+    What a mask of floats puts far below everything else is hidden, whatever number it uses. Scores past 1e19 have a
+    spread on a CPU; the kernels of a GPU sum their squares in float32, and say inf or NaN there.
 
     >>> stats = score_stats(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 7, 8))
     >>> stats.top1.tolist() == [1 / 7, 1 / 7], stats.std.tolist()
@@ -77,12 +81,19 @@ def score_moments(
     with torch.no_grad(), without_autocast(query):
         call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
         if call.visibility.is_plain and softcap is None:
-            return linear_moments(call.query, call.key, call.scale, is_causal)
+            return _linear(call)
         return _passed_over(call)
 
 
+def _linear(call: Call) -> ScoreMoments:
+    moments = linear_moments(call.query, call.key, call.scale, call.visibility.is_causal)
+    if call.query.device.type != "cpu" or bool(moments.variance.isfinite().all()):
+        return moments
+    return linear_moments(call.query.double(), call.key.double(), call.scale, call.visibility.is_causal)
+
+
 def _passed_over(call: Call) -> ScoreMoments:
-    pooled = pool_rows(measure_rows(call))
+    pooled = pool_rows(measure_rows(replace(call, visibility=call.visibility.with_infinite_mask())))
     squares, within = (pooled.sums[:, SUMS.index(name)] / pooled.count for name in ("squares", "within"))
     obstacle = "a soft-cap is not linear in q·k" if call.softcap else "a mask or bias is not a product of q and k"
     return ScoreMoments(pooled.count, pooled.mean, squares, within, f"a pass over the scores: {obstacle}")
@@ -135,42 +146,44 @@ def attention_with_stats(
 
 def measured(call: Call, rows: int | None) -> ScoreStats:
     """The statistics of an attention that was not run, of every row or of about this many a head."""
+    call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
-    positions = None if sample is None else sample.positions.to(call.query.device, non_blocking=True)
-    if positions is None:
-        found, bound = measure_rows(call), None
-    else:
-        look = partial(_look, call, positions)
-        found, bound = alone(look) if call.query.device.type == "cpu" else look()
+    found, bound = (measure_rows(call), None) if sample is None else _look(call, sample)
     pool = Unpooled(lambda: found, lambda: bound, sample)
     refreshed = call.query.is_cuda and on_cuda.capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
 def _sample(call: Call, rows: int) -> Sample | None:
-    planned = design(rows, call.query.shape[-2], call.query.shape[0], uneven=not call.visibility.is_full)
+    """On a CPU rows of each batch entry apart; on a GPU positions drawn ahead, the same in every entry."""
+    (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
+    if device.type == "cpu":
+        foreseen = alone(partial(foreseen_variance, call)) if 0 < rows < batch * length else None
+        return sample_rows(rows, batch, length, uneven, foreseen)
+    planned = design(rows, length, batch, uneven)
     if planned is None:
         return None
-    device = call.query.device
     return (
         drawn_ahead(planned, device).next() if device.type == "cuda" else planned.sample(torch.tensor(planned.draw()))
     )
 
 
-@torch.no_grad()
-def _look(call: Call, positions: Tensor) -> tuple[RowSums, Tensor]:
-    return measure_rows(call, positions), _max_bound(call)
+def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
+    def look() -> tuple[RowSums, Tensor]:
+        with torch.no_grad():
+            positions = sample.positions.to(call.query.device, non_blocking=True)
+            return measure_rows(call, positions, entries=sample.entries), _max_bound(call)
+
+    return alone(look) if call.query.device.type == "cpu" else look()
 
 
 def _max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    queries, keys = (
-        torch.linalg.vector_norm(tensor, dim=-1, dtype=wide_dtype(tensor)).amax(-1) for tensor in (call.query, call.key)
-    )
+    queries, keys = (lengths(tensor).amax(-1) for tensor in (call.query, call.key))
     bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)

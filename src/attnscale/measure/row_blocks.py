@@ -6,7 +6,8 @@ work of both.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,36 @@ class Block(NamedTuple):
     rows: slice  # of the query, or of the positions given
 
 
-def measure_rows(call: Call, positions: Tensor | None = None, output: Tensor | None = None) -> RowSums:
-    """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V."""
+def measure_rows(
+    call: Call, positions: Tensor | None = None, output: Tensor | None = None, entries: Tensor | None = None
+) -> RowSums:
+    """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V.
+
+    `entries`: the batch entry of each position. The rows of all of them are then found as those of one.
+    """
+    if positions is not None and entries is not None:
+        return _measure_entries(call, positions, entries)
     visible = visible_rows(call, positions)
+    blocks = _cut(call, [slice(0, visible.shape[-1])] * visible.shape[0])
+    return _measure(call, positions, visible, blocks, output)
+
+
+def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
+    entries, order = entries.sort(stable=True)
+    visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
+    ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
+    blocks = _cut(call, [slice(start, stop) for start, stop in pairwise([0, *ends])])
+    found = _measure(call, positions[order], visible, blocks, None)
+    back = order.argsort()
+    return RowSums(**{each.name: getattr(found, each.name)[..., back] for each in fields(found)})
+
+
+def _measure(
+    call: Call, positions: Tensor | None, visible: Tensor, blocks: list[Block], output: Tensor | None
+) -> RowSums:
     make = torch.empty if call.key.shape[-2] else torch.zeros
     found = Pass(call, positions, make(6, *visible.shape, dtype=wide_dtype(call.query), device=visible.device))
-    blocks, threads = _cut(call, visible.shape[-1]), visible.numel() * call.key.shape[-2] // WORTH_A_THREAD
+    threads = visible.numel() * call.key.shape[-2] // WORTH_A_THREAD
     if threads and call.query.device.type == "cpu":
         share(lambda taken: found.measure(taken, output), blocks, threads)
     else:
@@ -56,10 +81,11 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
-def _cut(call: Call, rows: int) -> list[Block]:
-    """Blocks that stay in a core's cache, or that fill a GPU."""
-    batch, heads, keys = *call.query.shape[:2], call.key.shape[-2]
-    if not min(batch, heads, rows, keys):
+def _cut(call: Call, entries: list[slice]) -> list[Block]:
+    """The rows of each batch entry in blocks that stay in a core's cache, or that fill a GPU."""
+    heads, keys = call.query.shape[1], call.key.shape[-2]
+    rows = max((part.stop - part.start for part in entries), default=0)
+    if not min(heads, rows, keys):
         return []
     if call.query.device.type == "cpu":
         scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, CORE_SCORES // keys))
@@ -69,10 +95,12 @@ def _cut(call: Call, rows: int) -> list[Block]:
     block = min(block, rows)
     together = max(1, min(heads, scores // (block * keys)))
     return [
-        Block(entry, slice(head, min(head + together, heads)), slice(row, min(row + block, rows)))
-        for entry in range(batch)
+        Block(entry, slice(head, min(head + together, heads)), slice(row, min(row + block, part.stop)))
+        for entry, part in enumerate(entries)
         for head in range(0, heads, together)
-        for row in reversed(range(0, rows, block))  # the longest of a causal head first: the threads end together
+        for row in reversed(
+            range(part.start, part.stop, block)
+        )  # the longest of a causal head first: the threads end together
     ]
 
 
@@ -95,7 +123,8 @@ class Pass:
                     room = self.sums.new_empty(2, size)  # once, for the first is the largest: new memory is slow
                 both = room[:, :size].view(2, *query.shape[:2], key.shape[1])
                 torch.baddbmm(both[1], query, key.mT, beta=0.0, alpha=self.call.scale, out=both[1])
-                reduce_rows(both, self._shown(block, both[1]), self.sums[:, block.entry, block.heads, block.rows])
+                place = block.entry if self.sums.shape[1] > 1 else 0
+                reduce_rows(both, self._shown(block, both[1]), self.sums[:, place, block.heads, block.rows])
                 if output is not None:
                     value = self._of(self.call.value, block)[:, self._keys(block)]
                     _attend(both[0], value, self.sums[1][block], output[block])
@@ -163,6 +192,8 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
         weights[..., last].mul_(shown)
     torch.sum(both, -1, out=sums[1:3])
     torch.linalg.vector_norm(both, dim=-1, out=sums[3:5])
+    if below.device.type == "cpu" and sums[4].isinf().any():
+        sums[4] = torch.linalg.vector_norm(below, dim=-1, dtype=torch.float64)  # squares past float32's range
     torch.sum(below.mul_(weights), -1, out=sums[5])
 
 
@@ -177,7 +208,7 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
     some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
     # moments about the maximum, which is never far: a large mean does not swallow the variance
     mean.div_(count)
-    deviation.square_().sub_(count * mean.square()).clamp_(min=0.0)
+    squares = deviation.double().square() - count * mean.double().square()  # past 1e38, where scores are past 1e19
     return RowSums(
         visible=visible,
         max=highest.masked_fill_(visible == 0, -math.inf),
@@ -185,5 +216,5 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
         gap=gap.neg_().div_(some),
         participation=participation.div_(some).square_(),
         mean=mean + highest,
-        deviation=deviation,
+        deviation=squares.clamp_(min=0.0),
     )

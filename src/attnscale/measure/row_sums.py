@@ -20,7 +20,7 @@ class RowSums:
     gap: Tensor  # Σ e^{s−m} (m−s) / l, how far below the maximum the weights look on average
     participation: Tensor  # Σ e^{2(s−m)} / l² = Σ p²
     mean: Tensor  # of the scores,
-    deviation: Tensor  # and Σ (s − mean)²
+    deviation: Tensor  # and Σ (s − mean)², in float64 where float32 may not reach
 
     @property
     def entropy(self) -> Tensor:
@@ -63,5 +63,5 @@ class RowSums:
             gap=(torch.where(seen, self.gap + below, 0.0) * weight).sum(0) / safe,
             participation=(torch.where(seen, self.participation, 0.0) * weight.square()).sum(0) / safe.square(),
             mean=first + mean,
-            deviation=(torch.where(seen, self.deviation + self.visible * (apart - mean).square(), 0.0)).sum(0),
+            deviation=(torch.where(seen, self.deviation + self.visible * (apart - mean).double().square(), 0.0)).sum(0),
         )

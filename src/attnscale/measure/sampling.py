@@ -1,8 +1,9 @@
 """Which rows to look at, and what having looked at those alone is worth.
 
-Positions are drawn without replacement in strata of neighbouring positions; each position stands for that row of
-every batch entry (a cluster), so that one gather serves the whole batch. The variance of an estimated total is the
-textbook one for such a design, Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h the sample covariance within stratum h.
+Rows are drawn without replacement in strata of neighbouring positions, from all batch entries; what is foreseen to
+stand out is taken for certain. Kernels of a GPU take the same positions in every entry instead: each then stands for
+that row of the whole batch (a cluster). The variance of an estimated total is the textbook one for such a design,
+Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h the sample covariance within stratum h.
 """
 
 import random
@@ -24,6 +25,8 @@ from attnscale.torch_internals import current_stream
 ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
 LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
+STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any is
+STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
 DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
 SOURCE = np.random.default_rng(0)  # likewise, of many draws at once
@@ -48,13 +51,28 @@ def same_rows(seed: int) -> Iterator[None]:
         SEED.reset(token)
 
 
+def rows_are_shared() -> bool:
+    """Whether calls elsewhere look at the same rows, over other keys: what is put together must not depend on a cut."""
+    return SEED.get() is not None
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What was known of all rows before some were looked at: of those looked at, and how far their total is off."""
+
+    rows: Tensor  # (heads, rows)
+    cumulants: Tensor  # (3, heads) of the error in the estimated total: second, third, Σ (a stratum's second)²
+
+
 @dataclass(frozen=True)
 class Sample:
-    """Sampled positions in increasing order, the stratum of each, and how many positions each stratum has."""
+    """Sampled positions by stratum, and how many rows each stratum has: of one entry, or of all where entries say."""
 
     positions: Tensor  # (rows,)
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
+    entries: Tensor | None = None  # (rows,) the batch entry of each; None: the row of every entry
+    foreseen: "Foreseen | None" = None
 
     @property
     def length(self) -> int:
@@ -76,14 +94,29 @@ class Sample:
         strata = len(self.sizes)
         taken = torch.bincount(stratum, minlength=strata).to(features)
         heads, _, width = features.shape
-        means = features.new_zeros(heads, strata, width).index_add_(1, stratum, features) / taken[:, None].clamp(min=1)
-        residual = features - means[:, stratum]
+
+        def within(values: Tensor) -> Tensor:
+            means = values.new_zeros(heads, strata, values.shape[-1]).index_add_(1, stratum, values)
+            return values - (means / taken[:, None].clamp(min=1))[:, stratum]
+
+        residual = within(features)
         # each row's share: M² (1 − m/M) / (m (m − 1)), so that one product over all rows is the sum over strata
         share = sizes * (sizes - taken) / (taken * (taken - 1)).clamp(min=1)
+        slopes, known = features.new_zeros(heads, width), features.new_zeros(3, heads)
+        if self.foreseen is not None:
+            foreseen, known = (
+                within(self.foreseen.rows.to(features).unsqueeze(-1)),
+                self.foreseen.cumulants.to(features),
+            )
+            along = (foreseen * share[stratum, None]).mT
+            slopes = (along @ residual / (along @ foreseen).clamp(min=torch.finfo(features.dtype).tiny)).squeeze(1)
+            residual = residual - foreseen * slopes.unsqueeze(1)
         covariance = (residual * share[stratum, None]).mT @ residual
-        known = sizes * (sizes - taken) / taken.square().clamp(min=1)
+        # and for what goes with a total known of all rows, its own variance and skewness, which no sample can miss
+        covariance = covariance + known[0, :, None, None] * slopes.unsqueeze(-1) * slopes.unsqueeze(-2)
+        alone = sizes * (sizes - taken) / taken.square().clamp(min=1)
         variance = covariance.diagonal(dim1=1, dim2=2)
-        variance.copy_(torch.maximum(variance, (least * known[stratum, None]).sum(1)))
+        variance.copy_(torch.maximum(variance, (least * alone[stratum, None]).sum(1)))
         # likewise M³ (1 − m/M) (1 − 2m/M) / (m (m − 1) (m − 2)), nothing where half of a stratum or more was taken
         cubed = sizes * (sizes - taken) * (sizes - 2 * taken).clamp(min=0)
         cubed = cubed / (taken * (taken - 1) * (taken - 2)).clamp(min=1)
@@ -92,7 +125,9 @@ class Sample:
         drawn = (sizes > taken).to(features) * taken
         freedom = ((sizes > taken) * (taken - 1)).sum()
         step = (sizes * (sizes - taken) / taken.clamp(min=1)).sum() / drawn.sum().clamp(min=1)
-        return Uncertainty(covariance, third.unflatten(1, (width, width)), freedom.expand(heads), step.expand(heads))
+        third = third.unflatten(1, (width, width))
+        third = third + torch.einsum("h,hi,hj,hk->hijk", known[1], slopes, slopes, slopes)
+        return Uncertainty(covariance, third, freedom.expand(heads), step.expand(heads), known.mT)
 
 
 @dataclass(frozen=True)
@@ -113,6 +148,19 @@ class Design:
     def sizes(self) -> Tensor:
         """How many positions each stratum has."""
         return torch.tensor([self.certain, *(stop - start for start, stop in pairwise(self.edges))])
+
+    def cumulants(self, values: Tensor) -> Tensor:
+        """Of the error in the estimated total of values known of all rows, (heads, rows), as Foreseen has them."""
+        sizes, taken = self.sizes.to(values), torch.bincount(self.stratum, minlength=len(self.sizes)).to(values)
+        of = torch.repeat_interleave(torch.arange(len(sizes)), self.sizes)
+        means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
+        apart = values - means[:, of]
+        left = (sizes - taken) / taken.clamp(min=1)
+        second = sizes / (sizes - 1).clamp(min=1) * left
+        third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
+        third = third / taken.clamp(min=1)
+        each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
+        return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)])
 
     def draw(self) -> list[int]:
         """Positions in increasing order, drawn anew."""
@@ -150,15 +198,15 @@ def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
     towards the end. Rows that see part of their keys here count as such.
     """
-    return _design(rows, length, batch, uneven or SEED.get() is not None)
+    return _design(rows, length, batch, uneven or SEED.get() is not None, 0)
 
 
 @lru_cache(maxsize=64)
-def _design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
+def _design(rows: int, length: int, batch: int, uneven: bool, standing_out: int) -> Design | None:
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
         return None
-    certain = wanted // CERTAIN_SHARE if uneven else 0
+    certain = (wanted // CERTAIN_SHARE if uneven else 0) + standing_out
     strata = max(1, (wanted - certain) // ROWS_A_STRATUM)
     given = [step * (wanted - certain) // strata for step in range(strata + 1)]
     # every stratum has the positions it gives, and its part of those left over
@@ -171,6 +219,33 @@ def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample
     """About `rows` rows a head, drawn anew; None where that is every row."""
     planned = design(rows, length, batch, uneven)
     return None if planned is None else planned.sample(torch.tensor(planned.draw()))
+
+
+def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tensor | None = None) -> Sample | None:
+    """About `rows` rows a head of all batch entries, drawn anew; None where that is every row.
+
+    `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
+    """
+    seeded = SEED.get() is not None
+    known = None if foreseen is None or seeded else foreseen.permute(1, 2, 0).flatten(1).double()
+    first = torch.arange(0) if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
+    planned = _design(rows, batch * length, 1, uneven or seeded, len(first))
+    if planned is None:
+        return None
+    others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
+    order = torch.cat([first, others.nonzero().squeeze(1)])
+    drawn = order[torch.tensor(planned.draw())]
+    told = None if known is None else Foreseen(known[:, drawn], planned.cumulants(known[:, order]))
+    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, told)
+
+
+def _standing_out(known: Tensor, most: int) -> Tensor:
+    """The rows that are furthest above the usual of any head; none where no row is far above."""
+    usual = known.mean(1, keepdim=True)
+    above = torch.where(usual > 0, known / usual, 0.0).nan_to_num().amax(0)
+    if not most or not above.numel() or float(above.max()) < STANDS_OUT:
+        return torch.arange(0)
+    return above.topk(min(most, len(above))).indices.sort().values
 
 
 class DrawnAhead:

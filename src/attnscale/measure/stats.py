@@ -152,8 +152,8 @@ class ScoreStats:
     def stderr(self, name: str) -> Tensor:
         """Standard error of a statistic from having looked at some rows only; zero where exact.
 
-        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: measured in LOG.md, with the heads
-        where they cover less, which are causal ones of few positions and those with a few rows unlike all others.
+        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: measured in LOG.md. NaN where the
+        rows looked at cannot tell it: `doubts()` says why.
         """
         if name in ROOT_OF:
             root = getattr(self, name)
@@ -175,6 +175,11 @@ class ScoreStats:
         if name == "saturated":
             return uncertainty.stderr_of_share(gradient, ratio, below)
         return uncertainty.stderr(gradient)
+
+    def doubts(self) -> list[str | None]:
+        """Of each head, why `stderr` is NaN; None where it is not."""
+        uncertainty = self.pooled.uncertainty
+        return [None] * self.heads if uncertainty is None else uncertainty.doubts()
 
     def __add__(self, other: "ScoreStats") -> "ScoreStats":
         if self.heads != other.heads:

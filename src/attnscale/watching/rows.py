@@ -12,7 +12,7 @@ from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import lengths
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -100,9 +100,8 @@ def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
 
     `left_out`, (batch or 1, positions), says which of them do not count.
     """
-    lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
+    squares = lengths(vectors).double().square()
     if left_out is None:
-        return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
-    counted = ~left_out.unsqueeze(1).expand_as(lengths)
-    squares = torch.where(counted, lengths.square(), 0.0).sum((0, 2), dtype=torch.float64)
-    return (squares / counted.sum((0, 2))).sqrt()
+        return squares.mean((0, 2)).sqrt()
+    counted = ~left_out.unsqueeze(1).expand_as(squares)
+    return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()

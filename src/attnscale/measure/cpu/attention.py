@@ -22,6 +22,7 @@ def serves(call: Call) -> bool:
         and call.query.dtype == call.key.dtype == call.value.dtype
         and not torch.is_autocast_enabled("cpu")
         and usable()
+        and not call.visibility.hides_by_numbers
         and (not _learns(call) or _has_backward(call))
     )
 

@@ -240,7 +240,7 @@ def measured_rows(query: Tensor, key: Tensor, rows: Tensor | None, scale: float,
 
 
 def _stacked(rows: RowSums) -> Tensor:
-    return torch.stack([getattr(rows, name) for name in SCORED])
+    return torch.stack([getattr(rows, name).to(rows.max.dtype) for name in SCORED])
 
 
 def table_of_rows(rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from attnscale.tracing.following import Way
 from attnscale.visibility import Visibility
 from attnscale.watching.call import Factors
-from attnscale.watching.hiding import with_infinite_mask
 from attnscale.watching.kept import Kept, added_to
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def kept_of(call: "KernelCall", scales: Factors, ways: tuple[Way, Way], softcap:
 def _visibility(call: "KernelCall", multiplier: Factors, softcap: float | None) -> Visibility:
     """What is added to the scores: as its arguments say, or as the user's function does."""
     if call.score_mod is None:
-        seen = with_infinite_mask(call.visibility)
+        seen = call.visibility.with_infinite_mask()
         return seen if seen.mask is None else replace(seen, mask=seen.mask[(None,) * (4 - seen.mask.dim())])
     every = torch.arange(call.query.shape[-2])
     plain = call.scores(every)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured
+from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import grid
@@ -21,9 +22,9 @@ from attnscale.tracing.lineage import Node
 from attnscale.tracing.operations.mixing import are_paired_otherwise
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
-from attnscale.visibility import EVERYTHING, Visibility
+from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.hiding import keys_nobody_sees, shown_by, with_infinite_mask
+from attnscale.watching.hiding import keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
@@ -150,7 +151,7 @@ class KernelCall:
     def stats(self, rows: int | None) -> ScoreStats:
         """Of the scores that the kernel's arguments say; queries of padding are left out."""
         with torch.no_grad(), without_autocast(self.query):
-            seen = with_infinite_mask(self.visibility)
+            seen = self.visibility.with_infinite_mask()
             seen = seen if self.padding is None else seen.without_rows(self.padding)
             query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
             return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
@@ -275,7 +276,7 @@ def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = No
 
     Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly.
     """
-    step = 1 if every else _step(tensor)
+    step = 1 if every or rows_are_shared() else _step(tensor)
     norm = rms_norm(tensor.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step])
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 

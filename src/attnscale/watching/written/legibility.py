@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnscale.numerics import HALF_DTYPES
 from attnscale.tracing.following import Trail
-from attnscale.watching.hiding import HIDING_GAP
+from attnscale.visibility import HIDING_GAP
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, scale_after_cap
 
 if TYPE_CHECKING:

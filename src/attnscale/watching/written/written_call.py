@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import Trail, Way
@@ -18,9 +19,10 @@ from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Scores
+from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares, of_product
-from attnscale.watching.hiding import HIDING_GAP, NEVER_A_SCORE, hidden_by, hiding_gap
+from attnscale.watching.hiding import hidden_by, hiding_gap
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
@@ -212,7 +214,7 @@ class WrittenCall:
 
     def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor]:
         """Of queries but padding, and of keys that any query sees, as they left their projections: a value a head."""
-        length, keys = self.axes.length, int(self._in_product.sum())
+        length, keys, every = self.axes.length, int(self._in_product.sum()), every or rows_are_shared()
         positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
         some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
 

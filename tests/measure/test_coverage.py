@@ -1,0 +1,103 @@
+"""Errors that know when they do not know: the cases of benchmarks/coverage.py, few draws of each."""
+
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnscale import score_stats
+from attnscale.measure import sampling
+from attnscale.measure.dense import rows_of
+from attnscale.measure.pool import Unpooled
+from attnscale.measure.sampling import design
+from attnscale.measure.stats import ScoreStats
+from attnscale.measure.uncertainty import CONCENTRATED, FEW, SKEWED
+
+BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "coverage.py"))
+NAMED, coverage = BENCHMARK["NAMED"], BENCHMARK["coverage"]
+SAMPLES = 40  # of four heads that share their rows: 95% comes out between 87 and 100
+
+
+@pytest.fixture(autouse=True)
+def same_draws(monkeypatch):
+    monkeypatch.setattr(sampling, "DRAW", random.Random(0))
+
+
+COVERED = {
+    "one outlier row in 1,000": NAMED["one outlier row in 1,000"][0],
+    "causal batches of few positions": NAMED["causal batches of few positions"][1],
+    "effective keys": NAMED["effective keys"][2],
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_intervals_cover_where_they_are_told(name):
+    shares, told = coverage(COVERED[name], SAMPLES)
+    assert told == 1.0
+    assert min(shares.values()) >= 0.87, shares
+
+
+UNTOLD = {
+    "heavy tails": (NAMED["heavy tails"][1], SKEWED),
+    "more outliers than are taken for certain": (NAMED["more outlier rows than are taken for certain"][0], SKEWED),
+    "one row along the keys": (NAMED["others"][0], SKEWED),
+    "a head sharp in its last tenth": (NAMED["a head sharp in its last tenth"][1], CONCENTRATED),
+    "too few rows": (NAMED["others"][-1], FEW),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_an_error_that_rows_cannot_tell_is_nan_and_says_why(name):
+    case, reason = UNTOLD[name]
+    torch.manual_seed(0)
+    query, key = case.operands()
+    stats = score_stats(query, key, is_causal=case.is_causal, scale=case.spread / case.head_dim**0.5, rows=case.rows)
+    assert stats.doubts() == [reason] * stats.heads
+    assert all(stats.stderr(name).isnan().all() for name in BENCHMARK["NAMES"])
+    assert stats.entropy.isfinite().all()  # the estimate is one nevertheless
+
+
+def test_an_exact_statistic_leaves_no_doubt():
+    query, key = torch.randn(1, 2, 31, 8), torch.randn(1, 2, 31, 8)
+    assert score_stats(query, key).doubts() == [None, None]
+
+
+def test_doubts_of_few_rows_fade_as_rows_add_up():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 97, 64), torch.randn(2, 2, 97, 64)
+    parts = [score_stats(query[i : i + 1], key[i : i + 1], rows=11) for i in range(2)]
+    assert parts[0].doubts() == [FEW, FEW]
+    assert (parts[0] + parts[1]).doubts() == [None, None]
+    assert (parts[0] + parts[1]).stderr("entropy").isfinite().all()
+
+
+def test_positions_that_stand_for_a_whole_batch_are_few():
+    # what kernels of a GPU look at: 64 rows of 16 entries are four positions
+    planned = design(64, 256, 16, uneven=True)
+    sample = planned.sample(torch.tensor(planned.draw()))
+    rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
+    stats = ScoreStats(3, exact=False, pool=Unpooled(lambda: rows, lambda: None, sample))
+    assert stats.doubts() == [FEW] * 3
+
+
+def test_rows_of_all_batch_entries_are_looked_at_and_stand_for_all():
+    batch, length = 5, 41
+    sample = sampling.sample_rows(31, batch, length, uneven=True, foreseen=None)
+    assert len({*zip(sample.entries.tolist(), sample.positions.tolist(), strict=True)}) == 31
+    assert set(sample.entries.tolist()) == set(range(batch))
+    assert sample.weights.sum().item() == pytest.approx(batch * length)
+
+
+def test_rows_drawn_from_a_batch_have_the_sums_of_their_own_entry():
+    # every entry has keys of its own size, and so every row tells its entry
+    key = torch.ones(3, 1, 7, 1) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1, 1)
+    query = torch.arange(1.0, 41.0).view(1, 1, 40, 1).expand(3, 1, 40, 1)
+    sample = sampling.sample_rows(29, 3, 40, uneven=False)
+    stats = score_stats(query, key, scale=1.0, rows=29)
+    assert stats.rows.item() == 29
+    assert len(sample.positions) == 29
+    draws = torch.stack([score_stats(query, key, scale=1.0, rows=29).mean for _ in range(200)])
+    expected = score_stats(query, key, scale=1.0).mean
+    assert (draws.mean() - expected).abs() < 4.5 * draws.std() / 200**0.5
