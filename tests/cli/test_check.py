@@ -90,7 +90,6 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([f"{BROKEN}without_attention"], "Expected attention in the watched model, but saw none"),
         ([f"{BROKEN}fails"], r"Could not run .*broken:fails on the inputs it came with: RuntimeError, .* \(broken.py"),
         ([f"{BROKEN}too_large"], "Out of memory: could not run"),
         ([f"{BROKEN}nothing"], "Could not make the model"),
@@ -113,7 +112,7 @@ def test_bad_input_ends_with_status_two_and_one_sentence(check, arguments, sente
 
 def test_bad_input_leaves_no_traceback_from_a_process_either(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    for arguments in ([tmp_path], [f"{BROKEN}without_attention"], [tmp_path / "nowhere"]):
+    for arguments in ([tmp_path], [f"{BROKEN}fails"], [tmp_path / "nowhere"]):
         result = in_a_process(*arguments)
         assert (result.returncode, result.stdout) == (2, "")
         assert re.fullmatch(r"attnscale: [^\n]+\n", result.stderr)
@@ -291,6 +290,13 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check,
     assert err == "attnscale: There is no tokenizer that could be read, so the tokens are random.\n"
     assert [layer["scale"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
     assert found["worst"] != "error"
+
+
+def test_a_model_without_attention_is_a_result_that_says_so(check):
+    status, out, err = check(f"{BROKEN}without_attention")
+    assert (status, err) == (0, "")
+    assert "No fused attention kernel ran, and no softmax." in out
+    assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
 
 
 def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(check, tmp_path):
