@@ -103,6 +103,7 @@ def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
     if left_out is None:
         return lengths.square().mean((0, 2), dtype=torch.float64).sqrt()
+    left_out = left_out & ~left_out.all()  # where none would count, all do: the turn of a ring in which no key is seen
     counted = ~left_out.unsqueeze(1).expand_as(lengths)
     squares = torch.where(counted, lengths.square(), 0.0).sum((0, 2), dtype=torch.float64)
     return (squares / counted.sum((0, 2))).sqrt()
