@@ -103,5 +103,6 @@ def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     squares = lengths(vectors).double().square()
     if left_out is None:
         return squares.mean((0, 2)).sqrt()
+    left_out = left_out & ~left_out.all()  # where none would count, all do: the turn of a ring in which no key is seen
     counted = ~left_out.unsqueeze(1).expand_as(squares)
     return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
