@@ -1,4 +1,4 @@
-"""How far below the others a mask puts the scores that it hides, where the scores are all there is to look at."""
+"""What is added to scores: a bias, or a mask, and how far below the others that puts what it hides."""
 
 import math
 
@@ -27,3 +27,16 @@ def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:
         return None
     shown = shown_by(mask).any(-2)
     return ~(shown.any(-2) if shown.dim() > 2 else shown if shown.dim() == 2 else shown.unsqueeze(0))
+
+
+def is_bias(tensor: Tensor) -> bool:
+    """Whether an added operand is a bias, not a mask, and not nothing."""
+    return bool((tensor != 0).any()) and hiding_gap(tensor) is None
+
+
+def highest_added(bias: Tensor | None) -> float | None:
+    """The most that a mask of floats adds to what it shows; None where it adds nothing."""
+    if bias is None:
+        return None
+    shown = bias.masked_fill(~shown_by(bias), -math.inf)
+    return float(shown.max()) if bool(((shown != 0) & (shown != -math.inf)).any()) else None

@@ -1,6 +1,5 @@
 """Attention computed by a kernel: its arguments say what was applied, and lineage what came before."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.hiding import keys_nobody_sees
+from attnscale.watching.hiding import highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
@@ -111,7 +110,7 @@ class KernelCall:
 
     def highest_bias(self) -> float:
         """The most that its mask adds to a score; never below 0."""
-        return max(0.0, _highest_bias(self.visibility.bias) or 0.0)
+        return max(0.0, highest_added(self.visibility.bias) or 0.0)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries."""
@@ -158,7 +157,7 @@ class KernelCall:
 
     def _plain(self, rows: int | None) -> "_Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
-        bias = _highest_bias(self.visibility.bias)
+        bias = highest_added(self.visibility.bias)
         return _Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     def _kv_heads(self) -> int:
@@ -295,11 +294,3 @@ def _is_causal(mask: Tensor | None, length: int) -> bool:
     visible, probe = shown_by(mask), spread_positions(length, PROBED_ROWS)
     rows = visible[..., probe.to(visible.device), :]
     return looks_causal(rows.reshape(1, -1, *rows.shape[-2:]), probe, length)
-
-
-def _highest_bias(bias: Tensor | None) -> float | None:
-    """The most that a mask of floats adds to what it shows; None where it adds nothing."""
-    if bias is None:
-        return None
-    shown = bias.masked_fill(~shown_by(bias), -math.inf)
-    return float(shown.max()) if bool(((shown != 0) & (shown != -math.inf)).any()) else None

@@ -22,7 +22,7 @@ from attnscale.tracing.roles import Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares, of_product
-from attnscale.watching.hiding import hidden_by, hiding_gap
+from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
@@ -115,7 +115,7 @@ class WrittenCall:
             padding=padding,
             normalised=query_way.normalised and key_way.normalised,
             biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
-            bias_is_scaled=any(_is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
+            bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=axes.product.capped and self.softcap is None,
             over_pairs=axes.over_pairs,
             query=None if kept is None else kept.query[:1],
@@ -240,7 +240,7 @@ class WrittenCall:
         """The most that is added to a score: of what is known of biases, and of what the probed rows show."""
         if not self._adds:
             return 0.0
-        known = [float(bias.max()) * by for bias, by in self.biases if _is_bias(bias)]
+        known = [float(bias.max()) * by for bias, by in self.biases if is_bias(bias)]
         rest = (scores - self.predicted)[shown]
         return max(0.0, *known, float(rest.max()) if self.softcap is None and rest.numel() else 0.0)
 
@@ -298,8 +298,3 @@ def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
     if rest.numel() < 2 or not bool(torch.isfinite(rest).all()):
         return False
     return bool(rest.std() > VISIBLE_BIAS * scores.std())
-
-
-def _is_bias(tensor: Tensor) -> bool:
-    """Whether an added operand is a bias, not a mask, and not nothing."""
-    return bool((tensor != 0).any()) and hiding_gap(tensor) is None
