@@ -10,6 +10,7 @@ from attnscale.diagnose.alarm import Thresholds, Vital, alarms
 from attnscale.diagnose.scores import verdict_findings
 from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 from attnscale.measure.statistics import STATISTICS, Place, in_place
+from attnscale.plain import plain
 from attnscale.theory.limits import FREEZING_MARGIN, freezing_point
 from attnscale.watching import watch
 
@@ -46,8 +47,8 @@ def test_a_head_far_from_every_limit_is_judged_by_a_sample_too(times, verdict):
 
 def test_errors_stand_beside_sampled_numbers_alone():
     model = attnscale.MultiheadAttention(24, 2, batch_first=True)
-    x = torch.randn(2, 53, 24)
-    for rows in (16, None):
+    x = torch.randn(2, 400, 24)
+    for rows in (200, None):
         with torch.no_grad(), watch(model, rows=rows) as seen:
             model(x, x, x)
         (layer,) = seen.layers.values()
@@ -57,10 +58,20 @@ def test_errors_stand_beside_sampled_numbers_alone():
         if rows is None:
             continue
         for entry in in_place(Place.SEEN):
-            assert told["stderr"][entry.attribute] == layer.stats.stderr(entry.attribute).tolist()
+            assert told["stderr"][entry.attribute] == plain(layer.stats.stderr(entry.attribute).tolist())
             assert entry.error(layer.stats) == pytest.approx(layer.stats.stderr(entry.attribute).mean().item())
             assert f"{entry.whole(layer.stats):.3g}±{entry.error(layer.stats):.1g}" in line
     assert math.isnan(STATISTICS["max"].error(layer.stats))
+
+
+def test_an_error_that_rows_cannot_tell_is_a_question_mark_and_no_verdict():
+    model, x = attnscale.MultiheadAttention(24, 2, batch_first=True), torch.randn(2, 53, 24)
+    with torch.no_grad(), watch(model, rows=8) as seen:
+        model(x, x, x)
+    (layer,) = seen.layers.values()
+    assert layer.stats.stderr("std_within_rows").isnan().all()
+    assert "±?" in str(seen)
+    assert {head.verdict for head in head_verdicts(layer)} == {"uncertain"}
 
 
 @pytest.mark.parametrize(("error", "raised"), [(0.0, True), (0.001, True), (0.02, False)])

@@ -15,7 +15,7 @@ from attnscale.watching import Layer
 MEANINGS = {
     "saturated": "near or past the freezing point, where a few keys take most of the weight",
     "diluted": "the weights hardly differ, as small initial projections leave them",
-    "uncertain": "within its standard error of a limit; looking at more rows would tell",
+    "uncertain": "within its standard error of a limit, or of an unknown error; looking at more rows would tell",
 }
 
 

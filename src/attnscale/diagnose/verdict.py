@@ -100,6 +100,8 @@ def _verdict(
         found = "non_finite"
     elif round(keys) < 2:
         found = "healthy"  # one key takes all, as it must
+    elif math.isnan(spread_error) or math.isnan(entropy_error):
+        found = "uncertain"  # the rows looked at cannot tell how far off they are
     else:
         ends = (
             (spread - spread_error, entropy_ratio + entropy_error),

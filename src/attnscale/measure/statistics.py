@@ -64,11 +64,13 @@ class Statistic:
     def error(self, stats: "ScoreStats") -> float:
         """Standard error of the number of the layer, from having looked at some rows only; NaN where it has none.
 
-        Heads look at the same rows, so that their errors do not cancel in a mean.
+        Infinite where the rows cannot tell it of some head. Heads look at the same rows, so that their errors do not
+        cancel in a mean.
         """
         if stats.exact or not self.has_error or self.attribute is None:
             return math.nan
-        return self.over_heads(stats.stderr(self.attribute).tolist())
+        errors = stats.stderr(self.attribute)[stats.rows > 0]
+        return math.inf if bool(errors.isnan().any()) else self.over_heads(errors.tolist())
 
     def over_heads(self, values: Iterable[float]) -> float:
         """The number of the layer, from those of its heads; NaN where none is known."""

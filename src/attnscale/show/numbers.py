@@ -33,9 +33,11 @@ def formatted(statistic: Statistic, value: float, error: float = math.nan) -> st
 def give_or_take(error: float) -> str:
     """A standard error behind its value; nothing where there is none.
 
-    >>> give_or_take(0.0123), give_or_take(12.3), give_or_take(math.nan)
-    ('±0.01', '±12', '')
+    >>> give_or_take(0.0123), give_or_take(12.3), give_or_take(math.nan), give_or_take(math.inf)
+    ('±0.01', '±12', '', '±?')
     """
+    if math.isinf(error):
+        return "±?"
     return "" if math.isnan(error) else f"±{error:.1g}" if error < 10 else f"±{error:,.0f}"
 
 

@@ -87,11 +87,11 @@ class History:
 
 
 def _error(layer: Layer | None, name: str) -> float:
-    """Standard error of a number of a layer; 0 where every row was looked at, and where ranks were merged."""
+    """Standard error of a number of a layer; 0 where every row was looked at, and where it is not known."""
     if layer is None or isinstance(layer.stats, MergedStats):
         return 0.0
     error = STATISTICS[name].error(layer.stats)
-    return 0.0 if math.isnan(error) else error
+    return error if math.isfinite(error) else 0.0
 
 
 def _factors(layer: LayerRecord) -> list[float]:

@@ -226,4 +226,4 @@ def _cells(layer: Layer) -> tuple[str, ...]:
 
 
 def _give_or_take(error: float) -> str:
-    return "" if math.isnan(error) else f"±{error:.1g}"
+    return "" if math.isnan(error) else "±?" if math.isinf(error) else f"±{error:.1g}"
