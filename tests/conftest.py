@@ -1,4 +1,5 @@
 import logging
+import sys
 
 import pytest
 import torch
@@ -18,3 +19,12 @@ def _seeded():
     level = logger.level
     yield
     logger.setLevel(level)  # a page of the documentation silences it
+
+
+@pytest.fixture(autouse=True)
+def _unwatched():
+    """A monitor that a test leaves open would go on watching in the next one."""
+    yield
+    monitors = sys.modules.get("attnscale.train.monitor")
+    for monitor in [] if monitors is None else list(monitors.OPEN):
+        monitor.close()

@@ -14,7 +14,7 @@ from tests.busy import held_up
 from .reports import EVIL, checked, layers_of, records, result, twins
 
 KINDS = {
-    "check": lambda: report_page(checked((EVIL, "<b>bold</b>&lt;"), title=EVIL, rows=11)),
+    "check": lambda: report_page(checked((EVIL, "<b>bold</b>&lt;"), title=EVIL, rows=64, length=97)),
     "log": lambda: run_page(EVIL, records((EVIL, "<b>bold</b>&lt;"))),
     "lab": lambda: lab_page(result(EVIL)),
     "twins": lambda: twins_page(twins((EVIL, "b"), names_of_runs=(EVIL, "<b>other</b>"), title=EVIL)),
