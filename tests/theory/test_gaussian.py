@@ -11,10 +11,15 @@ from attnscale.reference import row_statistics
 from attnscale.theory import expected_softmax
 
 
+@pytest.fixture(scope="module")
+def quadrature():
+    return np.polynomial.legendre.leggauss(4000)  # takes seconds
+
+
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0, 3.0, 8.0, 30.0])
-def test_two_keys_equal_one_dimensional_quadrature(spread):
+def test_two_keys_equal_one_dimensional_quadrature(spread, quadrature):
     # p = sigmoid(δ), δ ~ N(0, 2σ²): an ordinary integral, folded at its kink
-    nodes, weights = np.polynomial.legendre.leggauss(4000)
+    nodes, weights = quadrature
     z = (nodes + 1) * 6.5
     density = weights * 6.5 * 2 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
     stats = row_statistics(np.stack([z * spread * math.sqrt(2), np.zeros_like(z)], axis=-1))
