@@ -115,10 +115,21 @@ def whole(model):
     }
 
 
-def clip(rank, folder, layout, world, kind, heads, kv_heads, blind=()):
-    """Clip by what this rank saw; `blind` of them saw nothing."""
+def clip_all(rank, folder, world, cases):
+    """One case after the other on the same ranks: what each rank then holds, saw and told."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    found = []
+    for case in cases:
+        found.append(clip(rank, *case))
+        dist.barrier()
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def clip(rank, layout, world, kind, heads, kv_heads, _, blind):
+    """Clip by what this rank saw; `blind` of them saw nothing."""
     given, called, which = laid_out(layout, made(kind, heads, kv_heads), world)
     group = None
     if layout == "ddp x tp":
@@ -127,9 +138,5 @@ def clip(rank, folder, layout, world, kind, heads, kv_heads, blind=()):
     with torch.no_grad(), attnscale.watch(given, rows=None) as seen:
         called(x)
     scales = [float(scale) for layer in seen.layers.values() for scale in layer.scales]
-    norms = [float(norm) for layer in seen.layers.values() for norm in layer.query_norm]
     report = attnscale.clip_qk_(given, SimpleNamespace(layers={}) if rank in blind else seen, THRESHOLD, group=group)
-    after = whole(given)
-    told = [str(left) for left in report.left]
-    torch.save((after, scales, norms, len(report.heads), told), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return whole(given), scales, [str(left) for left in report.left]

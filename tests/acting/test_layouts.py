@@ -28,29 +28,34 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("default")  # torch's own
-@pytest.mark.parametrize("case", CASES)
-def test_replicas_stay_equal_and_as_in_one_process(case, tmp_path):
-    held_to_one_process(CASES[case], tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_stay_equal_and_as_in_one_process(world, tmp_path):
+    held_to_one_process([case for case in CASES.values() if case[1] == world], tmp_path)
 
 
-def held_to_one_process(case, folder):
+def held_to_one_process(cases, folder):
     """Clip on ranks, and in one process on all they saw; replicas and scales are compared."""
-    layout, world, kind, heads, kv_heads, batches, blind = case
+    (world,) = {case[1] for case in cases}
+    mp.spawn(layout_runs.clip_all, (str(folder), world, cases), nprocs=world)
+    for case, *ranks in zip(cases, *(torch.load(folder / f"{rank}.pt") for rank in range(world)), strict=True):
+        compare(case, ranks)
+
+
+def compare(case, ranks):
+    """What each rank of a case holds, with the others and with one process."""
+    _, _, kind, heads, kv_heads, batches, _ = case
     one = layout_runs.made(kind, heads, kv_heads)
     before = layout_runs.whole(one)
     expected = attnscale.clip_qk_(
         one, watched(one, (torch.cat([layout_runs.data(which) for which in batches]),)), layout_runs.THRESHOLD
     )
     assert expected.heads
-    mp.spawn(layout_runs.clip, (str(folder), layout, world, kind, heads, kv_heads, blind), nprocs=world)
-    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-    changed = [name for name, parameter in one.named_parameters() if not torch.equal(parameter, before[name])]
-    assert changed
-    for parameters, scales, _, _, left in ranks:
-        assert left == []
-        assert scales == pytest.approx([(layout_runs.D_MODEL // heads) ** -0.5] * len(scales), rel=1e-5)
+    assert [name for name, parameter in one.named_parameters() if not torch.equal(parameter, before[name])], case
+    for parameters, scales, left in ranks:
+        assert left == [], case
+        assert scales == pytest.approx([(layout_runs.D_MODEL // heads) ** -0.5] * len(scales), rel=1e-5), case
         for name, parameter in one.named_parameters():
-            assert torch.equal(parameters[name], ranks[0][0][name]), name
+            assert torch.equal(parameters[name], ranks[0][0][name]), (case, name)
             torch.testing.assert_close(parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 

@@ -27,7 +27,7 @@ def clipped(folder):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own
-                held_to_one_process(case, place)
+                held_to_one_process([case], place)
             survived += 1
         except Exception:
             print(f"  {case}\n{traceback.format_exc(limit=2)}")

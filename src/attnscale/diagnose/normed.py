@@ -17,7 +17,7 @@ def normed_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
         return
     keys = float(layer.stats.keys.nanmean())
     norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
-    scale, spread = abs(layer.scale_applied), float(layer.stats.std.nanmean())
+    scale, spread = abs(layer.scale_applied), float(layer.stats.std_within_rows.nanmean())
     given, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(max(2, round(keys)))
     is_cosine = norms < UNIT_LENGTH and scale <= PUBLISHED_COSINE
     if keys < MANY_KEYS or is_cosine or min(given, spread) <= freezes:
