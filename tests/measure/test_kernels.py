@@ -248,7 +248,7 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     assert torch.equal(kernels.sample_rows(query, key, rows, -0.4, is_causal, False, span, SAMPLE_TILES)[0], sums)
     merged = RowSums(visible, *sums).over_shards()
     assert (merged.visible == counts).all()
-    found = torch.stack([getattr(merged, name) for name in ROW_NAMES])
+    found = torch.stack([getattr(merged, name).float() for name in ROW_NAMES])
     assert_statistics(found, {name: values[:, :, rows.numpy()] for name, values in wanted.items()})
     longest = [tensor.norm(dim=-1).amax(-1) for tensor in (query, key)]
     group = query.shape[1] // key.shape[1]
