@@ -139,3 +139,11 @@ def test_the_word_for_a_layer_is_the_same_in_table_json_report_and_audit():
             assert audited[line.name]["verdict"] == told[line.name]["verdict"] == line.verdict
             assert line.judgement.startswith(line.verdict)
             assert line.judgement in page
+
+
+def test_heads_that_cannot_be_told_are_counted_in_the_conclusion():
+    few = check_model(Request(f"{BROKEN}healthy"), rows=4)
+    unsure = sum(line.heads_by_verdict.get("uncertain", 0) for line in few.lines)
+    assert unsure > 0
+    assert few.conclusion.endswith(f"{unsure} uncertain heads.")
+    assert "uncertain" not in check_model(Request(f"{BROKEN}healthy")).conclusion

@@ -77,7 +77,9 @@ class Checked:
             return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
         if not counts["error"] and not counts["warning"]:
-            return f"{self._nothing_wrong}: {self._summary}{_also(counts['note'], 'note')}."
+            unsure = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
+            more = _also(counts["note"], "note") + _also(unsure, "uncertain head")
+            return f"{self._nothing_wrong}: {self._summary}{more}."
         worst = self.groups[0]
         known = CODES.get(worst.first.code, worst.first.message.rstrip("."))
         start = "Not fine" if counts["error"] else "No errors, but a warning"
