@@ -171,6 +171,34 @@ def test_the_other_mode_leaves_nothing_behind():
     assert torch.equal(torch.random.get_rng_state(), after)  # one number was drawn by the audit, one since
 
 
+class Replacing(ModeDependent):
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.attention(x)
+
+
+def test_a_buffer_that_a_forward_replaces_is_put_back_too():
+    model = Replacing()
+    audit(model, torch.randn(2, 19, 66))
+    assert model.calls == 1
+
+
+def test_a_cache_among_the_inputs_grows_as_by_one_run():
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    cache = transformers.DynamicCache()
+    audit(transformers.LlamaForCausalLM(config).eval(), torch.arange(9)[None], past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 9
+
+
+def test_inputs_that_cannot_be_copied_are_run_once_and_that_is_said():
+    model, x = Stack(None), torch.randn(2, 19, 66, requires_grad=True) * 2  # of a graph
+    found = audit(model, x)
+    assert list(found.layers) == ["blocks.0"]
+    assert "evaluation mode" in found.unchecked[0]
+
+
 class OnlyInTraining(ModeDependent):
     def forward(self, x):
         if not self.training:

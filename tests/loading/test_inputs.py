@@ -123,6 +123,6 @@ def test_what_is_no_list_of_token_ids_is_refused(text):
 
 def test_examples_are_texts_or_token_ids():
     assert read_examples('{"text": "why"}\n\n{"input_ids": [1, 2]}\n') == ("why", [1, 2])
-    for line in ("", "{", "[1, 2]", '{"texts": 1}', '{"input_ids": [1]}'):
+    for line in ("", "{", "[1, 2]", '{"texts": 1}', '{"input_ids": [1]}', '{"text": ""}', r'{"text": "a \ud800 b"}'):
         with pytest.raises(SettingError, match="--data"):
             read_examples(line)

@@ -1,5 +1,6 @@
 """audit: run a model under watch, in both its modes, and say what is wrong with its attention."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ def audited(
 
     `unlike` says why the inputs are nothing that a trained model knows: its scores are then not judged.
     """
+    copied = _copied(args, kwargs)  # before a cache among them grows
     with watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
         if loss is None:
             with torch.no_grad():
@@ -57,7 +59,7 @@ def audited(
     if unlike and found.trained:
         kept = [each for each in found.findings if each.code not in OF_SCORES]
         found = replace(found, findings=kept, unjudged=unlike)
-    others = _in_other_mode(model, args, kwargs)
+    others = None if copied is None else _in_other_mode(model, *copied)
     if others is None:
         unseen = f"The model could not be watched in {MODES[not model.training]} mode, so that was not looked at."
         return replace(found, unchecked=(*found.unchecked, unseen))
@@ -81,6 +83,14 @@ def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """The inputs once more, for a second run; None where they cannot be copied."""
+    try:
+        return copy.deepcopy((args, kwargs))
+    except Exception:  # a part of another graph, a generator, an open file
+        return None
 
 
 def _in_other_mode(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Layer] | None:

@@ -17,7 +17,12 @@ TOLERANCE = 0.02  # relative: a slope fitted to scores in half precision
 def in_other_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation for training and the other way round; flags, buffers and random numbers are put back."""
     flags = {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers() if not buffer.is_meta}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
     with torch.random.fork_rng():
         model.train(not model.training)
         try:
@@ -26,8 +31,9 @@ def in_other_mode(model: nn.Module) -> Iterator[None]:
             for module, flag in flags.items():
                 module.training = flag
             with torch.no_grad():
-                for buffer, before in buffers.items():
+                for module, name, buffer, before in buffers:
                     buffer.copy_(before)
+                    setattr(module, name, buffer)  # a forward may put another in its place
 
 
 def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_training: bool) -> Iterator[Finding]:

@@ -40,11 +40,18 @@ def _examples(text: str) -> Iterator[Sequence]:
             raise SettingError(f"Expected --data as JSON lines, and line {number} is no JSON.") from None
         example = found if isinstance(found, dict) else {}
         if isinstance(example.get("text"), str):
-            yield example["text"]
+            yield _text(example["text"], number)
         elif "input_ids" in example:
             yield _ids(example["input_ids"], f"line {number} of --data")
         else:
             raise SettingError(f'Expected an object with "text" or "input_ids" in line {number} of --data.')
+
+
+def _text(text: str, number: int) -> str:
+    """A text that bytes can be made of: JSON may hold half of a character."""
+    if len(text.encode("utf-8", "ignore")) < 2 or text != text.encode("utf-8", "ignore").decode("utf-8"):
+        raise SettingError(f"Expected a text of whole characters, two bytes or more, in line {number} of --data.")
+    return text
 
 
 def _ids(found: Any, where: str) -> list[int]:
