@@ -58,10 +58,16 @@ def rows_are_shared() -> bool:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What was known of all rows before some were looked at: of those looked at, and how far their total is off."""
+    """What was known of all rows before some were looked at."""
 
-    rows: Tensor  # (heads, rows)
-    cumulants: Tensor  # (3, heads) of the error in the estimated total: second, third, Σ (a stratum's second)²
+    design: "Design"
+    all_rows: Tensor  # (heads, rows), by stratum
+    rows: Tensor  # (heads, rows), of those looked at
+
+    @property
+    def cumulants(self) -> Tensor:
+        """(3, heads) of the error in the estimated total: second, third, Σ (a stratum's second)²."""
+        return self.design.cumulants(self.all_rows.double())
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class Design:
         return torch.tensor([self.certain, *(stop - start for start, stop in pairwise(self.edges))])
 
     def cumulants(self, values: Tensor) -> Tensor:
-        """Of the error in the estimated total of values known of all rows, (heads, rows), as Foreseen has them."""
+        """Of the error in the estimated total of values known of all rows, (heads, rows) by stratum."""
         sizes, taken = self.sizes.to(values), torch.bincount(self.stratum, minlength=len(self.sizes)).to(values)
         of = torch.repeat_interleave(torch.arange(len(sizes)), self.sizes)
         means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
@@ -227,7 +233,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
     """
     seeded = SEED.get() is not None
-    known = None if foreseen is None or seeded else foreseen.permute(1, 2, 0).flatten(1).double()
+    known = None if foreseen is None or seeded else foreseen.permute(1, 2, 0).flatten(1)
     first = torch.arange(0) if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
     planned = _design(rows, batch * length, 1, uneven or seeded, len(first))
     if planned is None:
@@ -235,7 +241,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
     order = torch.cat([first, others.nonzero().squeeze(1)])
     drawn = order[torch.tensor(planned.draw())]
-    told = None if known is None else Foreseen(known[:, drawn], planned.cumulants(known[:, order]))
+    told = None if known is None else Foreseen(planned, known[:, order], known[:, drawn])
     return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, told)
 
 
