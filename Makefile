@@ -26,7 +26,7 @@ types: $(INSTALLED)
 tests: $(INSTALLED)
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
-	$(BIN)/pytest tests/measure/test_kernels.py || failed=1; \
+	$(BIN)/pytest tests/measure/test_kernels.py tests/measure/test_shown_kernel.py || failed=1; \
 	exit $$failed
 
 # What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and

@@ -74,12 +74,32 @@ def test_doubts_of_few_rows_fade_as_rows_add_up():
 
 
 def test_positions_that_stand_for_a_whole_batch_are_few():
-    # what kernels of a GPU look at: 64 rows of 16 entries are four positions
+    # what is looked at of attention written out: 64 rows of 16 entries are four positions
     planned = design(64, 256, 16, uneven=True)
     sample = planned.sample(torch.tensor(planned.draw()))
     rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
     stats = ScoreStats(3, exact=False, pool=Unpooled(lambda: rows, lambda: None, sample))
     assert stats.doubts() == [FEW] * 3
+
+
+def test_positions_drawn_for_each_entry_tell_their_errors():
+    # what kernels of a GPU look at
+    torch.manual_seed(0)
+    batch, heads, length = 16, 3, 256
+    scores = torch.randn(batch, heads, length, 61) * torch.linspace(0.5, 2.0, length).unsqueeze(-1)
+    exact = ScoreStats(heads, exact=True, pool=Unpooled(lambda: rows_of(scores, None)))
+    planned = design(64, length, batch, uneven=True)
+    covered = []
+    for _ in range(60):
+        sample = planned.sample(torch.tensor(planned.draw_each(batch)))
+        at = sample.positions[:, None, :, None].expand(-1, heads, -1, scores.shape[-1])
+        rows = rows_of(scores.gather(2, at), None)
+        stats = ScoreStats(heads, exact=False, pool=Unpooled(lambda rows=rows: rows, sample=sample))
+        assert stats.doubts() == [None] * heads
+        off = torch.stack([(getattr(stats, n) - getattr(exact, n)).abs() / stats.stderr(n) for n in ("entropy", "std")])
+        covered.append(off < 1.96)
+    share = torch.stack(covered).double().mean()
+    assert 0.9 < share < 0.99
 
 
 def test_rows_of_all_batch_entries_are_looked_at_and_stand_for_all():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from attnscale import attention, attention_with_stats, reference, score_stats
+from attnscale.measure.statistics import of_scores
 
-from .oracle import NAMES, assert_stats
+from .oracle import assert_stats
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,12 +50,29 @@ def test_statistics_are_those_of_the_full_matrix(dtype, head_dim, kv_heads, is_c
     torch.testing.assert_close(output, attention(query, key, value, **options), atol=0.02, rtol=0.02)
 
 
-def test_masks_and_soft_caps_go_through_blocks_of_rows():
-    query, key, _ = qkv(torch.bfloat16, 64)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 40)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["booleans", "floats", "key padding"])
+def test_masks_and_soft_caps_have_a_kernel_of_their_own(kind, softcap, dtype, head_dim, monkeypatch):
+    monkeypatch.setattr("attnscale.measure.engine.measure_rows", None)
+    query, key, value = qkv(dtype, head_dim)
     mask = torch.rand(q_len, kv_len, device="cuda") < 0.5
+    if kind == "floats":
+        mask = torch.randn(q_len, kv_len, device="cuda", dtype=dtype).masked_fill(~mask, -torch.inf)
+    if kind == "key padding":
+        mask = (torch.arange(kv_len, device="cuda") < torch.tensor([[151], [kv_len]], device="cuda"))[:, None, None]
     q, k = (tensor.double().cpu().numpy() for tensor in (query, key))
-    scores = reference.attention_scores(q, k, mask=mask.cpu().numpy(), softcap=2.0)
-    assert_stats(score_stats(query, key, attn_mask=mask, softcap=2.0), scores, rtol=5e-5, atol=5e-5)
+    added = mask.cpu().double().numpy() if kind == "floats" else mask.cpu().numpy()
+    scores = reference.attention_scores(q, k, mask=added, softcap=softcap)
+    assert_stats(score_stats(query, key, attn_mask=mask, softcap=softcap), scores, rtol=5e-5, atol=5e-5)
+    _, stats = attention_with_stats(query, key, value, mask, softcap=softcap)
+    assert_stats(stats, scores, rtol=5e-5, atol=5e-5)
+    sampled = score_stats(query, key, attn_mask=mask, softcap=softcap, rows=64)
+    assert sampled.doubts() == [None] * heads
+    for name in ("entropy", "mean", "std_within_rows"):
+        off = (getattr(sampled, name) - getattr(stats, name)).abs()
+        assert (off <= 6 * sampled.stderr(name) + 1e-5).all(), name
+    assert (stats.max <= sampled.max_bound).all()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -63,12 +81,11 @@ def test_sampled_statistics_lie_within_their_errors(is_causal):
     exact = score_stats(query, key, is_causal=is_causal)
     _, stats = attention_with_stats(query, key, value, is_causal=is_causal, rows=64)
     assert stats.rows.tolist() == [64] * heads
-    for name in NAMES:
-        if name not in ("max", "saturated"):
-            assert (
-                (getattr(stats, name) - getattr(exact, name)).abs()
-                <= 6 * stats.stderr(name).nan_to_num(nan=torch.inf) + 1e-5
-            ).all(), name
+    assert stats.doubts() == [None] * heads
+    for name, statistic in of_scores().items():
+        if statistic.has_error and name != "saturated":
+            off = (getattr(stats, name) - getattr(exact, name)).abs()
+            assert (off <= 6 * stats.stderr(name) + 1e-5).all(), name
     assert (stats.max <= exact.max + 1e-4).all()
     assert (exact.max <= stats.max_bound).all()
 

@@ -1,26 +1,12 @@
 """The Triton kernels against the oracle, run by Triton's interpreter where there is no GPU."""
 
-import importlib.util
 import math
-import os
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from attnscale import reference
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton", allow_module_level=True)
-if torch.cuda.is_available():  # the interpreter is for the whole process: it would take the GPU tests' kernels as well
-    pytest.skip("the kernels run on the GPU, in test_ops.py", allow_module_level=True)
-if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
-    pytest.skip("triton was imported before its interpreter was chosen", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
-
-from triton.runtime import interpreter
-
 from attnscale.measure import RowSums, ScoreStats
 from attnscale.measure.cuda import triton as kernels
 from attnscale.measure.cuda.row_ops import pooled_sample
@@ -28,22 +14,11 @@ from attnscale.measure.cuda.triton import Tiles
 from attnscale.measure.pooled import Table
 from attnscale.numerics import KERNEL_DTYPES
 
+from .interpreting import loops_over_tensors  # noqa: F401  # before the kernels
 from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 
 SMALL_TILES = Tiles(32, 16, 4, 1)  # several in every test
 EXACT = 6e-6  # float32 sums of up to 160 terms
-
-
-@pytest.fixture(autouse=True)
-def _loops_over_tensors(monkeypatch):
-    """NumPy 2.4 no longer converts arrays of one element, which is what triton 3.6 asks of it for a loop's bounds."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def qkv(heads=2, kv_heads=2, q_len=37, kv_len=53, head_dim=16):
@@ -241,15 +216,17 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     query, key, value = qkv(**SHAPES[shape])
     kv_len = key.shape[2]
     _, wanted = expected(query, key, value, -0.4, is_causal)
-    rows = torch.randperm(query.shape[2])[: 1 + query.shape[2] // 2].int()
+    count = 1 + query.shape[2] // 2
+    rows = torch.stack([torch.randperm(query.shape[2])[:count] for _ in query]).int()  # of each entry others
     sums, norms = kernels.sample_rows(query, key, rows, -0.4, is_causal, True, span, SAMPLE_TILES)
-    counts = (rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)
+    counts = ((rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)).unsqueeze(1)
     visible = (counts - torch.arange(0, kv_len, span).view(-1, 1, 1, 1)).clamp(0, span).expand_as(sums[0])
     assert torch.equal(kernels.sample_rows(query, key, rows, -0.4, is_causal, False, span, SAMPLE_TILES)[0], sums)
     merged = RowSums(visible, *sums).over_shards()
     assert (merged.visible == counts).all()
     found = torch.stack([getattr(merged, name).float() for name in ROW_NAMES])
-    assert_statistics(found, {name: values[:, :, rows.numpy()] for name, values in wanted.items()})
+    at = rows.long().numpy()[:, None]
+    assert_statistics(found, {name: np.take_along_axis(values, at, axis=2) for name, values in wanted.items()})
     longest = [tensor.norm(dim=-1).amax(-1) for tensor in (query, key)]
     group = query.shape[1] // key.shape[1]
     torch.testing.assert_close(norms.amax(1).sqrt(), torch.stack([longest[0], longest[1].repeat_interleave(group, 1)]))
@@ -291,7 +268,8 @@ def test_moments_beside_an_output_are_those_of_the_rows():
 def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, given_lse):
     query, key, _ = qkv(heads=3, kv_heads=3, q_len=97, kv_len=61)
     query, key = query.repeat(2, 1, 1, 1) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1), key.repeat(2, 1, 1, 1)
-    rows, weights, span = torch.tensor([0, 7, 50, 96]).int(), torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
+    rows = torch.tensor([[0, 7, 50, 96], [0, 20, 21, 60]]).int()
+    weights, span = torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
     sums, norms = kernels.sample_rows(query, key, rows, 0.4, is_causal, True, span, SAMPLE_TILES)
     bounds = torch.randn(2, 3, 97) if given_lse else norms
     found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, 1e-5)

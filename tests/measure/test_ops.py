@@ -36,6 +36,11 @@ def qkv(device, dtype=torch.float32, heads=6, kv_heads=2, q_len=13, kv_len=17, h
     return tuple(torch.randn(batch, *shape, device=device, dtype=dtype, requires_grad=grad) for shape in shapes)
 
 
+def of_each(query, rows):
+    """These positions of every batch entry."""
+    return torch.tensor(rows, device=query.device).repeat(len(query), 1)
+
+
 def scores(query, key, scale, is_causal, rows=slice(None)):
     """In float64, −∞ where hidden."""
     q = query[:, :, rows].detach().double().cpu().numpy()
@@ -184,23 +189,24 @@ def test_score_rows_passes_opcheck(sampled, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_sample_rows_passes_opcheck(device, bounds):
     query, key, _ = qkv(device, kv_len=211)
-    torch.library.opcheck(sample_rows, (query, key, torch.tensor([0, 5, 12], device=device), 0.3, True, bounds))
+    rows = of_each(query, [0, 5, 12])
+    torch.library.opcheck(sample_rows, (query, key, rows, 0.3, True, bounds))
 
 
 def test_statistics_alone_have_no_gradient():
     query, key, _ = qkv("cpu", grad=True)
     assert not score_rows(query, key, None, None, 0.3, True).requires_grad
-    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, torch.tensor([3]), 0.3, True, True))
+    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, of_each(query, [3]), 0.3, True, True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
     real = transposed(*qkv(device, q_len=23, head_dim=11))
-    rows = torch.tensor([3, 1], device=device)
+    rows = of_each(real[0], [3, 1])
 
     def run(tensors, rows):
         sampled = sample_rows(*tensors[:2], rows, 0.3, True, True)
-        return *attention_rows(*tensors, 0.3, True), score_rows(*tensors[:2], None, rows, 0.3, True), *sampled
+        return *attention_rows(*tensors, 0.3, True), score_rows(*tensors[:2], None, rows[0], 0.3, True), *sampled
 
     wanted = run(real, rows)
     with FakeTensorMode() as mode:
@@ -216,7 +222,7 @@ def test_compiles_in_one_graph_with_its_gradients(device, backend):
         sampled = sample_rows(query, key, rows, 0.3, True, True)
         return output.square().sum(), table, score_rows(query, key, None, None, 0.3, True), sampled
 
-    rows = torch.tensor([2, 11], device=device)
+    rows = of_each(qkv(device)[0], [2, 11])
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     for q_len in (13, 29, 31):  # the second makes the length symbolic
         tensors = qkv(device, q_len=q_len, grad=True)
@@ -344,11 +350,11 @@ def test_gradients_on_a_gpu_are_as_exact_as_sdpas(device, dtype, options, is_cau
 @on_gpu
 def test_a_cuda_graph_replays_the_operators(device):
     tensors = qkv(device, torch.bfloat16, q_len=197, kv_len=211, head_dim=64)
-    rows = torch.tensor([3, 150], device=device)
+    rows = of_each(tensors[0], [3, 150])
 
     def run():
         sampled = sample_rows(*tensors[:2], rows, 0.2, True, True)
-        return *attention_rows(*tensors, 0.2, True), score_rows(*tensors[:2], None, rows, 0.2, True), *sampled
+        return *attention_rows(*tensors, 0.2, True), score_rows(*tensors[:2], None, rows[0], 0.2, True), *sampled
 
     run()  # compiles the kernels
     graph = torch.cuda.CUDAGraph()

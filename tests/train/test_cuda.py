@@ -26,8 +26,9 @@ def train(steps, rate=1e-3, **settings):
         tokens = torch.randint(0, 512, (8, 513), generator=torch.Generator().manual_seed(step)).to("cuda")
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(tokens[:, :-1])
-        losses.append(F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()))
-        losses[-1].backward()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.detach())  # its graph would keep the weights, and count in the next run
         optimizer.step()
         optimizer.zero_grad()
         if monitor is not None:
@@ -43,7 +44,7 @@ def test_the_forward_is_the_same_to_the_last_bit_and_takes_no_more_memory():
     watched, records, most = train(7, rate=0.0, rows=64)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert [record.step for record in records] == [0, 2, 4, 6]
-    assert most < 1.02 * least
+    assert most < 1.01 * least
 
 
 def test_steps_that_are_known_give_the_numbers_of_following(monkeypatch):

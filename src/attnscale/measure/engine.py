@@ -10,11 +10,11 @@ from attnscale.attending.call import Call
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.measure import plan
+from attnscale.measure.bound import max_bound
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda.row_ops import BOUND_SLACK
+from attnscale.measure.cuda import sampled, shown
 from attnscale.measure.cuda.ways import way_of
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
@@ -24,7 +24,7 @@ from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample, design, drawn_ahead, sample_rows
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import lengths, without_autocast
+from attnscale.numerics import without_autocast
 from attnscale.operator import run, scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
@@ -149,6 +149,8 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
     call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
+    if shown.measures(call):
+        return shown.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
     found, bound = (measure_rows(call), None) if sample is None else _look(call, sample)
     pool = Unpooled(lambda: found, lambda: bound, sample)
@@ -157,40 +159,26 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
 
 
 def _sample(call: Call, rows: int) -> Sample | None:
-    """On a CPU rows of each batch entry apart; on a GPU positions drawn ahead, the same in every entry."""
+    """On a CPU rows of all batch entries; on a GPU as many of each, drawn ahead."""
     (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
     if device.type == "cpu":
-        foreseen = alone(partial(foreseen_variance, call)) if 0 < rows < batch * length else None
+        foreseen = foreseen_variance(call) if 0 < rows < batch * length else None
         return sample_rows(rows, batch, length, uneven, foreseen)
     planned = design(rows, length, batch, uneven)
     if planned is None:
         return None
-    return (
-        drawn_ahead(planned, device).next() if device.type == "cuda" else planned.sample(torch.tensor(planned.draw()))
-    )
+    if device.type == "cuda":
+        return drawn_ahead(planned, batch, device).next()
+    return planned.sample(torch.tensor(planned.draw_each(batch)))
 
 
 def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
     def look() -> tuple[RowSums, Tensor]:
         with torch.no_grad():
             positions = sample.positions.to(call.query.device, non_blocking=True)
-            return measure_rows(call, positions, entries=sample.entries), _max_bound(call)
+            return measure_rows(call, positions, entries=sample.entries), max_bound(call)
 
     return alone(look) if call.query.device.type == "cpu" else look()
-
-
-def _max_bound(call: Call) -> Tensor:
-    """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
-    if not call.query.numel() or not call.key.numel():
-        return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    queries, keys = (lengths(tensor).amax(-1) for tensor in (call.query, call.key))
-    bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
-    if call.softcap is not None:
-        bound = call.softcap * torch.tanh(bound / call.softcap)
-    if call.visibility.bias is not None:
-        bound = bound + call.visibility.bias.amax((-2, -1))
-    highest: Tensor = (bound * (1 + BOUND_SLACK)).amax(0)
-    return highest
 
 
 def _check_rows(rows: int | None) -> None:

@@ -1,10 +1,13 @@
 """What is known of every row without looking at its scores."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cpu.threads import share
+from attnscale.measure.cpu.threads import alone, share
 from attnscale.numerics import wide_dtype
 
 KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
@@ -26,17 +29,22 @@ def foreseen_variance(call: Call) -> Tensor:
 
 def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     """One batch entry at a time, which stays in a core's cache."""
-    within, means = query.new_empty(2, *query.shape[:-1])
+    within, means = (query.new_empty(query.shape[:-1]) for _ in range(2))
     usual = key.mean(-2, keepdim=True)
 
-    def look(entry: int) -> None:
-        apart = key[entry] - usual[entry]
-        # the mean key beside the covariance: one product for both
-        both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual[entry].mT], -1)
-        product = query[entry] @ (both if group == 1 else both.repeat_interleave(group, dim=0))
-        means[entry] = product[..., -1]
-        torch.sum(product[..., :-1].mul_(query[entry]), -1, out=within[entry])
+    def look(entries: Iterator[int]) -> None:
+        for entry in entries:
+            apart = key[entry] - usual[entry]
+            # the mean key beside the covariance: one product for both
+            both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual[entry].mT], -1)
+            product = query[entry] @ (both if group == 1 else both.repeat_interleave(group, dim=0))
+            means[entry] = product[..., -1]
+            torch.sum(product[..., :-1].mul_(query[entry]), -1, out=within[entry])
 
-    share(lambda entries: [look(entry) for entry in entries], range(len(query)), query.numel() // WORTH_A_THREAD)
-    means -= means.mean((0, 2), keepdim=True)
-    return within.double() + means.square()
+    threads = query.numel() // WORTH_A_THREAD
+    if threads > 1:
+        share(look, range(len(query)), threads)
+    else:
+        alone(partial(look, iter(range(len(query)))))
+    means = means - means.mean((0, 2), keepdim=True)
+    return within.double() + means.double().square()

@@ -114,11 +114,11 @@ def pool_rows(
 
 def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
     """How far the sums of sampled rows about this mean may be off: most of the work where rows are few."""
-    kept = [quantity.sum(0) for quantity in _quantities(rows, rows.visible > 0, mean)]
+    kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
     features = torch.stack(kept, dim=-1)
     least = torch.zeros_like(features)
-    least[..., SUMS.index("gradient_gain")] = chance_of_participation(rows, sample.length).sum(0)
-    return sample.uncertainty_of_totals(features, least)
+    least[..., SUMS.index("gradient_gain")] = sample.by_stratum(chance_of_participation(rows, sample.length))
+    return sample.of_all_entries().uncertainty_of_totals(features, least)
 
 
 def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:

@@ -47,7 +47,8 @@ def measure_rows(
 ) -> RowSums:
     """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V.
 
-    `entries`: the batch entry of each position. The rows of all of them are then found as those of one.
+    `positions` are (rows,), or of each batch entry others, (batch, rows). `entries`: the batch entry of each position.
+    The rows of all of them are then found as those of one.
     """
     if positions is not None and entries is not None:
         return _measure_entries(call, positions, entries)
@@ -96,6 +97,9 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     if counts is None:
         counts = torch.full((1,), call.key.shape[-2], device=call.query.device)
     counts = counts.expand(*counts.shape[:-1], q_len)
+    if positions is not None and positions.dim() == 2:
+        counts = counts.expand(batch, *counts.shape[-2:-1] or (1,), q_len)
+        return counts.gather(-1, positions.long().unsqueeze(1).expand(-1, counts.shape[1], -1)).expand(-1, heads, -1)
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
@@ -154,14 +158,15 @@ class Pass:
         for index, part in enumerate(query.split(self.block, -2)):
             start = strip.rows.start + index * self.block
             rows = slice(start, start + part.shape[-2])
-            ends = self._ends(rows)
+            at = self._positions(strip.entry, rows)
+            ends = self._ends(at)
             keys = seen.span(*ends, key.shape[-1])
             shape = *part.shape[:2], keys.stop - keys.start
             if room.shape[-1] < math.prod(shape):
                 room = self.sums.new_empty(2, len(part) * self.block * key.shape[-1])
             both = room[:, : math.prod(shape)].view(2, *shape)
             torch.bmm(part, key[..., keys], out=both[1])
-            shown = self._shown(seen, rows, ends[0], keys, both[1])
+            shown = self._shown(seen, at, ends[0], keys, both[1])
             reduce_rows(both, shown, sums[index])
             if value is not None and outputs is not None:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
@@ -170,7 +175,8 @@ class Pass:
     def _query(self, strip: Strip) -> Tensor:
         """(heads, rows, head_dim), with products that are scores."""
         query = self.call.query[strip.entry, strip.heads]
-        query = query[:, strip.rows] if self.positions is None else query.index_select(1, self.positions[strip.rows])
+        at = self._positions(strip.entry, strip.rows)
+        query = query[:, at] if isinstance(at, slice) else query.index_select(1, at)
         return query.to(self.sums.dtype) * (self.call.scale * BITS)
 
     def _of(self, tensor: Tensor, strip: Strip) -> Tensor:
@@ -184,14 +190,13 @@ class Pass:
         """Whether keys, turned so that a product reads them in a row, are used by several blocks."""
         return query.device.type == "cpu" and query.shape[-2] >= 4 * self.block
 
-    def _shown(self, seen: Visibility, rows: slice, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
+    def _shown(self, seen: Visibility, at: slice | Tensor, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
         """Cap and bias the scores; 1 or 0 for each of the last columns that is shown or hidden, None: all shown."""
         cap = self.call.softcap
         if cap is not None:
             scores.div_(cap * BITS).tanh_().mul_(cap * BITS)
         if seen.is_full:
             return None
-        at = rows if self.positions is None else self.positions[rows]
         bias = None if seen.bias is None else seen.added(at, keys, scores)
         if bias is not None:
             scores.add_(bias.clamp(min=-HIDDEN), alpha=BITS)
@@ -200,13 +205,19 @@ class Pass:
         assert shown is not None
         return shown.to(scores.dtype)
 
-    def _ends(self, rows: slice) -> tuple[int, int]:
-        """The first and the last of these rows; of rows chosen on a GPU none is known: to look would be to wait."""
+    def _positions(self, entry: int, rows: slice) -> slice | Tensor:
+        """Where these rows are in the query."""
         if self.positions is None:
-            return rows.start, rows.stop - 1
-        if self.call.visibility.is_full or self.positions.device.type != "cpu":
+            return rows
+        return (self.positions if self.positions.dim() == 1 else self.positions[entry])[rows]
+
+    def _ends(self, at: slice | Tensor) -> tuple[int, int]:
+        """The first and the last of these rows; of rows chosen on a GPU none is known: to look would be to wait."""
+        if isinstance(at, slice):
+            return at.start, at.stop - 1
+        if self.call.visibility.is_full or at.device.type != "cpu":
             return 0, self.call.query.shape[-2] - 1
-        lowest, highest = self.positions[rows].aminmax()
+        lowest, highest = at.aminmax()
         return int(lowest), int(highest)
 
 

@@ -1,9 +1,9 @@
 """Which rows to look at, and what having looked at those alone is worth.
 
 Rows are drawn without replacement in strata of neighbouring positions, from all batch entries; what is foreseen to
-stand out is taken for certain. Kernels of a GPU take the same positions in every entry instead: each then stands for
-that row of the whole batch (a cluster). The variance of an estimated total is the textbook one for such a design,
-Σ_h M_h² (1 − m_h/M_h) S_h / m_h, with S_h the sample covariance within stratum h.
+stand out is taken for certain. Kernels of a GPU take as many of each entry, drawn apart, and attention written out the
+same of every entry: each then stands for that row of the whole batch (a cluster). The variance of an estimated total
+is the textbook one for such a design: Σ_h M_h² (1 − m_h/M_h) S_h / m_h, S_h being the sample covariance in stratum h.
 """
 
 import random
@@ -74,10 +74,10 @@ class Foreseen:
 class Sample:
     """Sampled positions by stratum, and how many rows each stratum has: of one entry, or of all where entries say."""
 
-    positions: Tensor  # (rows,)
+    positions: Tensor  # (rows,), or of each batch entry others, (batch, rows)
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
-    entries: Tensor | None = None  # (rows,) the batch entry of each; None: the row of every entry
+    entries: Tensor | None = None  # (rows,) the batch entry of each; None: so many of every entry
     foreseen: "Foreseen | None" = None
 
     @property
@@ -91,8 +91,20 @@ class Sample:
         taken = torch.bincount(self.stratum, minlength=len(self.sizes)).clamp(min=1)
         return (self.sizes / taken)[self.stratum]
 
+    def by_stratum(self, quantity: Tensor) -> Tensor:
+        """What uncertainty_of_totals() takes of (batch, heads, rows): rows that stand for the whole batch in one."""
+        return quantity.transpose(0, 1).flatten(1) if self.positions.dim() == 2 else quantity.sum(0)
+
+    def of_all_entries(self) -> "Sample":
+        """The same with the rows of all batch entries in one, each entry in strata of its own."""
+        if self.positions.dim() == 1:
+            return self
+        batch, strata = self.positions.shape[0], len(self.sizes)
+        stratum = self.stratum + strata * torch.arange(batch, device=self.stratum.device).unsqueeze(-1)
+        return Sample(self.positions.flatten(), stratum.flatten(), self.sizes.repeat(batch))
+
     def uncertainty_of_totals(self, features: Tensor, least: Tensor) -> Uncertainty:
-        """Of the estimated totals of features (heads, rows, features), each row summed over the batch.
+        """Of the estimated totals of features (heads, rows, features).
 
         `least`, of the same shape: a variance of each row that is known besides; the larger of the two counts.
         """
@@ -101,9 +113,11 @@ class Sample:
         taken = torch.bincount(stratum, minlength=strata).to(features)
         heads, _, width = features.shape
 
+        member = (stratum == torch.arange(strata, device=stratum.device).unsqueeze(-1)).to(features)
+
         def within(values: Tensor) -> Tensor:
-            means = values.new_zeros(heads, strata, values.shape[-1]).index_add_(1, stratum, values)
-            return values - (means / taken[:, None].clamp(min=1))[:, stratum]
+            means = member @ values / taken[:, None].clamp(min=1)  # in one order, on a GPU too
+            return values - means[:, stratum]
 
         residual = within(features)
         # each row's share: M² (1 − m/M) / (m (m − 1)), so that one product over all rows is the sum over strata
@@ -170,8 +184,16 @@ class Design:
 
     def draw(self) -> list[int]:
         """Positions in increasing order, drawn anew."""
-        seed, positions = SEED.get(), list(range(self.certain))
+        return self.draw_each(1)[0]
+
+    def draw_each(self, batch: int) -> list[list[int]]:
+        """The same for every batch entry, of the other ones apart."""
+        seed = SEED.get()
         source = DRAW if seed is None else random.Random(seed)
+        return [self._drawn(source) for _ in range(batch)]
+
+    def _drawn(self, source: random.Random) -> list[int]:
+        positions = list(range(self.certain))
         for (start, stop), taken in zip(pairwise(self.edges), self.taken, strict=True):
             positions += sorted(source.sample(range(start, stop), taken))
         return positions
@@ -257,8 +279,8 @@ def _standing_out(known: Tensor, most: int) -> Tensor:
 class DrawnAhead:
     """Draws of one design kept on a GPU: the next one costs no copy, which would also stop a graph capture."""
 
-    def __init__(self, planned: Design, device: torch.device) -> None:
-        self.planned, self.device = planned, device
+    def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
+        self.planned, self.batch, self.device = planned, batch, device
         self.stream, self.raw = (
             torch.cuda.current_stream(device),
             current_stream(device.index),
@@ -269,7 +291,7 @@ class DrawnAhead:
     def next(self) -> Sample:
         """The next draw; under graph capture, where nothing can be copied, one of those at hand again."""
         if SEED.get() is not None:
-            drawn = torch.tensor(self.planned.draw(), dtype=torch.int32)
+            drawn = torch.tensor(self.planned.draw_each(self.batch), dtype=torch.int32)
             return self.planned.sample(drawn.to(self.device, non_blocking=True))
         capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
@@ -287,7 +309,7 @@ class DrawnAhead:
         return self.planned.sample(positions)
 
     def _draw(self, count: int) -> None:
-        draws = torch.from_numpy(self.planned.draws(count))
+        draws = torch.from_numpy(self.planned.draws(count * self.batch)).unflatten(0, (count, self.batch))
         self.drawn = draws.to(self.device, non_blocking=True).unbind()
         self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
 
@@ -296,6 +318,6 @@ CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for 
 
 
 @lru_cache(maxsize=64)
-def drawn_ahead(planned: Design, device: torch.device) -> DrawnAhead:
-    """The draws of a design on a device."""
-    return DrawnAhead(planned, device)
+def drawn_ahead(planned: Design, batch: int, device: torch.device) -> DrawnAhead:
+    """The draws of a design for each entry of a batch, on a device."""
+    return DrawnAhead(planned, batch, device)

@@ -61,7 +61,7 @@ def _table_of_one(query: Tensor, key: Tensor, scale: float, way: Way) -> Tensor:
     """One query of few heads: the statistics over spans of keys that fill a GPU."""
     from attnscale.measure.cuda import triton
 
-    first, one = _first(query.device)
+    first, one = _first(len(query), query.device)
     span = key_span(query, key)
     sums, norms = triton.sample_rows(query, key, first, scale, False, True, span, kind=way.kind)
     table = triton.finish_sampled(sums, norms, first, one, 1, key.shape[2], span, scale, False, 0.0, way.kind)
@@ -70,6 +70,6 @@ def _table_of_one(query: Tensor, key: Tensor, scale: float, way: Way) -> Tensor:
 
 
 @cache
-def _first(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first position, which stands for itself."""
-    return torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.float64, device=device)
+def _first(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first position of every entry, which stands for itself."""
+    return torch.zeros(batch, 1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.float64, device=device)

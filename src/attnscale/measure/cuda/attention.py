@@ -20,12 +20,15 @@ WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
 
 
 def measures(call: Call) -> bool:
-    """Whether the kernels take this: on CUDA, scores that are products of q and k alone."""
+    """Whether kernels take this that know nothing of masks: on CUDA, scores that are products of q and k alone."""
+    return call.visibility.is_plain and call.softcap is None and kernels_take(call)
+
+
+def kernels_take(call: Call) -> bool:
+    """Whether query and key are what the kernels are written for."""
     query, key = call.query, call.key
     return (
         query.is_cuda
-        and call.visibility.is_plain
-        and call.softcap is None
         and query.dtype == key.dtype
         and query.dtype in KERNEL_DTYPES
         and query.shape[-1] <= WIDEST_HEAD

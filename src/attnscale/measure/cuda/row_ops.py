@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.bound import BOUND_SLACK
 from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.cuda.watched import looked_on
 from attnscale.measure.cuda.ways import layout_of
@@ -20,7 +21,6 @@ from attnscale.numerics import wide_dtype
 from attnscale.visibility import Visibility
 
 SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # of a row, as RowSums names them
-BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
 def score_stats(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def score_stats(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> tu
 def sample_stats(
     query: Tensor, key: Tensor, lse: Tensor | None, rows: Tensor, weights: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """SCORED of the rows at these positions over every span of keys, and the table of their heads.
+    """SCORED of the rows at these positions, (batch, rows), over every span of keys, and the table of their heads.
 
     The lse of all rows, (batch, heads, q_len), bounds the maximum; without it, the norms of queries and keys do.
     """
@@ -86,7 +86,7 @@ def _score_rows_fake(
 def sample_rows(
     query: Tensor, key: Tensor, rows: Tensor, scale: float, is_causal: bool, bounds: bool
 ) -> tuple[Tensor, Tensor]:
-    """SCORED of the rows at these positions over every span of keys, (6, spans, batch, heads, rows).
+    """SCORED of the rows at these positions, (batch, rows), over every span of keys: (6, spans, batch, heads, rows).
 
     With `bounds`, also the largest ‖q‖² and ‖k‖² of as many parts of the queries and keys: (2, spans, batch, heads).
     """
@@ -121,7 +121,7 @@ def _sample_rows_fake(
 ) -> tuple[Tensor, Tensor]:
     spans = -(-key.shape[2] // key_span(query, key))
     parts = spans, *query.shape[:2]
-    return empty_wide(query, len(SCORED), *parts, rows.shape[0]), empty_wide(query, 2 if bounds else 0, *parts)
+    return empty_wide(query, len(SCORED), *parts, rows.shape[1]), empty_wide(query, 2 if bounds else 0, *parts)
 
 
 @torch.library.custom_op("attnscale::pooled_rows", mutates_args=(), device_types="cuda")
@@ -195,7 +195,7 @@ def _pooled_sample_cpu(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len)
+    visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
     begins = torch.arange(sums.shape[1]).mul_(span).view(-1, 1, 1, 1)
     shown = (visible - begins).clamp(min=0, max=span)
     found = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
@@ -205,7 +205,7 @@ def _pooled_sample_cpu(
     else:
         queries, keys = bounds.double().amax(1).sqrt()
         highest = (abs(scale) * (1 + BOUND_SLACK) * queries * keys).amax(0)
-    each = torch.arange(rows.shape[0])
+    each = torch.arange(rows.shape[1])
     return table_of_rows(found, highest, Sample(rows, each, weights))  # every row a stratum of its own
 
 

@@ -53,8 +53,8 @@ def _design(call: Call, rows: int) -> Design | None:
 def _sample(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
     """Statistics of a draw; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
     query, key = call.query, call.key
-    sample = drawn_ahead(planned, query.device).next()
-    weights = _weights(planned, query.device)
+    sample = drawn_ahead(planned, len(query), query.device).next()
+    weights = weights_of(planned, query.device)
     sums, table = row_ops.sample_stats(
         query, key, lse, sample.positions, weights, call.scale, call.visibility.is_causal
     )
@@ -63,7 +63,7 @@ def _sample(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
 
 
 @cache
-def _weights(planned: Design, device: torch.device) -> Tensor:
+def weights_of(planned: Design, device: torch.device) -> Tensor:
     """How many positions each sampled one stands for, on the device."""
     return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
 
@@ -91,7 +91,8 @@ class Sampled(NamedTuple):
         return RowSums(shown.expand_as(self.sums[0]), *self.sums.double())
 
     def _visible(self) -> Tensor:
-        return Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len)
+        counts = Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len)
+        return counts.unsqueeze(1)
 
     def bound(self) -> Tensor:
         """No score of a head is above this."""

@@ -3,6 +3,7 @@
 from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
+from attnscale.measure.cuda.triton.showing import shown_rows
 from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "sample_rows",
     "sample_tiles",
     "score_rows",
+    "shown_rows",
     "tiles",
 ]

@@ -29,6 +29,7 @@ def finish_kernel(
     kv_len: tl.tensor,
     rows_each: tl.tensor,
     CAUSAL: tl.constexpr,
+    GIVEN_VISIBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Some rows of a head a program; the last one writes its row of the table."""
@@ -36,7 +37,8 @@ def finish_kernel(
     slots = tl.num_programs(0)
     left_at += (head * slots).to(tl.int64) * FIELDS
     begin = slot * rows_each
-    _pool(sums_at, left_at + slot * FIELDS, head, begin, rows_each, batch, heads, q_len, kv_len, CAUSAL, BLOCK)
+    to = left_at + slot * FIELDS
+    _pool(sums_at, to, head, begin, rows_each, batch, heads, q_len, kv_len, CAUSAL, GIVEN_VISIBLE, BLOCK)
     tl.debug_barrier()
     if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
         fields = tl.arange(0, FIELDS)
@@ -120,9 +122,11 @@ def _pool(
     q_len: tl.tensor,
     kv_len: tl.tensor,
     CAUSAL: tl.constexpr,
+    GIVEN_VISIBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Some of the rows of a head, the batch entries one behind the other."""
+    rows = tl.zeros([BLOCK], tl.float64)
     scores = tl.zeros([BLOCK], tl.float64)
     entropy = tl.zeros([BLOCK], tl.float64)
     several = tl.zeros([BLOCK], tl.float64)
@@ -143,17 +147,21 @@ def _pool(
         kept = row < end
         entry, position = row // q_len, row % q_len
         at = sums_at + (entry * heads + head).to(tl.int64) * q_len + position
+        visible = tl.zeros_like(position) + kv_len
+        if CAUSAL:
+            visible = tl.minimum(position + 1, kv_len)
+        if GIVEN_VISIBLE:
+            visible = tl.load(at + 6 * plane, mask=kept, other=0.0).to(tl.int32)
+            kept = kept & (visible > 0)
         maximum = tl.load(at, mask=kept, other=float("-inf"))
         total = tl.load(at + plane, mask=kept, other=1.0)
         gap = tl.load(at + 2 * plane, mask=kept, other=0.0)
         participation = tl.load(at + 3 * plane, mask=kept, other=1.0)
-        visible = tl.zeros_like(position) + kv_len
-        if CAUSAL:
-            visible = tl.minimum(position + 1, kv_len)
         some = kept & (visible > 1)
         row_entropy = tl.where(kept, tl.log(total) + gap, 0.0)
         weight = 1.0 / total
         highest = tl.maximum(highest, maximum, propagate_nan=tl.PropagateNan.ALL)
+        rows += kept.to(tl.float64)
         scores += tl.where(kept, visible, 0).to(tl.float64)
         entropy += row_entropy.to(tl.float64)
         several += some.to(tl.float64)
@@ -170,7 +178,7 @@ def _pool(
         first += tl.where(kept, number * mean, 0.0)
         second += tl.where(kept, deviation + number * mean * mean, 0.0)
         within += tl.where(kept, deviation, 0.0)
-    tl.store(left_at, tl.maximum(end - begin, 0).to(tl.float64))
+    tl.store(left_at, tl.sum(rows, 0))
     tl.store(left_at + 1, tl.sum(scores, 0))
     tl.store(left_at + 2, tl.sum(first, 0))
     tl.store(left_at + 3, largest_of(highest.to(tl.float64)))

@@ -26,6 +26,7 @@ def finish_sample_kernel(
     bound_scale: tl.tensor,
     bound_slack: tl.tensor,
     CAUSAL: tl.constexpr,
+    GIVEN_VISIBLE: tl.constexpr,
     GIVEN_LSE: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUND_BLOCK: tl.constexpr,
@@ -54,15 +55,22 @@ def finish_sample_kernel(
         row = start + tl.arange(0, BLOCK)
         kept = row < batch * count
         entry, place = row // count, row % count
-        position = tl.load(rows_at + place).to(tl.int32)
-        weight = tl.where(kept, tl.load(weights_at + place), 0.0)
+        position = tl.load(rows_at + tl.where(kept, row, 0)).to(tl.int32)
         visible = tl.zeros_like(position) + kv_len
         if CAUSAL:
             visible = tl.minimum(position + 1, kv_len)
         at = sums_at + (entry * heads + head).to(tl.int64) * count + place
+        if GIVEN_VISIBLE:
+            visible = tl.zeros_like(position)
+            for number in range(spans):
+                visible += tl.load(at + number * step + 6 * plane, mask=kept, other=0.0).to(tl.int32)
+            kept = kept & (visible > 0)
+        weight = tl.where(kept, tl.load(weights_at + place), 0.0)
         largest = tl.full([BLOCK], float("-inf"), tl.float64)
         for number in range(spans):
-            shown = kept & (visible > number * span)
+            shown = kept & (
+                _there(at + number * step + 6 * plane, visible - number * span, span, kept, GIVEN_VISIBLE) > 0
+            )
             here = tl.load(at + number * step, mask=shown, other=float("-inf")).to(tl.float64)
             largest = tl.maximum(largest, here, propagate_nan=tl.PropagateNan.ALL)
         base = tl.where(kept, largest, 0.0)
@@ -72,7 +80,9 @@ def finish_sample_kernel(
         row_first = tl.zeros([BLOCK], tl.float64)
         row_second = tl.zeros([BLOCK], tl.float64)
         for number in range(spans):
-            shown = kept & (visible > number * span)
+            there = _there(at + number * step + 6 * plane, visible - number * span, span, kept, GIVEN_VISIBLE)
+            shown = kept & (there > 0)
+            there = tl.where(shown, there, 0).to(tl.float64)
             here = at + number * step
             below = tl.where(shown, base - tl.load(here, mask=shown, other=0.0).to(tl.float64), 0.0)
             share = tl.load(here + plane, mask=shown, other=0.0).to(tl.float64) * tl.exp(-below)
@@ -80,7 +90,6 @@ def finish_sample_kernel(
             gap += share * (tl.load(here + 2 * plane, mask=shown, other=0.0).to(tl.float64) + below)
             square += share * share * tl.load(here + 3 * plane, mask=shown, other=0.0).to(tl.float64)
             mean = tl.load(here + 4 * plane, mask=shown, other=0.0).to(tl.float64)
-            there = tl.where(shown, tl.minimum(visible - number * span, span), 0).to(tl.float64)
             row_first += there * mean
             row_second += tl.load(here + 5 * plane, mask=shown, other=0.0).to(tl.float64) + there * mean * mean
         total = tl.where(kept, total, 1.0)
@@ -155,6 +164,14 @@ def finish_sample_kernel(
     _keep(to, 17, 27, tl.sum(keys, 0), all_rows)
     show_number(to, 28, tl.sum(seen, 0))
     show_number(to, 29, tl.sum(looked, 0))
+
+
+@triton.jit
+def _there(at: tl.tensor, left: tl.tensor, span: tl.tensor, kept: tl.tensor, GIVEN_VISIBLE: tl.constexpr) -> tl.tensor:
+    """How many keys of a span each row sees: as the pass has counted them, or of those left from its begin on."""
+    if GIVEN_VISIBLE:
+        return tl.load(at, mask=kept, other=0.0).to(tl.int32)
+    return tl.minimum(left, span)
 
 
 @triton.jit

@@ -12,12 +12,13 @@ from attnscale.measure.cuda.triton.launching import counters, launch
 
 PROGRAMS = 1056  # that pool rows, eight a multiprocessor of an H200
 POOLED_ROWS = 128  # at a time, four a thread of one warp: sums over them need no barriers
-SAMPLED_ROWS, BOUNDS = 64, 1024  # at a time, of a sampled head's rows and of what bounds its maximum
+WITH_VISIBLE = 7  # sums of a row, of which the last is how many keys it sees
+SAMPLED_ROWS, BOUNDS = 64, 4096  # at a time, of a sampled head's rows and of what bounds its maximum
 
 
 def finish_scored(sums: Tensor, kv_len: int, is_causal: bool, kind: Hashable = None) -> Tensor:
-    """The table of the heads whose rows have these sums, (6, batch, heads, q_len)."""
-    _, batch, heads, q_len = sums.shape
+    """The table of the heads whose rows have these sums, (6, batch, heads, q_len), or 7 with the visible keys."""
+    planes, batch, heads, q_len = sums.shape
     parts, rows_each = _pool_parts(batch * q_len, heads)
     left = torch.empty(heads * parts * FIELDS.value, dtype=torch.float64, device=sums.device)
     arrived = counters(sums.device, heads)
@@ -26,7 +27,7 @@ def finish_scored(sums: Tensor, kv_len: int, is_causal: bool, kind: Hashable = N
         finish_kernel,
         (parts, heads),
         (sums, left, arrived, table, batch, heads, q_len, kv_len, rows_each),
-        (is_causal, POOLED_ROWS),
+        (is_causal, planes == WITH_VISIBLE, POOLED_ROWS),
         (1, 1),
         kind,
     )
@@ -46,8 +47,8 @@ def finish_sampled(
     slack: float,
     kind: Hashable = None,
 ) -> Tensor:
-    """The same of sampled rows, (6, spans, batch, heads, rows), bounded by the lse of all rows or by norms."""
-    _, spans, batch, heads, count = sums.shape
+    """The same of sampled rows, (6 or 7, spans, batch, heads, rows), bounded by the lse of all rows or by norms."""
+    planes, spans, batch, heads, count = sums.shape
     given_lse = bounds.dim() == 3
     table = torch.empty((heads, TABLE.value), dtype=torch.float64, device=sums.device)
     launch(
@@ -57,7 +58,7 @@ def finish_sampled(
             *(sums, rows, weights, bounds, table, *(bounds.stride()[:2] if given_lse else (0, 0)), batch, heads, count),
             *(q_len, kv_len, spans, span, abs(scale) * (1 + slack), slack),
         ),
-        (is_causal, given_lse, SAMPLED_ROWS, BOUNDS),
+        (is_causal, planes == WITH_VISIBLE, given_lse, SAMPLED_ROWS, BOUNDS),
         (4, 1),
         kind,
     )

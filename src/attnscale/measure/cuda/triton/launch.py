@@ -110,7 +110,7 @@ def sample_rows(
     cut: Tiles | None = None,
     kind: Hashable = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of the rows at these positions over each span of keys: (6, spans, batch, heads, rows).
+    """The sums of the rows at these positions, (batch, rows), over each span of keys: (6, spans, batch, heads, rows).
 
     With `bounds`, also the largest ‖q‖² and ‖k‖² in each part of the queries and each span of the keys: (2, spans,
     batch, heads); without, a tensor of none.
@@ -118,7 +118,7 @@ def sample_rows(
     query, scale = _rising(query, scale)
     query, key = _unit_stride(query), _unit_stride(key)
     batch, heads, q_len, head_dim = query.shape
-    kv_len, count = key.shape[2], rows.shape[0]
+    kv_len, count = key.shape[2], rows.shape[1]
     spans = -(-kv_len // span)
     sums = torch.empty((SCORED, spans, batch, heads, count), dtype=torch.float32, device=query.device)
     norms = torch.empty((2 if bounds else 0, spans, batch, heads), dtype=torch.float32, device=query.device)
@@ -129,7 +129,7 @@ def sample_rows(
             sample_kernel,
             (spans, batch * heads, -(-count // cut.rows) + (1 if bounds else 0)),
             (
-                *(query, key, rows, sums, norms, *query.stride()[:3], *key.stride()[:3]),
+                *(query, key, rows.contiguous(), sums, norms, *query.stride()[:3], *key.stride()[:3]),
                 *(heads, heads // key.shape[1], count, q_len, kv_len, -(-q_len // spans), span, scale, scale * LOG2_E),
             ),
             (

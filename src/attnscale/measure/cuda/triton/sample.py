@@ -49,6 +49,7 @@ def sample_kernel(
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head
     key_at += batch * key_batch + head // group * key_head
+    rows_at += batch * count
     norms_at += span * tl.num_programs(1) + both
     row_tiles = tl.cdiv(count, TILE_ROWS)
     if tl.program_id(2) < row_tiles:

@@ -1,0 +1,69 @@
+"""The host's side of the pass over rows that see some of the keys."""
+# mypy: disable-error-code="import-untyped"
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call
+from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
+from attnscale.measure.cuda.triton.shown import shown_kernel
+from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, tiles
+
+LEAST_WIDTH = 16  # the narrowest product of tiles
+PLANES = 7  # SCORED, and the number of visible keys
+
+
+def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = None, kind: Hashable = None) -> Tensor:
+    """SCORED of every row, or of those at these positions, (batch, rows), over each span of keys, and its visible keys.
+
+    (7, spans, batch, heads, rows). The mask's hidden keys are False or −∞.
+    """
+    query, key = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (call.query, call.key))
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, count = key.shape[2], q_len if rows is None else rows.shape[1]
+    spans = -(-kv_len // span)
+    if cut is None:
+        known = head_dim, query.dtype, capability(query.device.index)
+        cut = tiles(*known) if rows is None else sample_tiles(count, *known)
+    seen = call.visibility
+    mask, mask_strides = _mask(seen.mask, query)
+    own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
+    theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
+    sums = torch.empty((PLANES, spans, batch, heads, count), dtype=torch.float32, device=query.device)
+    with on_device(query):
+        launch(
+            shown_kernel,
+            (-(-count // cut.rows), spans, batch * heads),
+            (
+                *(query, key, query if rows is None else rows.contiguous(), mask, own, theirs, sums),
+                *(*query.stride()[:3], *key.stride()[:3], *mask_strides, *own_strides, *their_strides),
+                *(heads, heads // key.shape[1], count, kv_len, span, seen.first or 0, seen.last or 0),
+                *(float(call.scale), float(call.softcap or 1.0)),
+            ),
+            (
+                *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, rows is not None),
+                0 if seen.mask is None else 1 if seen.bias is None else 2,
+                *(seen.first is not None, seen.last is not None, seen.documents is not None),
+                *(call.softcap is not None, precision(query)),
+            ),
+            (cut.warps, cut.stages),
+            kind,
+        )
+    return sums
+
+
+def _mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The mask, or something in its place, and its strides: none along what it is the same for."""
+    if mask is None:
+        return query, (0, 0, 0, 0)
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides
+
+
+def _documents(ids: Tensor | None, batch: int, length: int, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    if ids is None:
+        return query, (0, 0)
+    whole = ids.expand(batch, length)
+    return whole, whole.stride()

@@ -1,0 +1,104 @@
+"""The kernel for masks, windows, documents and soft-caps, in triton's interpreter, against the full matrix."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnscale.attending.call import Call
+from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.triton import Tiles
+from attnscale.measure.pool import pool_rows
+from attnscale.measure.pooled import Table
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_sums import RowSums
+from attnscale.measure.sampling import Sample
+from attnscale.measure.stats import table_of
+from attnscale.visibility import Visibility
+
+from .interpreting import loops_over_tensors  # noqa: F401  # before the kernels
+
+batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 2, 1, 37, 45, 11
+SMALL_TILES, SAMPLE_TILES = Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)
+NAMES = ("visible", "max", "total", "gap", "participation", "mean", "deviation")
+
+
+def sees():
+    torch.manual_seed(3)
+    shown = torch.rand(batch, 1, q_len, kv_len) < 0.6
+    shown[0, 0, 5] = False  # a row that sees nothing
+    lengths = torch.tensor([31, kv_len])
+    bias = torch.randn(1, heads, q_len, kv_len).masked_fill(torch.rand(1, heads, q_len, kv_len) < 0.3, -torch.inf)
+    ids = torch.arange(q_len) // 10, torch.arange(kv_len) // 10
+    padding = torch.zeros(batch, q_len, dtype=torch.bool)
+    padding[0, 30:] = True
+    return {
+        "mask": Visibility(mask=shown),
+        "key padding": Visibility(mask=(torch.arange(kv_len) < lengths[:, None])[:, None, None, :]),
+        "bias": Visibility(mask=bias),
+        "half bias": Visibility(mask=bias.to(torch.bfloat16)),
+        "window": Visibility.causal(offset=3, window=7),
+        "causal bias": Visibility(last=0, mask=bias),
+        "documents": Visibility(documents=ids),
+        "rows left out": Visibility(mask=shown).without_rows(padding),
+        "nothing hidden": Visibility(),
+    }
+
+
+def call_of(name, softcap, scale=0.7):
+    query = torch.randn(batch, heads, q_len, head_dim)
+    key = torch.randn(batch, kv_heads, kv_len, head_dim)
+    return Call(query, key, key, sees()[name], 0.0, scale, softcap)
+
+
+def exact(call, rows=None):
+    seen = call.visibility
+    seen = replace(seen, mask=seen.mask.double()) if seen.bias is not None else seen
+    return measure_rows(replace(call, query=call.query.double(), key=call.key.double(), visibility=seen), rows)
+
+
+def assert_rows(found, wanted):
+    assert torch.equal(found.visible, wanted.visible)
+    some = wanted.visible > 0
+    for name in NAMES[1:]:
+        ours, theirs = (getattr(each, name).double()[some] for each in (found, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 0.7), (3.0, -0.4)])
+@pytest.mark.parametrize("name", sees())
+def test_every_row_is_that_of_the_full_matrix(name, softcap, scale):
+    call = call_of(name, softcap, scale)
+    sums = kernels.shown_rows(call, None, kv_len, SMALL_TILES)[:, 0]
+    assert_rows(RowSums(sums[6].long(), *sums[:6]), exact(call))
+
+
+@pytest.mark.parametrize("span", [16, 48])
+@pytest.mark.parametrize("name", sees())
+def test_sampled_rows_merge_over_spans_into_those_of_the_full_matrix(name, span):
+    call = call_of(name, 20.0)
+    rows = torch.stack([torch.randperm(q_len)[:9] for _ in range(batch)])
+    sums = kernels.shown_rows(call, rows.int(), span, SAMPLE_TILES)
+    assert_rows(RowSums(sums[6].long(), *sums[:6]).over_shards(), exact(call, rows))
+
+
+@pytest.mark.parametrize("name", ["mask", "window", "rows left out"])
+def test_heads_are_finished_as_on_a_cpu(name):
+    call = call_of(name, None)
+    sums = kernels.shown_rows(call, None, kv_len, SMALL_TILES)[:, 0]
+    found = kernels.finish_scored(sums, kv_len, False)
+    wanted = table_of(pool_rows(RowSums(sums[6].long(), *sums[:6])))
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    assert Table(found)().rows.tolist() == exact(call).visible.gt(0).sum((0, 2)).tolist()
+
+    rows, weights = torch.tensor([[0, 5, 20, 33], [2, 6, 31, 36]]).int(), torch.tensor([2.0, 7.5, 8.0, 19.5]).double()
+    bound, span = torch.randn(1, heads, 1).expand(batch, -1, -1), 16
+    sums = kernels.shown_rows(call, rows, span, SAMPLE_TILES)
+    found = kernels.finish_sampled(sums, bound, rows, weights, 1, kv_len, span, 1.0, False, 0.0)
+    pooled = pool_rows(
+        RowSums(sums[6].long(), *sums[:6].double()).over_shards(),
+        bound[0, :, 0],
+        Sample(rows, torch.arange(4), weights),
+        errors=False,
+    )
+    torch.testing.assert_close(found, table_of(pooled), rtol=2e-6, atol=2e-6)
