@@ -138,10 +138,11 @@ def test_what_a_slow_writer_adds_to_a_log_that_is_set_aside_is_kept(tmp_path, mo
     for step in range(20):
         JsonLines(path)(record(step))
     room.set_aside(path)
-    line = room.line_of
+    line, late_steps = room.line_of, []
 
     def late(found):
-        if found.step == 19:
+        if not late_steps:
+            late_steps.append(20)
             with beside(path, "aside").open("ab") as file:
                 file.write(line(record(20)))
         return line(found)
@@ -160,6 +161,18 @@ def test_a_log_killed_between_two_names_counts_nothing_twice(tmp_path):
     room.thin_files(path)
     records = read_log(path).records
     assert sum(found.last_step - found.step + 1 for found in records) == 20
+
+
+def test_a_record_that_stays_as_it_is_keeps_its_line(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    for step in range(20):
+        JsonLines(path)(record(step))
+    lines = path.read_bytes().replace(b'"rank', b' "rank').splitlines(keepends=True)
+    path.write_bytes(b"".join(lines)[:-1])  # the last has no end
+    room.rewrite_thinned(path)
+    thinned = path.read_bytes().splitlines(keepends=True)[1:]
+    assert (thinned[0], thinned[-5:-1]) == (lines[0], lines[-5:-1])
+    assert [found.step for found in read_log(path).records][-5:] == [15, 16, 17, 18, 19]
 
 
 def test_a_line_without_end_is_cut_and_counted(tmp_path, monkeypatch):
