@@ -13,6 +13,7 @@ from attnscale.errors import SettingError
 from attnscale.train import JsonLines, read_log, room
 from attnscale.train.snapshot import beside
 from attnscale.train.survey import survey
+from tests.processes import started
 from tests.train.large import large_log
 from tests.train.test_jsonlines import record
 
@@ -81,14 +82,9 @@ def kill_thinnings(folder, times, size):
     room.set_aside(path)
     whole = read_log(path).records
     for _ in range(times):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
-        try:
+        with started([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             time.sleep(moments.uniform(0, 0.05 + size / 2e7))
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
         names = {file.name for file in folder.iterdir()}
         if beside(path, "older").name in names:
             ended += 1
