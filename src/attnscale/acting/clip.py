@@ -21,6 +21,7 @@ from attnscale.acting.freshness import fresh_maxima, note_changed
 from attnscale.acting.replicas import Maxima, agreed_maxima, axes_of, device_of
 from attnscale.acting.writing import Touched
 from attnscale.errors import SettingError
+from attnscale.plain import printable
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class ClippedHead:
 
     def __str__(self) -> str:
         how = "" if self.measured == "exact" else f" ({self.measured}, at most {self.bound:.4g})"
-        return f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+        told = f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+        return printable(told)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import nn
 from attnscale.acting.common import Block, Common, Floats
 from attnscale.acting.replicas import Axis, Changes, agreed_changes
 from attnscale.acting.writing import Change, Touched, held_as
+from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 from attnscale.watching.layer import Layer
 
@@ -35,7 +36,7 @@ class Left:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.layer}, head {self.head}: left as it is: {self.reason}"
+        return printable(f"{self.layer}, head {self.head}: left as it is: {self.reason}")
 
 
 @dataclass(frozen=True)
