@@ -15,7 +15,7 @@ SRC = Path(attnscale.__file__).parent
 
 # A room imports only what stands before it.
 ROOMS = (
-    "errors", "plain", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
+    "plain", "errors", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
     "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "diagnose", "acting",
     "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
 )  # fmt: skip

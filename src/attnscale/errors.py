@@ -22,9 +22,14 @@ Every message finishes the sentence: what was expected, what came, what to do. C
 their classes, never by their words.
 """
 
+from attnscale.plain import printable_lines
+
 
 class AttnscaleError(ValueError):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose; names of models and logs are told without what steers a terminal."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class InputError(AttnscaleError, RuntimeError):
@@ -56,7 +61,10 @@ class UnknownRuleError(SettingError):
 
 
 class AttnscaleWarning(UserWarning):
-    """Base of every warning given on purpose."""
+    """Base of every warning given on purpose; told as errors are."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class NotFollowedWarning(AttnscaleWarning):

@@ -315,3 +315,20 @@ def test_a_copy_of_the_model_is_clipped_by_the_same_measurement():
     copied, seen = copy.deepcopy(model), watched(model, inputs)
     first, second = (attnscale.clip_qk_(each, seen, threshold=7.0) for each in (model, copied))
     assert [head.gamma for head in first.heads] == [head.gamma for head in second.heads] != []
+
+
+def test_nothing_of_a_name_steers_a_terminal(caplog):
+    """Layers, parameters and reasons: in reports, and in what is logged."""
+    evil = "l\x1b[31m\u202e\x9b"
+    model = nn.ModuleDict({evil: nn.MultiheadAttention(16, 2, batch_first=True)})
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad():
+        model[evil].in_proj_weight.mul_(100)
+    with attnscale.watch(model, rows=None) as seen:
+        model[evil](x, x, x)
+    with caplog.at_level("DEBUG", logger="attnscale"):
+        reports = [attnscale.clip_qk_(model, seen, threshold=1.0) for _ in range(2)]
+    assert reports[0].heads
+    assert reports[1].left
+    said = [*map(str, reports), *caplog.messages, str(attnscale.errors.SettingError(evil))]
+    assert all(line.isprintable() for each in said for line in each.splitlines())

@@ -30,19 +30,20 @@ CASES = {
 @pytest.mark.filterwarnings("default")  # torch's own
 @pytest.mark.parametrize("world", [2, 4])
 def test_replicas_stay_equal_and_as_in_one_process(world, tmp_path):
-    held_to_one_process([case for case in CASES.values() if case[1] == world], tmp_path)
-
-
-def held_to_one_process(cases, folder):
-    """Clip on ranks, and in one process on all they saw; replicas and scales are compared."""
-    (world,) = {case[1] for case in cases}
-    mp.spawn(layout_runs.clip_all, (str(folder), world, cases), nprocs=world)
-    for case, *ranks in zip(cases, *(torch.load(folder / f"{rank}.pt") for rank in range(world)), strict=True):
+    for case, ranks in clipped_on_ranks([case for case in CASES.values() if case[1] == world], tmp_path):
         compare(case, ranks)
 
 
+def clipped_on_ranks(cases, folder):
+    """Clip on ranks: each case with what its ranks hold then."""
+    (world,) = {case[1] for case in cases}
+    mp.spawn(layout_runs.clip_all, (str(folder), world, cases), nprocs=world)
+    held = zip(*(torch.load(folder / f"{rank}.pt") for rank in range(world)), strict=True)
+    return list(zip(cases, held, strict=True))
+
+
 def compare(case, ranks):
-    """What each rank of a case holds, with the others and with one process."""
+    """What each rank of a case holds, with the others and with one process on all they saw."""
     _, _, kind, heads, kv_heads, batches, _ = case
     one = layout_runs.made(kind, heads, kv_heads)
     before = layout_runs.whole(one)
@@ -73,4 +74,4 @@ def test_thousands_of_heads_are_clipped_within_a_second():
     report = attnscale.clip_qk_(model, seen, threshold=abs(limit) / 1e3)
     taken = time.process_time() - began
     assert len(report.heads) > 0.9 * layers * heads
-    assert taken < 5  # of the processor; 70 s before, and 0.8 to 1.0 in benchmarks/clip.py
+    assert taken < 5  # of the processor; 70 s before, and 0.33 in benchmarks/clip.py

@@ -1,9 +1,9 @@
 """Models that would take forever, or all memory: each is refused with status 2 and one sentence."""
 
-import subprocess
 import sys
 
 from tests.loading.test_hostile import CONFIGURATIONS
+from tests.processes import finished
 
 
 def configurations(folder):
@@ -11,7 +11,7 @@ def configurations(folder):
     for content, sentence in CONFIGURATIONS.values():
         (folder / "config.json").write_text(content, encoding="utf-8")
         command = [sys.executable, "-m", "attnscale", "check", str(folder / "config.json")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = finished(command, timeout=120)
         survived += done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
     return len(CONFIGURATIONS), survived
 
@@ -21,7 +21,7 @@ def options(folder):
     survived = 0
     for arguments in tried:
         command = [sys.executable, "-m", "attnscale", "check", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = finished(command, timeout=120)
         survived += done.returncode == 2 and done.stderr.count("\n") == 1
     return len(tried), survived
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 from attnscale.train import read_log
-from tests.processes import started
+from tests.processes import finished, started
 from tests.train.corrupt import CORRUPT, line
 from tests.train.large import large_log
 from tests.train.test_streams import kill_thinnings
@@ -61,7 +61,7 @@ def corrupt_lines(folder):
     for kind in CORRUPT.values():
         path = folder / "scores.jsonl"
         path.write_bytes("\n".join([line(0), kind, line(60), ""]).encode("utf-8", "surrogatepass"))
-        done = subprocess.run([sys.executable, "-m", "attnscale", "watch-log", path], capture_output=True, text=True)
+        done = finished([sys.executable, "-m", "attnscale", "watch-log", str(path)])
         survived += done.returncode == 0 and "1 damaged line left out" in done.stdout and not done.stderr
     return len(CORRUPT), survived
 
@@ -72,7 +72,7 @@ def large(folder):
     for options in (["--json"], ["--html", str(folder / "report.html")], ["--thin", "--json"]):
         start = time.monotonic()
         command = [sys.executable, "-c", PEAK, sys.executable, "-m", "attnscale", "watch-log", str(path), *options]
-        status, memory = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        status, memory = finished(command).stdout.split()
         print(f"  watch-log {options[0]}: {float(memory):.0f} MB, {time.monotonic() - start:.0f} s")
         survived += status == "0" and float(memory) < MOST_MEMORY
     return 3, survived

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnscale.cli.output import print_json, tell
 from attnscale.diagnose import Finding
 from attnscale.plain import json_text, printable
 from attnscale.show.live_table import LiveTable
+from attnscale.show.report import run_page
 from attnscale.train import LayerRecord, Record
 
 STEERING = "".join(
@@ -60,3 +62,10 @@ def test_sentences_and_json_are_plain(capsys):
     assert is_plain(printed.err)
     assert is_plain(printed.out)
     assert json.loads(printed.out) == {EVIL: [EVIL]}
+
+
+def test_a_page_shows_names_without_what_turns_the_direction_of_text():
+    alarm = Finding(EVIL, 0, EVIL, "note", EVIL, None, None, EVIL)
+    page = run_page(EVIL, [Record(0, 0.0, {EVIL: LayerRecord(7, {"max": [1.0]})}, [alarm])])
+    shown = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)  # plotly's own code has such characters in it
+    assert is_plain(shown)

@@ -2,7 +2,7 @@
 
 from attnscale.measure.statistics import logged
 from attnscale.train import LayerRecord, Record
-from attnscale.train.log import line_of
+from attnscale.train.line import line_of
 
 LAYERS, HEADS = 12, 12
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
+from attnscale.diagnose.alarm import Thresholds
+from attnscale.measure.statistics import STATISTICS
 
 from .training import batch, loss_of, small_model
 
@@ -66,6 +68,31 @@ def tensor_parallel(rank, world, folder):
         block.attention.heads //= world
     monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], head_group=mesh.get_group())
     train(model, monitor, lambda step: batch(BATCH, step))
+    dist.destroy_process_group()
+
+
+def near_a_floor(rank, world, folder):
+    """A record of sampled rows, and the alarms of the same rows under floors above it by few and by many errors."""
+    begin(rank, world, f"{folder}/store")
+    model = small_model()
+    tokens = torch.randint(0, 31, (4, 129), generator=torch.Generator().manual_seed(rank))
+
+    class Repeated(Monitor):
+        _seed = rank  # looks at the same rows each time
+
+    def monitored(**limits):
+        monitor = Repeated(model, every=1, rows=32, limits=Thresholds(**limits, entropy_ratio=None), timeout=30)
+        loss_of(model, tokens).backward()
+        monitor.step()
+        found = monitor.last.layers["blocks.0.attention"].whole("gradient_gain")
+        error = STATISTICS["gradient_gain"].error(monitor.layers["blocks.0.attention"].stats)
+        alarms = [alarm.layer for alarm in monitor.last.alarms]
+        monitor.close()
+        return found, error, alarms
+
+    found, error, _ = monitored(gradient_gain=0.9)
+    near, far = (monitored(gradient_gain=found + times * error) for times in (1, 3))
+    Path(f"{folder}/found{rank}.json").write_text(json.dumps([found, error, near, far]))
     dist.destroy_process_group()
 
 

@@ -10,8 +10,10 @@ import torch
 import torch.multiprocessing as mp
 
 import attnscale
+from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
+from attnscale.train.merged_errors import KNOWN, MergedStats, errors_of, summed
 from attnscale.train.record import Record
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
 
@@ -109,6 +111,30 @@ def test_merging_all_layers_at_once_is_merging_them_one_by_one():
         one_by_one = parts[0][key] + parts[1][key] + parts[2][key]
         torch.testing.assert_close(found.pack(), one_by_one.pack(), equal_nan=True)
         torch.testing.assert_close(from_bytes(to_bytes(at_once))[key].pack(), found.pack(), equal_nan=True)
+
+
+def test_errors_of_ranks_are_those_of_all_their_rows():
+    torch.manual_seed(0)
+    query, key = (torch.randn(3, 4, 5, 300, 16) for _ in range(2))
+    own = [attnscale.score_stats(q, k, is_causal=True, rows=40) for q, k in zip(query, key, strict=True)]
+    merged = MergedStats(5, False, (own[0] + own[1] + own[2]).pool, errors=summed([errors_of(each) for each in own]))
+    for name in KNOWN:
+        torch.testing.assert_close(merged.stderr(name), (own[0] + own[1] + own[2]).stderr(name))
+        assert merged.stderr(name).isfinite().all()
+    with pytest.raises(SettingError, match="that of entropy is not"):
+        merged.stderr("entropy")
+    unknown = MergedStats(5, False, own[0].pool, errors=summed([errors_of(own[0]), None]))
+    assert unknown.stderr("gradient_gain").isnan().all()
+
+
+def test_an_alarm_of_merged_ranks_is_raised_where_the_sample_leaves_no_doubt(tmp_path):
+    mp.spawn(rank_runs.near_a_floor, (2, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        found, error, near, far = json.loads((tmp_path / f"found{rank}.json").read_text())
+        assert 0 < error < 0.05
+        assert near[:2] == far[:2] == [found, error]
+        assert "blocks.0.attention" not in near[2]
+        assert "blocks.0.attention" in far[2]
 
 
 def tally(heads):

@@ -13,6 +13,7 @@ from attnscale.errors import SettingError
 from attnscale.train import JsonLines, read_log, room
 from attnscale.train.snapshot import beside
 from attnscale.train.survey import survey
+from tests.processes import started
 from tests.train.large import large_log
 from tests.train.test_jsonlines import record
 
@@ -81,14 +82,9 @@ def kill_thinnings(folder, times, size):
     room.set_aside(path)
     whole = read_log(path).records
     for _ in range(times):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
-        try:
+        with started([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
             time.sleep(moments.uniform(0, 0.05 + size / 2e7))
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
         names = {file.name for file in folder.iterdir()}
         if beside(path, "older").name in names:
             ended += 1
@@ -138,10 +134,11 @@ def test_what_a_slow_writer_adds_to_a_log_that_is_set_aside_is_kept(tmp_path, mo
     for step in range(20):
         JsonLines(path)(record(step))
     room.set_aside(path)
-    line = room.line_of
+    line, late_steps = room.line_of, []
 
     def late(found):
-        if found.step == 19:
+        if not late_steps:
+            late_steps.append(20)
             with beside(path, "aside").open("ab") as file:
                 file.write(line(record(20)))
         return line(found)
@@ -160,6 +157,18 @@ def test_a_log_killed_between_two_names_counts_nothing_twice(tmp_path):
     room.thin_files(path)
     records = read_log(path).records
     assert sum(found.last_step - found.step + 1 for found in records) == 20
+
+
+def test_a_record_that_stays_as_it_is_keeps_its_line(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    for step in range(20):
+        JsonLines(path)(record(step))
+    lines = path.read_bytes().replace(b'"rank', b' "rank').splitlines(keepends=True)
+    path.write_bytes(b"".join(lines)[:-1])  # the last has no end
+    room.rewrite_thinned(path)
+    thinned = path.read_bytes().splitlines(keepends=True)[1:]
+    assert (thinned[0], thinned[-5:-1]) == (lines[0], lines[-5:-1])
+    assert [found.step for found in read_log(path).records][-5:] == [15, 16, 17, 18, 19]
 
 
 def test_a_line_without_end_is_cut_and_counted(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch import nn
 
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.freshness import fresh_maxima, note_changed
-from attnscale.acting.replicas import agreed_maxima, axes_of, device_of
+from attnscale.acting.replicas import Maxima, agreed_maxima, axes_of, device_of
 from attnscale.acting.writing import Touched
 from attnscale.errors import SettingError
+from attnscale.plain import printable
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class ClippedHead:
 
     def __str__(self) -> str:
         how = "" if self.measured == "exact" else f" ({self.measured}, at most {self.bound:.4g})"
-        return f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+        told = f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+        return printable(told)
 
 
 @dataclass(frozen=True)
@@ -126,40 +129,39 @@ def clip_qk_(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own = {name: _limits(layer, fresh_maxima(layer, parameters)) for name, layer in layers.items()}
     largest = agreed_maxima(axes, own, device_of(model))
+    decides = 1 if by_bound else 0
     asked = {
-        (name, head): (float(largest[name][1 if by_bound else 0, head]), layer)
+        (name, head): known
         for name, layer in layers.items()
-        for head in range(layer.heads)
+        for head, known in enumerate(largest[name].T[: layer.heads].tolist())
     }
-    over = {head: known for head, known in asked.items() if not known[0] <= threshold}
-    left = [
-        Left(name, head, STALE)
-        for (name, head), (maximum, layer) in asked.items()
-        if maximum == -math.inf
-        and not float((layer.stats.max_bound if by_bound else layer.stats.max)[head]) <= threshold
-    ]
+    over = {head: known for head, known in asked.items() if not known[decides] <= threshold}
+    left = list(_stale(layers, largest, threshold, decides))
     if not over and not axes:
         return ClipReport(threshold, (), tuple(left))
     folding = Folding(model, layers)
+    aims = {name: threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(name)).eps)) for name in layers}
     wanted: dict[Head, float] = {}
-    for head, (maximum, layer) in over.items():
-        aim = threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(layer.name)).eps))
-        bias, sink = largest[layer.name][2:, head[1]].tolist()
+    for head, known in over.items():
+        maximum, bias, sink, aim = known[decides], known[2], known[3], aims[head[0]]
         if sink > aim:
             left.append(Left(*head, f"a sink beside its keys has the score {sink:.4g}"))
             continue
         try:
-            wanted[head] = gamma(maximum, aim, bias, layer.softcap)
+            wanted[head] = gamma(maximum, aim, bias, layers[head[0]].softcap)
         except SettingError as error:
             left.append(Left(*head, str(error)))
     folded, not_folded = folding.multiply_(wanted, merge=min, axes=axes)
     clipped = []
-    for each in folded:
-        maximum, layer = asked[each.layer, each.head]
+    for name, of_layer in groupby(folded, key=lambda each: each.layer):
+        layer, changed = layers[name], dict[str, list[int]]()
         measured = "exact" if layer.stats.exact else "bound" if by_bound else "sampled"
-        bound = float(largest[each.layer][1, each.head])
-        note_changed(layer, each.head, (parameters[touched.parameter] for touched in each.touched))
-        clipped.append(ClippedHead(each.layer, each.head, maximum, bound, measured, each.factor, each.touched))
+        for each in of_layer:
+            known = asked[name, each.head]
+            for touched in each.touched:
+                changed.setdefault(touched.parameter, []).append(each.head)
+            clipped.append(ClippedHead(name, each.head, known[decides], known[1], measured, each.factor, each.touched))
+        note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed.items()))
     report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
     _log(report)
     return report
@@ -186,6 +188,14 @@ def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | 
             raise SettingError(f"its largest score is the soft-cap, {softcap:.4g}, and what came before is not known")
         above, aim = math.atanh(above / softcap), math.atanh(aim / softcap)
     return aim / above
+
+
+def _stale(layers: Mapping[str, Layer], largest: Maxima, threshold: float, decides: int) -> Iterator[Left]:
+    """Heads that passed the threshold where they were clipped since, and that nobody measured again."""
+    for name, layer in layers.items():
+        waiting = np.flatnonzero(largest[name][decides] == -np.inf).tolist()
+        before = (layer.stats.max_bound if decides else layer.stats.max).tolist() if waiting else []
+        yield from (Left(name, head, STALE) for head in waiting if not before[head] <= threshold)
 
 
 def _limits(layer: Layer, maxima: torch.Tensor) -> NDArray[np.float64]:

@@ -19,6 +19,7 @@ from torch import nn
 from attnscale.acting.common import Block, Common, Floats
 from attnscale.acting.replicas import Axis, Changes, agreed_changes
 from attnscale.acting.writing import Change, Touched, held_as
+from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 from attnscale.watching.layer import Layer
 
@@ -35,7 +36,7 @@ class Left:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.layer}, head {self.head}: left as it is: {self.reason}"
+        return printable(f"{self.layer}, head {self.head}: left as it is: {self.reason}")
 
 
 @dataclass(frozen=True)
@@ -241,15 +242,18 @@ class Folding:
         order = np.lexsort((row, by_row[row], block, head))
         head, row, block = head[order], row[order], block[order]
         starts = np.flatnonzero(np.diff(np.stack([head, block, by_row[row]]), prepend=-1.0, axis=1).any(0))
-        touched: dict[int, list[Touched]] = {int(number): [] for number in np.flatnonzero(factors != 1.0)}
-        for start, stop in pairwise([*starts, len(row)]):
-            each = blocks[block[start]]
-            rows = tuple((row[start:stop] - each.first).tolist())
-            touched[int(head[start])].append(
-                Touched(each.name, rows, float(by_row[row[start]]), each.across, each.offset)
+        own = (row - np.array([each.first for each in blocks], dtype=np.int64)[block]).tolist()
+        spans = pairwise([*starts.tolist(), len(own)])
+        touched = [
+            Touched(each.name, tuple(own[start:stop]), factor, each.across, each.offset)
+            for each, factor, (start, stop) in zip(
+                [blocks[number] for number in block[starts].tolist()], by_row[row[starts]].tolist(), spans, strict=True
             )
-        for number, changes in touched.items():
-            yield Folded(*self._heads[number], float(factors[number]), tuple(changes))
+        ]
+        numbers = np.flatnonzero(factors != 1.0)
+        bounds = np.searchsorted(head[starts], [numbers, numbers + 1]).T.tolist()
+        for number, factor, (first, last) in zip(numbers.tolist(), factors[numbers].tolist(), bounds, strict=True):
+            yield Folded(*self._heads[number], factor, tuple(touched[first:last]))
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,6 @@ def _extremes(values: Floats, at: Indices, size: int) -> tuple[Floats, Floats]:
 def _groups(numbers: Indices) -> Iterator[Indices]:
     """Where each number that is met more than once is met."""
     order = np.argsort(numbers, kind="stable")
-    for group in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
-        if len(group) > 1:
-            yield group
+    bounds = np.flatnonzero(np.diff(numbers[order], prepend=-1, append=-1))
+    for group in np.flatnonzero(np.diff(bounds) > 1):
+        yield order[bounds[group] : bounds[group + 1]]

@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from attnscale.measure.stats import ScoreStats
 from attnscale.watching.layer import Layer
 
-# of a measurement, by its identity: each head that was changed by it, and the parameters that were
-_CHANGED: MutableMapping[ScoreStats, list[tuple[int, "weakref.ref[Tensor]"]]] = WeakIdKeyDictionary()
+# of a measurement, by its identity: each parameter that was changed by it, and the heads that this changed
+_CHANGED: MutableMapping[ScoreStats, list[tuple["weakref.ref[Tensor]", frozenset[int]]]] = WeakIdKeyDictionary()
 
 
 def fresh_maxima(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -31,9 +31,9 @@ def fresh_maxima(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
     return found
 
 
-def note_changed(layer: Layer, head: int, parameters: Iterable[Tensor]) -> None:
-    """A head was changed, by what was measured of this layer."""
-    changed = [(head, weakref.ref(parameter)) for parameter in parameters]
+def note_changed(layer: Layer, heads: Iterable[tuple[Tensor, Iterable[int]]]) -> None:
+    """Parameters were changed, each for some heads, by what was measured of this layer."""
+    changed = [(weakref.ref(parameter), frozenset(numbers)) for parameter, numbers in heads]
     for stats in layer.measured or (layer.stats,):
         _CHANGED.setdefault(stats, []).extend(changed)
 
@@ -44,7 +44,7 @@ def _stale_heads(stats: ScoreStats, parameters: Mapping[str, Tensor]) -> set[int
     if changed is None:
         return set()
     here = {id(parameter) for parameter in parameters.values()}
-    return {head for head, parameter in changed if id(parameter()) in here}
+    return {head for parameter, heads in changed if id(parameter()) in here for head in heads}
 
 
 def _maxima(stats: ScoreStats) -> Tensor:

@@ -15,6 +15,7 @@ from attnscale.declared.attributes import SCALE_NAMES
 from attnscale.declared.fields import number
 from attnscale.declared.folded import note_folded
 from attnscale.errors import InputError, SettingError
+from attnscale.plain import printable
 from attnscale.rules import about_rule, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.watching import watch
@@ -50,7 +51,8 @@ class RescaledHead:
 
     def __str__(self) -> str:
         where = f", by {self.attribute}" if self.attribute else ""
-        return f"{self.layer}, head {self.head}: {self.before:.4g} to {self.after:.4g}, times {self.factor:.4g}{where}"
+        told = f"{self.layer}, head {self.head}: {self.before:.4g} to {self.after:.4g}, times {self.factor:.4g}{where}"
+        return printable(told)
 
 
 @dataclass(frozen=True)

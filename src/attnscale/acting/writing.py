@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnscale.errors import InputError
 from attnscale.numerics import wide_dtype
+from attnscale.plain import printable
 from attnscale.torch_internals import local_part, shard_offset
 
 Indices = NDArray[np.int64]
@@ -30,7 +31,7 @@ class Touched:
 
     def __str__(self) -> str:
         spans = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in _spans(self.rows))
-        return f"{self.parameter}, rows {spans}: × {self.factor:.4g}"
+        return printable(f"{self.parameter}, rows {spans}: × {self.factor:.4g}")
 
 
 def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:

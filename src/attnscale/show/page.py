@@ -7,12 +7,20 @@ import json
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from attnscale.plain import printable_lines
+
 
 def pages() -> Environment:
-    """The templates, where everything that is not marked as code is escaped."""
+    """The templates, where everything that is not marked as code is escaped, for a page and for a reader."""
     made = Environment(loader=PackageLoader("attnscale.show"), autoescape=True, undefined=StrictUndefined)
     made.trim_blocks = made.lstrip_blocks = True
+    made.finalize = _shown
     return made
+
+
+def _shown(value: object) -> object:
+    """What a template shows; text without marks that turn its direction, which names may bring."""
+    return printable_lines(value) if type(value) is str else value
 
 
 def source(templates: Environment, *names: str) -> str:

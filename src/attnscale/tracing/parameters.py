@@ -79,9 +79,21 @@ class Origin:
         kept = [axis for axis in range(len(part.shape)) if axis not in part.across]
         steps = np.array([math.prod(part.shape[axis] for axis in kept[order + 1 :]) for order in range(len(kept))])
         rows = at[:, kept] @ steps.astype(np.int64)
-        each = np.stack([index // self.features % self.heads, index % self.features, rows])
-        heads, features, rows = np.unique(each, axis=1)
+        counts = (self.heads, self.features, math.prod(part.shape[axis] for axis in kept))
+        heads, features, rows = _distinct((index // self.features % self.heads, index % self.features, rows), counts)
         return Source(part.name, part.shape, part.across, heads, features, rows, part.offset)
+
+
+def _distinct(columns: Sequence[Indices], counts: Sequence[int]) -> tuple[Indices, ...]:
+    """The columns in order, without repetitions; each holds numbers below its count."""
+    packed = columns[0]
+    for column, count in zip(columns[1:], counts[1:], strict=True):
+        packed = packed * count + column
+    packed, found = np.unique(packed), []
+    for count in reversed(counts[1:]):
+        packed, column = np.divmod(packed, count)
+        found.append(column)
+    return (packed, *reversed(found))
 
 
 def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
@@ -159,9 +171,10 @@ def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
     """Past one step, and with what it adds."""
     at = points if step.back is None else step.back(points)
     held = (at != NOWHERE).all(1)
-    parts = _parts(step.parent, index[held], at[held])
+    found, at = (index, at) if held.all() else (index[held], at[held])
+    parts = _parts(step.parent, found, at)
     if step.effect == "pair":  # the imaginary part
-        parts += _parts(step.parent, index[held], at[held] + _last(at.shape[1]))
+        parts += _parts(step.parent, found, at + _last(at.shape[1]))
     if step.effect in ("times", "over", "other"):
         factor = step.operand if isinstance(step.operand, float) else math.nan
         parts = [replace(part, factor=part.factor * factor ** (-1 if step.effect == "over" else 1)) for part in parts]
@@ -237,6 +250,8 @@ def _check_rows(sources: Sequence[Source]) -> None:
             strict=True,
         )
     )
-    features, rows = (np.unique(np.stack(each), axis=1)[0] for each in ((head, feature), (head, parameter, row)))
+    counts = [int(each.max()) + 1 for each in (head, feature, row)]
+    features, _ = _distinct((head, feature), counts[:2])
+    rows, _, _ = _distinct((head, parameter, row), (counts[0], len(names), counts[2]))
     if (np.bincount(rows) < np.bincount(features)).any():
         raise UntraceableError("not all of their features could be told apart")

@@ -11,10 +11,9 @@ from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Growth
 from attnscale.measure.statistics import STATISTICS
+from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
-from attnscale.train.tally import MergedStats
 from attnscale.train.trend import Sample, latest, trend
-from attnscale.watching.layer import Layer
 
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
 
@@ -29,11 +28,11 @@ class History:
         self._standing: set[tuple[str, str, str]] = set()
 
     def add(
-        self, step: int, layers: dict[str, LayerRecord], seen: Mapping[str, Layer] = MappingProxyType({})
+        self, step: int, layers: dict[str, LayerRecord], seen: Mapping[str, ScoreStats] = MappingProxyType({})
     ) -> list[Finding]:
         """Remember a sampled step; the alarms that were not standing before.
 
-        `seen` are the layers themselves, which know how far sampled numbers may be off.
+        `seen` are the statistics of the layers, which know how far sampled numbers may be off.
         """
         standing, new = set(), []
         for name, layer in layers.items():
@@ -69,7 +68,7 @@ class History:
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
         self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
 
-    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: Layer | None) -> Vital:
+    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: ScoreStats | None) -> Vital:
         largest = layer.numbers["max"]
         known = [head for head, value in enumerate(largest) if not math.isnan(value)]
         change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
@@ -86,11 +85,9 @@ class History:
         )
 
 
-def _error(layer: Layer | None, name: str) -> float:
+def _error(stats: ScoreStats | None, name: str) -> float:
     """Standard error of a number of a layer; 0 where every row was looked at, and where it is not known."""
-    if layer is None or isinstance(layer.stats, MergedStats):
-        return 0.0
-    error = STATISTICS[name].error(layer.stats)
+    error = 0.0 if stats is None else STATISTICS[name].error(stats)
     return error if math.isfinite(error) else 0.0
 
 

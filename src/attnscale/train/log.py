@@ -5,14 +5,13 @@ the steps that it repeats; nothing else is left out, whatever the order of its s
 are runs too: a step that goes back begins another.
 """
 
-import json
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
+from attnscale.train.line import parsed, records_of
 from attnscale.train.record import Record
 from attnscale.train.schema import LineError
 from attnscale.train.snapshot import Place, Snapshot, snapshot
@@ -86,11 +85,7 @@ class RunIndex:
 
     def records(self, log: Snapshot) -> Iterator[Record]:
         """Its records, read one by one."""
-        for place in self.places:
-            try:
-                yield parsed(log.line(place))
-            except LineError:  # cut off since it was indexed
-                continue
+        return records_of(map(log.line, self.places))
 
 
 @dataclass
@@ -136,30 +131,3 @@ def index_of(log: Snapshot, seen: Callable[[Record], None] = lambda record: None
         seen(record)
     index.damage = [f"{log.told(place)}: {why}" for place, why in zip(index.damaged, index.damage, strict=False)]
     return index
-
-
-def line_of(record: Record) -> bytes:
-    """A record as a line of a log."""
-    text = json.dumps(record.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return f"{text}\n".encode("utf-8", "surrogatepass")
-
-
-def parsed(line: bytes) -> Record:
-    """The record of a line, or a LineError that says what is wrong with it."""
-    try:
-        return Record.from_dict(_DECODER.decode(line.decode("utf-8", "surrogatepass")))
-    except LineError:
-        raise
-    except json.JSONDecodeError as error:
-        raise LineError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
-    except UnicodeDecodeError:
-        raise LineError("no text in UTF-8") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; lists in lists in lists
-        raise LineError(f"no JSON that can be read: {str(error).partition(';')[0]}") from None
-
-
-def _refuse(word: str) -> NoReturn:
-    raise LineError(f"no JSON: {word} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -36,6 +36,7 @@ class Merging:
     is_wanted: bool
     timeout: float
     every: int
+    floors: Mapping[str, float | None]  # under which numbers raise an alarm
     tell: Callable[[AttnscaleWarning], None]
     _ranks: Ranks | None = None
     _key_ranks: Ranks | None = None
@@ -52,7 +53,7 @@ class Merging:
 
     def merged(self, moment: Moment, layers: Mapping[str, Layer]) -> Merged:
         """What all ranks saw at this moment; every rank of the groups must call it, also one that saw nothing."""
-        own = self._or_nothing(lambda: seen_tallies(layers, self.part)) if self.key_group is None else None
+        own = self._or_nothing(lambda: seen_tallies(layers, self.part, self.floors)) if self.key_group is None else None
         own = self._over_keys(moment, layers) if own is None else own
         if not self._has_other_rows:
             return Merged(own)

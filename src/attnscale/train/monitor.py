@@ -17,12 +17,7 @@ from torch import nn
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Growth
-from attnscale.errors import (
-    AttnscaleWarning,
-    InputError,
-    NotRecordedWarning,
-    SettingError,
-)
+from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
@@ -109,13 +104,16 @@ class Monitor:
         self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
-        self._history = History(limits or Thresholds())
+        limits = limits or Thresholds()
+        self._history = History(limits)
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
-        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, every, self._tell)
+        self._merging = Merging(
+            group, head_group, key_group, merge_ranks, timeout, every, vars(limits), self._tell
+        )  # fmt: skip
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._known: KnownModel | None = None
@@ -282,11 +280,13 @@ class Monitor:
         """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
         if not merged.tallies:
             return
+        whole = whole_layers(merged.tallies)
         found = {
             name: replace(record, softcap=layers[name].softcap if name in layers else None)
-            for name, record in records(whole_layers(merged.tallies)).items()
+            for name, record in records(whole).items()
         }
-        alarms = self._history.add(at[0], found, layers)
+        known = whole if self._merging.is_needed else layers
+        alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
         self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, None, self.run, self._part)
         if merged.is_written_here:
             self._delivery.write(record)

@@ -1,17 +1,19 @@
 """Record: what was seen of every layer and head at one training step; one line of a log."""
 
+import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
-from attnscale.plain import plain, rounded
+from attnscale.plain import plain
 from attnscale.train.schema import LARGEST, LATEST, LONGEST_NAME, Fields, LineError
 
-DIGITS = 5  # of a number in a log
+FORMAT = "%.5g"  # of a number in a log
+LARGEST_BEGINS = "e+30"  # how exponents from LARGEST on begin
 OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
 
 
@@ -62,21 +64,18 @@ class Record:
         known = [value for layer in self.layers.values() if math.isfinite(value := layer.whole(name))]
         return math.fsum(known) / len(known) if known else math.nan
 
+    def to_json(self) -> str:
+        """The record as one line of JSON: numbers of five digits, null for one that is NaN or infinite."""
+        head: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
+        head |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
+        layers = ",".join(f"{_json(name)}:{_layer_json(layer)}" for name, layer in self.layers.items())
+        alarms = _json([plain(asdict(alarm)) for alarm in self.alarms])
+        return f'{_json(head)[:-1]},"layers":{{{layers}}},"alarms":{alarms}}}'
+
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON takes it: numbers of five digits, null for one that is NaN or infinite."""
-        line: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
-        line |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
-        line["layers"] = {
-            name: {
-                "rows": layer.rows,
-                **({"broken": layer.broken} if layer.broken else {}),
-                **({"softcap": layer.softcap} if layer.softcap is not None else {}),
-                **{key: list(map(_short, values)) for key, values in layer.numbers.items()},
-            }
-            for name, layer in self.layers.items()
-        }
-        line["alarms"] = [plain(asdict(alarm)) for alarm in self.alarms]
-        return line
+        """What to_json() gives, as JSON takes it."""
+        found: dict[str, Any] = json.loads(self.to_json())
+        return found
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Record":
@@ -125,7 +124,24 @@ def _alarm(alarm: Fields) -> Finding:
     )
 
 
-def _short(value: float) -> float | None:
-    """To DIGITS digits, and whole where that is shorter; None for what no reader takes."""
-    short = rounded(value, DIGITS) if abs(value) <= LARGEST else None
-    return int(short) if short is not None and short.is_integer() and abs(short) < 1e15 else short
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
+def _layer_json(layer: LayerRecord) -> str:
+    head: dict[str, Any] = {"rows": layer.rows}
+    head |= {"broken": layer.broken} if layer.broken else {}
+    head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
+    numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in layer.numbers.items())
+    return f"{_json(head)[:-1]}{''.join(numbers)}}}"
+
+
+def _short(values: Sequence[float]) -> str:
+    """To five digits, with commas between; null for what no reader takes.
+
+    >>> _short([0.123456, 7, math.nan, -1e301])
+    '0.12346,7,null,null'
+    """
+    text = ",".join([FORMAT] * len(values)) % tuple(values)
+    if "n" not in text and LARGEST_BEGINS not in text:  # one after the other takes twice the time
+        return text
+    return ",".join(FORMAT % value if abs(value) <= LARGEST else "null" for value in values)

@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 from attnscale.errors import SinkWarning
 from attnscale.files import replacing
-from attnscale.train.log import RunIndex, index_of, line_of
-from attnscale.train.record import Record
+from attnscale.train.line import line_of, records_of
+from attnscale.train.log import RunIndex, index_of
 from attnscale.train.snapshot import Snapshot, beside, header, identity, identity_of, size_of, snapshot
 from attnscale.train.thinning import folded, groups
 
@@ -102,8 +102,7 @@ def thin_files(path: Path) -> None:
             thinned.write(header(file, size))
             index = index_of(log)
             for run in index.runs:
-                for record in _thinned(run, log):
-                    thinned.write(line_of(record))
+                thinned.writelines(_thinned(run, log))
             for place in index.damaged:  # not asked to delete them
                 log.copy(place, thinned)
         file.seek(size)
@@ -140,11 +139,18 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _thinned(run: RunIndex, log: Snapshot) -> Iterator[Record]:
-    records = run.records(log)
+def _thinned(run: RunIndex, log: Snapshot) -> Iterator[bytes]:
+    """The lines of a run that is thinned; of a record that stays as it is, its own."""
+    places = iter(run.places)
     for first, end in pairwise([0, *groups(run.steps, run.last_steps)]):
+        lines = map(log.line, islice(places, end - first))
+        line = next(lines)
+        if end - first == 1 and line.endswith(b"\n"):
+            yield line
+            continue
+        records = records_of(chain([line], lines))
         for start in islice(records, 1):
-            yield reduce(folded, islice(records, end - first - 1), start)
+            yield line_of(reduce(folded, records, start))
 
 
 def rewrite_thinned(path: Path) -> None:

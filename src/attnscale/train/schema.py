@@ -6,6 +6,7 @@ each field once, with the check that reads it, and nothing else reads a line.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 MOST = 2**53  # of a whole number: the last that every reader of JSON takes as it is
@@ -13,7 +14,7 @@ LARGEST = 1e300  # of a number: sums over any number of heads stay finite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars know
 LONGEST_NAME = 128  # characters of the name of a run
 LONGEST_TOLD = 40  # characters of a value that is refused
-NUMBERS = {int, float, type(None)}  # and not bool, which is an int to isinstance
+NUMBERS = {int, float, NoneType}  # and not bool, which is an int to isinstance
 T = TypeVar("T")
 
 
@@ -59,11 +60,14 @@ class Fields:
     def numbers(self, name: str) -> list[float]:
         """A list of numbers, at least one; NaN for those that are null."""
         values = self._entry(name)
-        if type(values) is not list or not values or not NUMBERS.issuperset(map(type, values)):
+        kinds = set(map(type, values)) if type(values) is list else set()
+        if not kinds or not kinds <= NUMBERS:
             raise self._error(name, "a list of numbers")
-        known = [value for value in values if value is not None]
+        known = values if NoneType not in kinds else [value for value in values if value is not None]
         if known and not -LARGEST <= min(known) <= max(known) <= LARGEST:  # a NaN is no JSON
             raise self._error(name, f"numbers of at most {LARGEST:g}")
+        if kinds == {float}:
+            return known
         return [math.nan if value is None else float(value) for value in values]
 
     def text(self, name: str, longest: int | None = None) -> str:

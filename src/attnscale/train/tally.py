@@ -1,37 +1,29 @@
 """Tally: what one rank saw of one layer in one step, as sums that add up over ranks, and as bytes that travel.
 
-Scores keep the counts, means and sums of ScoreStats, without the covariances that only standard errors need: 24
-float64 a head. Norms and multipliers are weighted by the rows they stand for.
+Scores keep the counts, means and sums of ScoreStats, 24 float64 a head; where an alarm is near also what the errors of
+the numbers are told from that raise it, 41 more. Norms and multipliers are weighted by the rows they stand for.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from attnscale.errors import SettingError
 from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.pooled import SUMS, Pooled, merged
+from attnscale.measure.pooled import SUMS, Known, Pooled, merged
 from attnscale.measure.stats import ScoreStats
+from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats, errors_of, is_near, summed
 from attnscale.watching.layer import Layer
 
 WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares
 ADDED = ("query_gradient", "key_gradient", "ranks")
 WIDTH = len(POOLED_NUMBERS) + len(SUMS) + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
-
-
-class MergedStats(ScoreStats):
-    """Statistics whose rows were looked at elsewhere."""
-
-    def stderr(self, name: str) -> Tensor:
-        """Refused: what it is told from does not travel."""
-        raise SettingError("Standard errors are known where the rows were seen; of several ranks they are not merged.")
 
 
 Key = tuple[str, int, int]  # layer, part (of its heads, where ranks share them out), heads
@@ -44,6 +36,7 @@ class Tally:
     pooled: Pooled
     weighted: Tensor
     added: Tensor
+    errors: Tensor | None = None  # what merged_errors tells; None where a rank does not know it
 
     @classmethod
     def of(cls, pooled: Pooled, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
@@ -57,29 +50,36 @@ class Tally:
         )
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(merged([self.pooled, other.pooled]), self.weighted + other.weighted, self.added + other.added)
+        pooled, weighted, added = merged([self.pooled, other.pooled]), self.weighted + other.weighted, self.added
+        return Tally(pooled, weighted, added + other.added, summed([self.errors, other.errors]))
 
     def beside(self, other: "Tally") -> "Tally":
         """These heads and then the other's: how tensor-parallel ranks, each with heads of its own, become one."""
-        return unpack(torch.cat([self.pack(), other.pack()]))
+        known = [each for each in (self.errors, other.errors) if each is not None]
+        errors = torch.cat(known) if len(known) == 2 else None
+        return replace(unpack(torch.cat([self.pack(), other.pack()])), errors=errors)
 
     def pack(self) -> Tensor:
-        """Everything of every head in one row, (heads, WIDTH)."""
+        """Everything of every head but its errors in one row, (heads, WIDTH)."""
         numbers = [getattr(self.pooled, name).double() for name in POOLED_NUMBERS]
         return torch.cat([torch.stack(numbers, dim=-1), self.pooled.sums, self.weighted, self.added], dim=-1)
 
     @property
     def stats(self) -> ScoreStats:
         """The statistics over all ranks."""
-        return MergedStats(len(self.pooled.mean), exact=False, pool=lambda: self.pooled)
+        return MergedStats(len(self.pooled.mean), exact=False, pool=Known(self.pooled), errors=self.errors)
 
 
 Tallies = dict[Key, Tally]
 
 
-def seen_tallies(layers: Mapping[str, Layer], part: int) -> Tallies:
-    """What one rank saw."""
-    return Arriving(layers, part).tallies()
+def seen_tallies(layers: Mapping[str, Layer], part: int, floors: Floors = NO_FLOORS) -> Tallies:
+    """What one rank saw, with errors where a number is so low that an alarm is near."""
+    found = Arriving(layers, part).tallies()
+    return {
+        key: replace(tally, errors=errors_of(layers[key[0]].stats)) if is_near(tally.stats, floors) else tally
+        for key, tally in found.items()
+    }
 
 
 class Arriving:
@@ -158,7 +158,8 @@ def merge(parts: Iterable[Tallies]) -> Tallies:
     if keys and all(list(part) == keys for part in seen):  # as ranks mostly do: all heads of all layers at once
         heads = [heads for _, _, heads in keys]
         total = reduce(lambda a, b: a + b, (unpack(_packed(part)) for part in seen))
-        return dict(zip(keys, map(unpack, total.pack().split(heads)), strict=True))
+        of_layers = zip(keys, map(unpack, total.pack().split(heads)), strict=True)
+        return {key: replace(tally, errors=summed([part[key].errors for part in seen])) for key, tally in of_layers}
     found: dict[Key, list[Tally]] = {}
     for part in seen:
         for key, tally in part.items():
@@ -180,16 +181,23 @@ def whole_layers(tallies: Tallies) -> dict[str, Tally]:
 
 
 def to_bytes(tallies: Tallies) -> bytes:
-    """A line of JSON that names the layers, and the numbers of all their heads."""
-    head = json.dumps(list(tallies)).encode()
-    return head + b"\n" + _packed(tallies).double().contiguous().numpy().tobytes()
+    """A line of JSON that names the layers, and the numbers of all their heads, then those of their errors."""
+    errors = [tally.errors.flatten() for tally in tallies.values() if tally.errors is not None]
+    head = [(*key, tally.errors is not None) for key, tally in tallies.items()]
+    numbers = torch.cat([_packed(tallies).flatten(), *errors]).double().contiguous()
+    return json.dumps(head).encode() + b"\n" + numbers.numpy().tobytes()
 
 
 def from_bytes(payload: bytes) -> Tallies:
     """What to_bytes() gave."""
     head, _, body = payload.partition(b"\n")
-    keys: list[Key] = [(name, part, heads) for name, part, heads in json.loads(head)]
+    keys: dict[Key, bool] = {(name, part, heads): has_errors for name, part, heads, has_errors in json.loads(head)}
     if not keys:
         return {}
-    numbers = torch.frombuffer(bytearray(body), dtype=torch.float64).view(-1, WIDTH)
-    return dict(zip(keys, map(unpack, numbers.split([heads for _, _, heads in keys])), strict=True))
+    numbers = torch.frombuffer(bytearray(body), dtype=torch.float64)
+    sizes = [heads * WIDTH for _, _, heads in keys] + [heads * ERRORS for (*_, heads), has in keys.items() if has]
+    parts = iter(numbers.split(sizes))
+    found = {key: unpack(part.view(-1, WIDTH)) for key, part in zip(keys, parts, strict=False)}
+    return {
+        key: replace(tally, errors=next(parts).view(-1, ERRORS)) if keys[key] else tally for key, tally in found.items()
+    }

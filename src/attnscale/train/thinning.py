@@ -85,6 +85,8 @@ def _extremes(name: str, first: list[float] | None, second: list[float] | None) 
     if first is None or second is None or len(first) != len(second):
         return second or first or []
     worse = min if STATISTICS[name].bad == "small" else max
+    if not math.isnan(sum(first) + sum(second)):  # all are known
+        return list(map(worse, first, second))
     return [
         second[head] if math.isnan(value) else value if math.isnan(second[head]) else worse(value, second[head])
         for head, value in enumerate(first)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnscale.errors import SinkWarning
-from attnscale.train.log import line_of
+from attnscale.train.line import line_of
 from attnscale.train.record import Record, new_name
 from attnscale.train.room import Thinner, part_of
 from attnscale.train.snapshot import size_of
