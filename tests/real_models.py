@@ -76,7 +76,7 @@ def anarcii():
         for kind, size in ((code.Encoder, "INPUT_DIM"), (code.Decoder, "OUTPUT_DIM"))
     )
     model = code.S2S(*parts, known["SRC_PAD_IDX"], known["TRG_PAD_IDX"], "cpu")
-    model.load_state_dict(torch.load(folder / "models/antibody/antibody_4_2_128_512.pt", weights_only=True))
+    model.load_state_dict(torch.load(folder / "models/antibody/antibody_4_2_128_512.pt", "cpu", weights_only=True))
     start, end, letters = 1, 2, "ACDEFGHIKLMNPQRSTVWXY"
     chains = [[start, *(4 + letters.index(letter) for letter in chain), end] for chain in (HEAVY, LIGHT)]
     numbered = [[start, kind, *range(4, 4 + count), end] for kind, count in ((133, 118), (135, 107))]
