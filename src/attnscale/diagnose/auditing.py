@@ -13,6 +13,7 @@ from attnscale.diagnose.audit import Audit, diagnose, in_order
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.modes import MODES, in_other_mode, mode_findings
+from attnscale.diagnose.tokens import with_tokens
 from attnscale.diagnose.unchecked import unchecked
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer
@@ -54,7 +55,7 @@ def audited(
                 model(*args, **kwargs)
         else:
             _run_with_backward(model, args, kwargs, loss)
-    found = diagnose(seen.layers, trained=is_trained(model))
+    found = diagnose(with_tokens(seen.layers, args, kwargs), trained=is_trained(model))
     found = replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
     if unlike and found.trained:
         kept = [each for each in found.findings if each.code not in OF_SCORES]
