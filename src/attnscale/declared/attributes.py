@@ -50,8 +50,9 @@ def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
         name, *others = numbers
         scale, readings = _readings(numbers[name], head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
-        sure = name in UNMISTAKABLE or scales_scores(module, name)
-        return AttributeScale(scale, _source(path, name), readings + products, sure)
+        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also where its square restates 1/√d_k
+        sure = bool(outright) or scales_scores(module, name)
+        return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
     return None
 
 

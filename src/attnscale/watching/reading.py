@@ -40,8 +40,11 @@ class Reading:
 
 def lost_on_the_way(query: Way, key: Way) -> str:
     """Why factors on queries or keys may have been missed."""
-    lost = [name for name, way in (("queries", query), ("keys", key)) if way.lost]
-    return f"its {' and '.join(lost)} were not followed to a projection" if lost else ""
+    sides = (("queries", query), ("keys", key))
+    lost, mixed = ([name for name, way in sides if getattr(way, why)] for why in ("lost", "shared_out"))
+    if lost:
+        return f"its {' and '.join(lost)} were not followed to a projection"
+    return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
 
 
 def differs_by_row(multipliers: NDArray[np.float64]) -> str:

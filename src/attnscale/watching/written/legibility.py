@@ -58,6 +58,8 @@ def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
     if call.trail.blended:
         return "an operation between its product and its softmax was not understood"
+    if call.trail.shared_out:
+        return "q·k is one of several terms, by a learned share"
     why = lost_on_the_way(*call.ways) or differs_by_row(call.stated)
     if why or not call.is_pure or call.axes.product.left.dtype in HALF_DTYPES:
         return why
