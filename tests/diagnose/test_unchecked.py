@@ -124,9 +124,9 @@ def test_a_softmax_that_is_no_attention_is_counted():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("designs.CrossCovariance", "channels attend to channels"),
-        ("designs.ScalableSoftmaxCausal", "differs from row to row"),
-        ("designs.ScalableSoftmaxInAKernel", "differs from row to row"),
+        ("designs_of_axes.CrossCovariance", "channels attend to channels"),
+        ("designs_of_scores.ScalableSoftmaxCausal", "differs from row to row"),
+        ("designs_of_scores.ScalableSoftmaxInAKernel", "differs from row to row"),
         ("structures.TalkingHeads", "was not understood"),
     ],
 )

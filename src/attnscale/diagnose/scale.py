@@ -88,7 +88,7 @@ def _is_usual(layer: Layer, scale: float) -> bool:
     if any(_close(scale, (count * layer.head_dim) ** -0.5, tolerance) for count in terms):
         return True
     rank = min((layer.head_dim, *layer.model_dims))
-    return layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + tolerance)
+    return bool(layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + tolerance))
 
 
 def _says_another(layer: Layer) -> bool:
