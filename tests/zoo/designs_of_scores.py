@@ -262,3 +262,16 @@ class MaximalUpdate(SelfAttention):
         scores = scores.masked_fill(above_diagonal(x.shape[1]), -torch.inf)
         note(self, scores)
         return self.merge(scores.softmax(-1) @ value)
+
+
+@correct(57, 3, statistics="shape")
+class Adjacent(SelfAttention):
+    """One is added to the scores of neighbours in a graph, and to those of a few keys that everybody should see."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        at = torch.arange(x.shape[1])
+        neighbours, everybody = ((at[:, None] - at).abs() % 5 == 1).float(), (at % 4 == 1).float()
+        scores = query @ key.mT / math.sqrt(self.head_dim) + neighbours + everybody
+        note(self, scores)
+        return self.merge(scores.softmax(-1) @ value)

@@ -21,6 +21,7 @@ class Reading:
     detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
     dropped: bool = False  # scores were set to zero at random
     inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
 
     @classmethod
@@ -34,6 +35,7 @@ class Reading:
             tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
             any(reading.dropped for reading in readings),
             next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
+            next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
             next(caps, None),
         )
 
