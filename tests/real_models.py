@@ -4,6 +4,8 @@
 reached a test is skipped with a sentence; where `CI` is set it fails.
 """
 
+import importlib.util
+import json
 import os
 import pydoc_data.topics
 import re
@@ -22,6 +24,13 @@ import pytest
 import torch
 
 CACHE = Path(os.environ.get("ATTNSCALE_MODELS", Path.home() / ".cache" / "attnscale-tests"))
+HEAVY = (
+    "EVQLVQSGPEVKKPGTSVKVSCKASGFTFMSSAVQWVRQARGQRLEWIGWIVIGSGNTNYAQKFQERVTITRDMSTSTAYMELSSLRSEDTAVYYCAAPYCSSISCNDGFDIWGQ"
+    "GTMVTVSS"
+)
+LIGHT = (
+    "DVVMTQTPFSLPVSLGDQASISCRSSQSLVHSNGNTYLHWYLQKPGQSPKLLIYKVSNRFSGVPDRFSGSGSGTDFTLKISRVEAEDLGVYFCSQSTHVPYTFGGGTKLEIK"
+)
 CHECKPOINT_BYTES = 60816028  # of dist/llama2.data: the checkpoint; the rest is the tokenizer
 
 
@@ -49,6 +58,32 @@ def rxnfp():
     words = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
     parts = re.findall(r"\[[^\]]+\]|Br|Cl|>>|.", "CC(=O)Oc1ccccc1C(=O)O.OCC>>CC(=O)Oc1ccccc1C(=O)OCC")
     return model.eval(), torch.tensor([[words.index(part) for part in ["[CLS]", *parts, "[SEP]"]]])
+
+
+def anarcii():
+    """A transformer that numbers antibodies, 2 + 2 layers, 4 heads of 32; a heavy and a light chain, and their numbers.
+
+    One head of each cross-attention has scores of ten thousands, nearly all of it a shift of whole rows.
+    """
+    folder = _fetched("anarcii==2.0.8") / "anarcii"
+    found = importlib.util.spec_from_file_location("anarcii_model", folder / "inference/model.py")
+    code = importlib.util.module_from_spec(found)
+    found.loader.exec_module(code)
+    known = json.loads((folder / "models/antibody/antibody_4_2_128_512.json").read_text())
+    width, layers, heads = (known[name] for name in ("HID_DIM", "LAYERS", "HEADS"))
+    parts = (
+        kind(known[size], width, layers, heads, 4 * width, known["DROPOUT"], "cpu")
+        for kind, size in ((code.Encoder, "INPUT_DIM"), (code.Decoder, "OUTPUT_DIM"))
+    )
+    model = code.S2S(*parts, known["SRC_PAD_IDX"], known["TRG_PAD_IDX"], "cpu")
+    model.load_state_dict(torch.load(folder / "models/antibody/antibody_4_2_128_512.pt", "cpu", weights_only=True))
+    start, end, letters = 1, 2, "ACDEFGHIKLMNPQRSTVWXY"
+    chains = [[start, *(4 + letters.index(letter) for letter in chain), end] for chain in (HEAVY, LIGHT)]
+    numbered = [[start, kind, *range(4, 4 + count), end] for kind, count in ((133, 118), (135, 107))]
+    return model.eval(), tuple(
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        for rows in (chains, numbered)
+    )
 
 
 def minilm() -> Path:

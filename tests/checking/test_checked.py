@@ -5,15 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
 from attnscale.checking.grouped import grouped
 from attnscale.checking.line import line_of
 from attnscale.diagnose import Audit, Finding
+from attnscale.diagnose.verdict import worst_code
+from attnscale.lab.twins import TwinRun, Twins
 from attnscale.loading import Request
 from attnscale.show.check import place
+from attnscale.show.demo import show_twins
+from attnscale.show.live_table import UNTOLD, LiveTable
 from attnscale.show.report import report_page
+from attnscale.train.record import LayerRecord, Record
 from attnscale.watching import Layer
 from tests.checking.broken import D_MODEL, HEADS
 
@@ -139,6 +145,23 @@ def test_the_word_for_a_layer_is_the_same_in_table_json_report_and_audit():
             assert audited[line.name]["verdict"] == told[line.name]["verdict"] == line.verdict
             assert line.judgement.startswith(line.verdict)
             assert line.judgement in page
+            assert checked.audit.words[line.name] == line.verdict
+            (row,) = (row for row in str(checked.audit).splitlines() if row.split()[0:1] == [line.name])
+            assert row.endswith(f" {line.verdict}")
+
+
+def test_the_demo_and_the_table_of_a_run_use_the_same_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    audit = check_model(Request(f"{BROKEN}unscaled")).audit
+    show_twins(Twins("t", "v", (), (TwinRun("unscaled", (), (), audit),)), Console())
+    live = LiveTable()
+    live(Record(3, 0.0, {name: LayerRecord(1, {}) for name in audit.layers}, audit.findings))
+    live.close()
+    shown = capsys.readouterr().out
+    for name, word in audit.words.items():
+        assert f"{name} {word}" in shown  # of the demo
+        (row,) = (row.split() for row in shown.splitlines() if row.split()[:1] == [name])  # of the run
+        assert row[-1] == (word if worst_code(name, audit.findings) else UNTOLD)
 
 
 def test_heads_that_cannot_be_told_are_counted_in_the_conclusion():

@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from attnscale.diagnose.habit import habit
+from attnscale import audit
+from attnscale.diagnose.habit import habit, habit_of
+
+from .layers import layer_of
 
 
 def causal(length, place):
@@ -54,3 +57,38 @@ def test_rows_of_few_keys_say_nothing():
 def test_it_is_told_in_words():
     assert str(habit(causal(40, lambda row: 0))).endswith("lies on key 0 from wherever, a sink")
     assert "token before" in str(habit(causal(40, lambda row: row - 1)))
+
+
+SEPARATORS = (9, 30, 52)
+
+
+class RestsOnSeparators(torch.nn.Module):
+    """Every query looks at one of three places, in turns, and the norm says that it was trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(20, 8), torch.nn.LayerNorm(8)
+        self.place, self.turn = torch.nn.Parameter(torch.zeros(60, 8)), torch.nn.Parameter(torch.zeros(60, 8))
+        with torch.no_grad():
+            self.place[SEPARATORS, range(3)] = self.turn[range(60), [row % 3 for row in range(60)]] = 9.0
+            self.norm.weight[0] = 1.5
+
+    def forward(self, input_ids, attention_mask=None):
+        tokens = self.embedding(input_ids)[:, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(tokens + self.turn, tokens + self.place, tokens)
+        return self.norm(attended)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(1, 60, dtype=torch.int64)}])
+def test_a_finding_says_that_a_head_rests_on_separators_where_the_inputs_are_ids(more):
+    tokens = 8 + torch.arange(60)[None] % 11
+    tokens[:, SEPARATORS] = 7
+    torch.manual_seed(0)
+    (found,) = audit(RestsOnSeparators(), tokens, **more).findings
+    assert "on one token that recurs, a separator (keys" in found.advice
+
+
+def test_what_one_query_looks_at_is_no_habit():
+    query, key = torch.randn(1, 1, 1, 11), torch.randn(1, 1, 23, 11)
+    assert habit_of(layer_of(query, key, 50.0), 0) is None
+    assert habit_of(layer_of(query.expand(-1, -1, 5, -1), key, 50.0), 0).kind == "sink"

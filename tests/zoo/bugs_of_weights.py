@@ -250,22 +250,19 @@ enter(
 )
 
 
-@bug("inert_mask", 44, 4)
-class FilledWithZero(SelfAttention):
-    """Zero is what the mask is multiplied by elsewhere, and no hidden score."""
+@bug("dropout_in_evaluation", 33, 3)
+class FunctionalDropout(SelfAttention):
+    """F.dropout drops in evaluation too, unless it is told not to."""
 
     def forward(self, x):
         query, key, value = self.project(x)
-        scores = (query @ key.mT / math.sqrt(self.head_dim)).masked_fill(above_diagonal(x.shape[1]), 0.0)
-        return self.merge(scores.softmax(-1) @ value)
+        return self.merge(F.dropout((query @ key.mT / self.head_dim**0.5).softmax(-1), 0.1) @ value)
 
 
-@bug("inert_mask", 55, 5)
-class ScoresTimesMask(SelfAttention):
-    """The mask multiplies the scores."""
+@bug("dropout_in_evaluation", 39, 3)
+class KernelDropout(SelfAttention):
+    """As does SDPA."""
 
     def forward(self, x):
         query, key, value = self.project(x)
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) * self.head_dim**-0.5
-        weights = (scores * torch.ones(x.shape[1], x.shape[1]).tril()).softmax(dim=-1)
-        return self.merge(torch.einsum("bhij,bhjd->bhid", weights, value))
+        return self.merge(F.scaled_dot_product_attention(query, key, value, dropout_p=0.1))

@@ -42,6 +42,8 @@ class Entry:
 
 
 ENTRIES: dict[str, Entry] = {}
+# Of a design that cannot be read, or of which there is more than one right reading.
+UNREAD = dict(scale=None, seen_heads=None, seen_dim=None, causal=None, calls=None, statistics="none")
 
 
 def enter(entry: Entry) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.declared.fields import number, qk_norm_flag
-from attnscale.declared.parents import Parents
+from attnscale.declared.parents import Parents, layer_index
 from attnscale.declared.source_code import scales_scores
 from attnscale.rules import about_rule
 from attnscale.rules.apply import Scale, apply_scale
@@ -24,6 +24,7 @@ SOFTCAP_NAMES = (
     "attn_logit_softcapping", "attn_logit_softcap", "attn_softcap", "attention_softcap", "logit_softcap",
     "logits_soft_cap", "attention_logits_soft_cap", "softcap", "soft_cap", "attn_logit_cap", "logit_cap",
 )  # fmt: skip
+BY_LAYER = "scale_attn_by_inverse_layer_idx"
 SAME = 1e-3  # relative: √d rounded to float32, or written with a few digits
 
 
@@ -50,8 +51,9 @@ def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
         name, *others = numbers
         scale, readings = _readings(numbers[name], head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
-        sure = name in UNMISTAKABLE or scales_scores(module, name)
-        return AttributeScale(scale, _source(path, name), readings + products, sure)
+        outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also where its square restates 1/√d_k
+        sure = bool(outright) or scales_scores(module, name)
+        return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
     return None
 
 
@@ -89,6 +91,15 @@ def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] |
             rule = getattr(module, name, None)
             if _is_rule(rule) or (name == "rule" and rule is not None and _is_ours(type(module))):
                 return _constant_value(rule, head_dim), _source(path, name)
+    return None
+
+
+def attribute_by_layer(around: Parents, parents: Parents, head_dim: int) -> tuple[float, str] | None:
+    """1/√d_k over the number of the layer, where a module says so as GPT-2's does."""
+    index = layer_index(parents)
+    for path, module in around:
+        if index is not None and getattr(module, BY_LAYER, None) is True:
+            return head_dim**-0.5 / (index + 1), _source(path, BY_LAYER)
     return None
 
 

@@ -11,7 +11,13 @@ from enum import IntEnum
 from torch import nn
 
 from attnscale.declared.architectures import architecture_scale
-from attnscale.declared.attributes import attribute_qk_norm, attribute_rule, attribute_scale, attribute_softcap
+from attnscale.declared.attributes import (
+    attribute_by_layer,
+    attribute_qk_norm,
+    attribute_rule,
+    attribute_scale,
+    attribute_softcap,
+)
 from attnscale.declared.configuration import (
     config_at,
     configured_qk_norm,
@@ -72,7 +78,11 @@ def _scale(
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
     stretch, usual = rotary_factor(config), head_dim**-0.5
     stretched = (usual * stretch,) if stretch != 1.0 else ()
-    said = configured_scale(config, parents, head_dim) or architecture_scale(config, around, head_dim)
+    said = (
+        configured_scale(config, parents, head_dim)
+        or architecture_scale(config, around, head_dim)
+        or attribute_by_layer(around, parents, head_dim)
+    )
     if said:
         scale, source = said
         return scale, source, (scale, scale * stretch), Authority.CONFIGURED

@@ -38,6 +38,11 @@ class Audit:
         return {name: verdict for name, verdict in found if verdict is not None}
 
     @property
+    def words(self) -> dict[str, str]:
+        """Layer by layer, its verdict in one word: as in JSON, in tables and in reports."""
+        return {name: verdict_word(layer, self.findings) for name, layer in self.layers.items()}
+
+    @property
     def past_freezing(self) -> int:
         """Heads whose spread is beyond the freezing point, whatever of the gradient passes."""
         return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
@@ -59,21 +64,19 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """The audit as JSON takes it."""
+        words = self.words
         return {
             "trained": self.trained,
             "worst": self.worst,
             "findings": [finding.to_dict() for finding in self.findings],
             "unchecked": list(self.unchecked),
             "unjudged": self.unjudged,
-            "layers": {
-                name: _layer_dict(layer) | {"verdict": verdict_word(layer, self.findings)}
-                for name, layer in self.layers.items()
-            },
+            "layers": {name: _layer_dict(layer) | {"verdict": words[name]} for name, layer in self.layers.items()},
         }
 
     def __str__(self) -> str:
         count = len(self.layers)
-        shown = [table(self.layers.values()), ""] if count else []
+        shown = [table(self.layers.values(), self.words), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
         found = [str(finding) for finding in self.findings] or [f"Nothing found in {where}." if count else NOTHING_READ]
         unsaid = [self.unjudged] if self.unjudged else []

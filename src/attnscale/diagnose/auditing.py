@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.diagnose.audit import Audit, diagnose, in_order
+from attnscale.diagnose.dropped import evaluation_findings
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.modes import MODES, in_other_mode, mode_findings
+from attnscale.diagnose.tokens import with_tokens
 from attnscale.diagnose.unchecked import unchecked
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer
@@ -54,17 +56,20 @@ def audited(
                 model(*args, **kwargs)
         else:
             _run_with_backward(model, args, kwargs, loss)
-    found = diagnose(seen.layers, trained=is_trained(model))
+    found = diagnose(with_tokens(seen.layers, args, kwargs), trained=is_trained(model))
     found = replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
     if unlike and found.trained:
         kept = [each for each in found.findings if each.code not in OF_SCORES]
         found = replace(found, findings=kept, unjudged=unlike)
+    if not any(module.training for module in model.modules()):
+        found = replace(found, findings=in_order([*found.findings, *evaluation_findings(found.layers)], found.layers))
     others = None if copied is None else _in_other_mode(model, *copied)
     if others is None:
         unseen = f"The model could not be watched in {MODES[not model.training]} mode, so that was not looked at."
         return replace(found, unchecked=(*found.unchecked, unseen))
     more = (
         *mode_findings(found.layers, others, model.training),
+        *(evaluation_findings(others) if model.training else ()),
         *_only_there(found, diagnose(others, trained=found.trained), MODES[not model.training]),
     )
     return replace(found, findings=in_order([*found.findings, *more], found.layers))

@@ -21,6 +21,7 @@ CODES = {
     "weights_not_normalised": "the weights do not sum to one where they meet the values",
     "softmax_twice": "a softmax is taken of the weights of a softmax",
     "dropout_before_softmax": "scores are dropped, where weights should be",
+    "dropout_in_evaluation": "weights are dropped at random, and the model is not in training",
     "undefined_rows": "every key of a row is hidden, and its weights are NaN",
     "attends_to_future": "a layer sees later keys in a stack that is causal elsewhere",
     "softcap_before_scale": "the soft-cap is applied before the scale, which makes it lower than it says",

@@ -9,6 +9,7 @@ from attnscale.watching.layer import Layer
 
 MOST = 0.5  # of the weight: what takes more is what a head does
 FEW_KEYS = 4  # visible to a row; of fewer, any takes much
+FEW_ROWS = 4  # of fewer, what one query does is no habit; where each has keys of its own, only one is shown
 FEW = 1 / 8  # of all keys
 
 
@@ -34,8 +35,11 @@ class Habit:
 
 
 def habit_of(layer: Layer, head: int) -> Habit | None:
-    """What a head of a watched layer does in its first sequence; None where queries and keys were not kept."""
-    return habit(layer.weights(head), causal=layer.causal) if layer.kept else None
+    """What a head of a watched layer does in its first sequence; None where too little was kept to tell."""
+    if not layer.kept:
+        return None
+    weights = layer.weights(head)
+    return habit(weights, layer.tokens, causal=layer.causal) if len(weights) >= FEW_ROWS else None
 
 
 def habit(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False) -> Habit:

@@ -16,7 +16,18 @@ def noop_findings(layer: Layer, trained: bool = False) -> Iterator[Finding]:
 
 
 def _mask(layer: Layer) -> Iterator[Finding]:
-    fill = layer.reading.inert_fill
+    fill, added = layer.reading.inert_fill, layer.reading.inert_added
+    if added is not None:
+        yield Finding(
+            layer.name,
+            None,
+            "inert_mask",
+            "warning",
+            f"A mask of zeros and ones is added to the scores: by {added:+g} no key is hidden, all are seen.",
+            added,
+            float("-inf"),
+            "Give a mask of True and False, or add one of 0 and −inf.",
+        )
     if fill is not None:
         yield Finding(
             layer.name,

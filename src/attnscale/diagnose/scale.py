@@ -69,18 +69,26 @@ def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
         return _ignored(layer, scale)
     if is_declared and not _slip(layer, scale):
         return None
-    is_learned = (
-        layer.reading.learned_factor or layer.reading.learned_terms
-    )  # or one of several terms: distances have 2
-    if (is_published(layer, scale, tolerance) or is_learned) and not _slip(layer, scale):
+    known = is_published(layer, scale, tolerance)
+    if is_declared and known:
+        return None  # said twice: 1/√heads may be what a rule gives
+    is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
+    if (known or is_learned) and not _slip(layer, scale):
         return None
     return _unusual(layer, scale)
 
 
 def _is_usual(layer: Layer, scale: float) -> bool:
-    """1/√d_k; where m terms of activations are added, 1/√(m d_k) as well (DeBERTa, AlphaFold's points)."""
-    terms = range(1, 2 + layer.reading.learned_terms)
-    return any(_close(scale, (count * layer.head_dim) ** -0.5, _tolerance(layer)) for count in terms)
+    """1/√d_k; where m terms of activations are added, 1/√(m d_k) as well (DeBERTa, AlphaFold's points).
+
+    Queries that were projected from fewer features than they have are of that lower rank, as where DeepSeek's key
+    projection is absorbed into them: of such, 1/√rank as well, and what lies between, some features being rotary.
+    """
+    terms, tolerance = range(1, 2 + layer.reading.learned_terms), _tolerance(layer)
+    if any(_close(scale, (count * layer.head_dim) ** -0.5, tolerance) for count in terms):
+        return True
+    rank = min((layer.head_dim, *layer.model_dims))
+    return bool(layer.head_dim**-0.5 <= scale <= rank**-0.5 * (1 + tolerance))
 
 
 def _says_another(layer: Layer) -> bool:

@@ -9,12 +9,14 @@
   first, and it learns all the same; so a spread is diluted only where the multiplier the head should have had would
   not have left it so. Normalised queries and keys have no weights to blame: there the spread that the multiplier
   gives to random directions decides.
-- A maximum above 100, 1000 and 10,000 is where QK-Clip acts, where loss deteriorates and where every run diverged.
+- A maximum above 100, 1000 and 10,000 is where QK-Clip acts, where loss deteriorates and where every run diverged. It
+  is judged above the mean of its row: a shift of the whole row is nothing to softmax.
 """
 
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from attnscale.declared import Authority
@@ -39,6 +41,8 @@ EXPLODING = (
     (1e3, "warning", "loss deteriorates from about 1,000 on (Wortsman et al. 2023)"),
     (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
 )
+SHIFTED = "softmax sees no more than that, the rest is a shift of the whole row"
+WIDEN_THEM = "Compute such scores in float32; less the mean of its keys, a head has the same weights and no shift."
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
 CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train it on; a lower learning rate keeps them there."
 
@@ -88,22 +92,28 @@ def threshold_reached(score: float) -> tuple[float, str, str] | None:
 
 
 def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
-    largest, head = (float(found) for found in layer.stats.max.max(0))
-    reached = threshold_reached(largest)
-    if reached is None:
+    """By what softmax sees of the largest score: what it is above the mean of its row, and never more than it is."""
+    stats = layer.stats
+    felt, head = (float(found) for found in torch.minimum(stats.max, stats.max_above_mean).nan_to_num(0.0).max(0))
+    reached = threshold_reached(felt)
+    head = int(head) if reached is not None else int(stats.max.nan_to_num(0.0).argmax())
+    largest, above = float(stats.max[head]), float(stats.max_above_mean[head])
+    by_itself = threshold_reached(largest)
+    if by_itself is None:
         return
-    _, severity, known = reached
-    bound = float(layer.stats.max_bound.max())
-    bracket = "" if layer.stats.exact else f" among the rows looked at (at most {bound:.4g} in all)"
+    _, severity, known = reached or (0.0, "note", SHIFTED)
+    mend = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
+    apart = "" if reached == by_itself else f", {above:.4g} above the mean of its row"
+    bracket = "" if stats.exact else f" among the rows looked at (at most {float(stats.max_bound.max()):.4g} in all)"
     yield Finding(
         layer.name,
-        int(head),
+        head,
         "exploding",
         severity,
-        f"The largest score is {largest:.4g}{bracket}; {known}.",
+        f"The largest score is {largest:.4g}{bracket}{apart}; {known}.",
         largest,
         EXPLODING[-1][0],
-        f"{cause(layer, int(head)).sentence} {CLIP_THEM if trained else BOUND_THEM}",
+        f"{cause(layer, head).sentence} {mend}",
     )
 
 

@@ -7,7 +7,7 @@ from attnscale.watching.overlooked import Overlooked
 
 
 def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str, ...]:
-    """What is in no layer, and the layers whose multiplier was read and not judged."""
+    """What is in no layer, and the layers whose multiplier, or weights, were seen and not judged."""
     reasons: dict[str, list[str]] = {}
     for name, layer in layers.items():
         if layer.reading.unread:
@@ -15,4 +15,10 @@ def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str,
         elif layer.declared.folded is not None:
             why = f"was not judged: {layer.declared.folded:.4g} of it was folded into its weights"
             reasons.setdefault(why, []).append(name)
-    return (*overlooked.sentences, *(f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()))
+    told = [f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()]
+    obscure = [name for name, layer in layers.items() if any(softmax.is_obscure for softmax in layer.softmaxes)]
+    if obscure:
+        told.append(
+            f"Whether the weights of {', '.join(obscure)} sum to one was not checked: they are mixed with others."
+        )
+    return (*overlooked.sentences, *told)

@@ -76,11 +76,14 @@ def layer_verdict(layer: Layer) -> Verdict | None:
 
 def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
     """What is said of a layer in one word: the code of the worst warning or error about it, else what its heads are."""
-    about = [each for each in findings if each.layer == layer.name and each.severity != "note"]
     found = layer_verdict(layer)
-    if about:
-        return max(about, key=lambda each: severity_rank(each.severity)).code
-    return UNSEEN if found is None else found.verdict
+    return worst_code(layer.name, findings) or (UNSEEN if found is None else found.verdict)
+
+
+def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
+    """The code of the worst warning or error about the layer of this name; None where there is none."""
+    about = [each for each in findings if each.layer == layer and each.severity != "note"]
+    return max(about, key=lambda each: severity_rank(each.severity)).code if about else None
 
 
 def _verdict(

@@ -70,9 +70,13 @@ class LiveTwins:
 
 
 def show_twins(twins: Twins, console: Console) -> None:
-    """Print what happened and why."""
+    """Print what happened and why, and the verdict on every layer of either."""
     console.print()
     console.print(Text(twins.verdict, style="bold"))
+    for run in twins.runs:
+        if run.audit is not None:
+            words = ", ".join(f"{layer} {word}" for layer, word in run.audit.words.items())
+            console.print(Text(f"{run.name}: {words}"))
     for paragraph in twins.explanation:
         console.print()
         console.print(Text(paragraph))

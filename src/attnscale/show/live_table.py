@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.verdict import worst_code
 from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import printable
 from attnscale.show.check import STYLES
@@ -13,6 +14,7 @@ from attnscale.show.numbers import number
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5
+UNTOLD = "–"  # a record does not say how many keys rows see, so without an alarm nothing can be told
 
 
 class LiveTable:
@@ -41,9 +43,12 @@ class LiveTable:
         statistics = in_place(Place.LIVE)
         for statistic in statistics:
             table.add_column(statistic.short, justify="right")
+        table.add_column("verdict")
         for name, layer in record.layers.items():
             style = STYLES.get(worst.get(name, ""), "")
-            table.add_row(Text(printable(name), style=style), *(number(layer.whole(one.name)) for one in statistics))
+            numbers = (number(layer.whole(one.name)) for one in statistics)
+            word = worst_code(name, self._alarms) or UNTOLD
+            table.add_row(Text(printable(name), style=style), *numbers, Text(printable(word), style=style))
         table.caption = Text(
             "\n".join(printable(f"{alarm.severity}: {alarm.place}: {alarm.message}") for alarm in self._alarms)
         )

@@ -40,6 +40,7 @@ class Trail:
     kept: bool = False  # passed a cache
     learned_factor: bool = False  # a parameter of the model is among the factors
     learned_terms: int = 0  # terms that were added and are neither numbers nor tables
+    shared_out: bool = False  # a parameter is the share of these values in a sum of several
     after_caps: list[float] = field(default_factory=list)  # factors that follow a tanh, one by one
 
 
@@ -98,7 +99,9 @@ def _walk(trail: Trail, step: Step) -> None:
         factor = values_at(step.operand, trail.points)
         factor = factor if step.effect == "times" else 1.0 / factor
         trail.constant = trail.constant and not isinstance(step.operand, Tensor)
-        trail.learned_factor |= step.multiplied is not None and step.multiplied.parameter
+        is_learned = step.multiplied is not None and step.multiplied.parameter
+        trail.learned_factor |= is_learned
+        trail.shared_out |= is_learned and trail.learned_terms > 0
         trail.factor = trail.factor * factor
         if not trail.caps:
             trail.after_caps.append(float(np.mean(factor)))
@@ -166,6 +169,7 @@ class Way:
     detached: bool = False  # no gradient reaches the projection
     lost: bool = False  # they come from activations by an operation that was not understood, not from a projection
     source: object = None  # the token of what was projected
+    shared_out: bool = False  # they are one of several terms, and a parameter says how much of it
 
 
 def way(node: Node, points: Points) -> Way:
@@ -184,6 +188,7 @@ def way(node: Node, points: Points) -> Way:
         all(trail.detached for trail in trails),
         any(trail.node.learned and trail.node.projection is None and trail.counting for trail in trails),
         sources.pop() if len(sources) == 1 else None,
+        any(trail.shared_out for trail in trails),
     )
 
 

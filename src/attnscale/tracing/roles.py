@@ -196,6 +196,7 @@ class Softmax:
     renormalised: bool = False  # its weights, or what they mixed, were divided by a sum of them
     is_short: bool = False  # by its making: something beside the keys takes a share, as in softmax off by one
     is_masked: bool = False  # some of its weights were replaced
+    drops: bool = False  # some of its weights were set to zero at random
     is_obscure: bool = False  # its weights were mixed with others before they met the values
     pairs_differ: bool = False  # heads that share a key do not share its value
     off_one: Tensor | None = None  # of a row of weights where it meets the values: how far its sum is from one

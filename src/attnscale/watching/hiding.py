@@ -34,6 +34,35 @@ def is_bias(tensor: Tensor) -> bool:
     return bool((tensor != 0).any()) and hiding_gap(tensor) is None
 
 
+def flags_added(bias: Tensor | None) -> float | None:
+    """What a mask of zeros and ones (or minus ones) adds to scores, as if it hid keys; None where it is no such mask.
+
+    Of a mask it has the shape: a triangle, or the same keys for every query, at one end of them.
+    """
+    if bias is None or not bias.is_floating_point() or not bias.numel():
+        return None
+    ends = (float(bias.amin()), float(bias.amax()))
+    if ends not in ((0.0, 1.0), (-1.0, 0.0)) or not bool(((bias == ends[0]) | (bias == ends[1])).all()):
+        return None
+    flags = (bias != 0).reshape(-1, *bias.shape[-2:]) if bias.dim() > 1 else (bias != 0)[None, None]
+    return ends[0] or ends[1] if _is_triangle(flags) or _is_padding(flags) else None
+
+
+def _is_triangle(flags: Tensor) -> bool:
+    queries, keys = flags.shape[-2:]
+    if queries < 2:
+        return False
+    past = flags.new_ones(queries, keys)
+    offsets = {0, keys - queries}
+    shapes = [past.tril(at) for at in offsets] + [past.triu(at + 1) for at in offsets]
+    return any(bool((flags == shape).all()) for shape in shapes)
+
+
+def _is_padding(flags: Tensor) -> bool:
+    steps = flags[:, 0].int().diff(dim=-1)
+    return bool((flags == flags[:, :1]).all()) and bool((steps.abs().sum(-1) <= 1).all())
+
+
 def highest_added(bias: Tensor | None) -> float | None:
     """The most that a mask of floats adds to what it shows; None where it adds nothing."""
     if bias is None:

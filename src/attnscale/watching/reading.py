@@ -21,6 +21,7 @@ class Reading:
     detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
     dropped: bool = False  # scores were set to zero at random
     inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
 
     @classmethod
@@ -34,14 +35,18 @@ class Reading:
             tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
             any(reading.dropped for reading in readings),
             next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
+            next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
             next(caps, None),
         )
 
 
 def lost_on_the_way(query: Way, key: Way) -> str:
     """Why factors on queries or keys may have been missed."""
-    lost = [name for name, way in (("queries", query), ("keys", key)) if way.lost]
-    return f"its {' and '.join(lost)} were not followed to a projection" if lost else ""
+    sides = (("queries", query), ("keys", key))
+    lost, mixed = ([name for name, way in sides if getattr(way, why)] for why in ("lost", "shared_out"))
+    if lost:
+        return f"its {' and '.join(lost)} were not followed to a projection"
+    return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
 
 
 def differs_by_row(multipliers: NDArray[np.float64]) -> str:

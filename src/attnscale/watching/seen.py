@@ -1,7 +1,7 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from operator import itemgetter
 
@@ -157,10 +157,10 @@ class Seen:
         return table(self.layers.values())
 
 
-def table(layers: Collection[Layer]) -> str:
-    """One line a layer, under headings, and what is not in the numbers."""
-    columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)))
-    rows = [columns, *map(_cells, layers)]
+def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
+    """One line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
+    columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
+    rows = [columns, *((*_cells(layer), *(() if words is None else (words[layer.name],))) for layer in layers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
     lines = (
         "  ".join(

@@ -30,6 +30,7 @@ def _view(layer: Layer, found: Verdict) -> Heat:
     weights = layer.weights(found.head).double().cpu()
     (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
+    told = "" if (looks_at := habit_of(layer, found.head)) is None else f"{looks_at}."
     more = "" if by_query == by_key == 1 else " A field shows the largest of its weights."
     return Heat(
         values=fields.tolist(),
@@ -41,7 +42,7 @@ def _view(layer: Layer, found: Verdict) -> Heat:
         column="key",
         low=0.0,
         high=1.0,
-        notice=f"{habit_of(layer, found.head)}.{more}",
+        notice=f"{told}{more}".strip(),
     )
 
 

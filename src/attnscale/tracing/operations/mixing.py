@@ -28,6 +28,7 @@ def mix(
             moves = (trail.points[0] != trail.points[1]).nonzero()[0]
             softmax.mixes(bool((moves == softmax.axis).any()) or trail.blended, float(trail.factor[0]))
             softmax.is_masked |= bool(trail.fills)
+            softmax.drops |= trail.dropped
             softmax.is_obscure |= trail.blended or trail.added
             if operand is not None:
                 softmax.measured(*_measured(operand.detach(), axis, weights.shape[axis], trail, softmax))

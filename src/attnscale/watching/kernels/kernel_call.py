@@ -23,7 +23,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.hiding import highest_added, keys_nobody_sees
+from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
@@ -54,6 +54,7 @@ class KernelCall:
     origins: Origins | None = None  # where they are known without following anything
     value: Tensor | None = None
     attends_itself: bool = False  # queries and keys are known to be of the same positions
+    drops: bool = False  # weights at random
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
@@ -95,8 +96,9 @@ class KernelCall:
                 _differs(self.query_node, self.query) or lost_on_the_way(query_way, key_way),
                 learned_factor=query_way.learned_factor or key_way.learned_factor,
                 detached=detached_sides(query_way, key_way),
+                inert_added=flags_added(self.visibility.bias),
             ),
-            softmax=Softmax(axis=-1, pairs_differ=self._pairs_differ()),
+            softmax=Softmax(axis=-1, pairs_differ=self._pairs_differ(), drops=self.drops),
         )
 
     def _is_told_by(self, *ways: Way) -> bool:

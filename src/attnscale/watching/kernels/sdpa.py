@@ -23,4 +23,5 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             Visibility.of(mask, bool(given.get("is_causal"))),
             value_node=ledger.node(given["value"]),
             value=given["value"],
+            drops=bool(given.get("dropout_p")),
         )

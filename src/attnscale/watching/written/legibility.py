@@ -8,6 +8,7 @@ from torch import Tensor
 from attnscale.numerics import HALF_DTYPES
 from attnscale.tracing.following import Trail
 from attnscale.visibility import HIDING_GAP
+from attnscale.watching.hiding import flags_added
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, scale_after_cap
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def reading_of(call: "WrittenCall", scores: Tensor, shown: Tensor, fill: float |
         detached_sides(query, key),
         call.trail.dropped,
         fill,
+        next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
         scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
     )
 
@@ -58,6 +60,8 @@ def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
     if call.trail.blended:
         return "an operation between its product and its softmax was not understood"
+    if call.trail.shared_out:
+        return "q·k is one of several terms, by a learned share"
     why = lost_on_the_way(*call.ways) or differs_by_row(call.stated)
     if why or not call.is_pure or call.axes.product.left.dtype in HALF_DTYPES:
         return why
