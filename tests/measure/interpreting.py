@@ -17,6 +17,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 
+from attnscale.measure.cuda import triton as kernels
+
+__all__ = ["kernels", "loops_over_tensors"]
+
 
 @pytest.fixture(autouse=True)
 def loops_over_tensors(monkeypatch):

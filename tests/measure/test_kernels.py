@@ -8,16 +8,14 @@ import torch
 
 from attnscale import reference
 from attnscale.measure import RowSums, ScoreStats
-from attnscale.measure.cuda import triton as kernels
 from attnscale.measure.cuda.row_ops import pooled_sample
-from attnscale.measure.cuda.triton import Tiles
 from attnscale.measure.pooled import Table
 from attnscale.numerics import KERNEL_DTYPES
 
-from .interpreting import loops_over_tensors  # noqa: F401  # before the kernels
+from .interpreting import kernels, loops_over_tensors  # noqa: F401
 from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 
-SMALL_TILES = Tiles(32, 16, 4, 1)  # several in every test
+SMALL_TILES = kernels.Tiles(32, 16, 4, 1)  # several in every test
 EXACT = 6e-6  # float32 sums of up to 160 terms
 
 
@@ -204,7 +202,7 @@ def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
             assert (cut.rows + cut.stages * cut.keys) * width * dtype.itemsize <= room
 
 
-SAMPLE_TILES = Tiles(16, 16, 4, 1)
+SAMPLE_TILES = kernels.Tiles(16, 16, 4, 1)
 
 
 @pytest.mark.parametrize("span", [16, 48, 128])

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda import triton as kernels
-from attnscale.measure.cuda.triton import Tiles
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table
 from attnscale.measure.row_blocks import measure_rows
@@ -16,10 +14,10 @@ from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import table_of
 from attnscale.visibility import Visibility
 
-from .interpreting import loops_over_tensors  # noqa: F401  # before the kernels
+from .interpreting import kernels, loops_over_tensors  # noqa: F401
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 2, 1, 37, 45, 11
-SMALL_TILES, SAMPLE_TILES = Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1)
+SMALL_TILES, SAMPLE_TILES = kernels.Tiles(32, 16, 4, 1), kernels.Tiles(16, 16, 4, 1)
 NAMES = ("visible", "max", "total", "gap", "participation", "mean", "deviation")
 
 

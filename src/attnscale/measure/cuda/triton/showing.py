@@ -9,7 +9,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
 from attnscale.measure.cuda.triton.shown import shown_kernel
-from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, tiles
+from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles
 
 LEAST_WIDTH = 16  # the narrowest product of tiles
 PLANES = 7  # SCORED, and the number of visible keys
@@ -26,7 +26,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
     spans = -(-kv_len // span)
     if cut is None:
         known = head_dim, query.dtype, capability(query.device.index)
-        cut = tiles(*known) if rows is None else sample_tiles(count, *known)
+        cut = shown_tiles(*known) if rows is None else sample_tiles(count, *known)
     seen = call.visibility
     mask, mask_strides = _mask(seen.mask, query)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
@@ -44,7 +44,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
             ),
             (
                 *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, rows is not None),
-                0 if seen.mask is None else 1 if seen.bias is None else 2,
+                *(0 if seen.mask is None else 1 if seen.bias is None else 2, mask_strides[2] != 0),
                 *(seen.first is not None, seen.last is not None, seen.documents is not None),
                 *(call.softcap is not None, precision(query)),
             ),

@@ -7,7 +7,7 @@ What a mask costs is reading it; so it is read once, and only of the rows that a
 import triton
 import triton.language as tl
 
-from attnscale.measure.cuda.triton.rows import key_tile
+from attnscale.measure.cuda.triton.rows import VANISHED, key_tile
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_MASK: tl.constexpr = tl.constexpr(0)
@@ -53,6 +53,7 @@ def shown_kernel(
     TILE_KEYS: tl.constexpr,
     GIVEN_ROWS: tl.constexpr,
     MASK: tl.constexpr,
+    MASK_BY_ROW: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -72,8 +73,14 @@ def shown_kernel(
     dims = tl.arange(0, WIDTH)
     at = query_at + position[:, None].to(tl.int64) * query_row + dims[None, :]
     query = tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    offset = tl.arange(0, TILE_KEYS)
     if MASK != NO_MASK:
-        mask_at += batch * mask_batch + head * mask_head + position.to(tl.int64)[:, None] * mask_row
+        mask_at += batch * mask_batch + head * mask_head
+    if MASK_BY_ROW and not GIVEN_ROWS:  # 64 bits once, 32 bits an element
+        mask_at += (tl.program_id(0) * TILE_ROWS).to(tl.int64) * mask_row
+        mask_rows = (row - tl.program_id(0) * TILE_ROWS) * mask_row
+    if MASK_BY_ROW and GIVEN_ROWS:
+        mask_rows = position.to(tl.int64) * mask_row
     if DOCUMENTS:
         own = tl.load(row_documents_at + batch * row_documents_batch + position * row_documents_row)
         key_documents_at += batch * key_documents_batch
@@ -90,14 +97,15 @@ def shown_kernel(
     slope = tl.zeros([TILE_ROWS], tl.float32)
     square = tl.zeros([TILE_ROWS], tl.float32)
     number = tl.zeros([TILE_ROWS], tl.float32)
-    mean = tl.zeros([TILE_ROWS], tl.float32)
+    first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
+    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # to begin near the scores
     deviation = tl.zeros([TILE_ROWS], tl.float32)
     for here in range(start, stop, TILE_KEYS):
-        column = here + tl.arange(0, TILE_KEYS)
+        column = here + offset
         key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if CAPPED:
-            scores = softcap * _tanh(scores / softcap)
+            scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap)))  # tanh
         visible = (column < end)[None, :] & kept[:, None]
         if LAST:
             visible = visible & (column[None, :] <= position[:, None] + last)
@@ -106,32 +114,33 @@ def shown_kernel(
         if DOCUMENTS:
             theirs = tl.load(key_documents_at + column * key_documents_key, mask=column < end, other=0)
             visible = visible & (own[:, None] == theirs[None, :])
-        if MASK == BOOLEAN:
-            visible = visible & (tl.load(mask_at + column[None, :] * mask_key, mask=visible, other=0) != 0)
-        if MASK == ADDED:
-            bias = tl.load(mask_at + column[None, :] * mask_key, mask=visible, other=float("-inf")).to(tl.float32)
-            visible = visible & (bias != float("-inf"))
-            scores += tl.where(visible, bias, 0.0)
-
-        # moments of the tile about its own mean, then of both (Chan et al. 1979)
-        more = tl.sum(visible.to(tl.float32), 1)
-        some = tl.maximum(more, 1.0)
-        tile_mean = tl.sum(tl.where(visible, scores, 0.0), 1) / some
-        away = tl.where(visible, scores - tile_mean[:, None], 0.0)
-        apart = tl.where(more > 0, tile_mean - mean, 0.0)
-        together = number + more
-        share = more / tl.maximum(together, 1.0)
-        deviation += tl.sum(away * away, 1) + apart * apart * number * share
-        mean += apart * share
-        number = together
-
+        if MASK != NO_MASK:
+            tile_at = mask_at + tl.cast(here, tl.int64) * mask_key
+            if MASK_BY_ROW:
+                inside = tl.load(tile_at + (mask_rows[:, None] + offset[None, :] * mask_key), mask=visible, other=0)
+            else:
+                inside = tl.load(tile_at + offset * mask_key, mask=column < end, other=0)[None, :]
+            if MASK == BOOLEAN:
+                visible = visible & (inside != 0)
+            else:
+                visible = visible & (inside != float("-inf"))
+                scores += inside.to(tl.float32)
         scores = tl.where(visible, scores, float("-inf"))
+
+        # moments about the mean so far, then about that of both (Chan et al. 1979)
+        away = tl.where(visible, scores - mean[:, None], 0.0)
+        total_away = tl.sum(away, 1)
+        number += tl.sum(visible.to(tl.float32), 1)
+        moves = total_away / tl.maximum(number, 1.0)
+        deviation += tl.sum(away * away, 1) - total_away * moves
+        mean += moves
+
         higher = tl.maximum(highest, tl.max(scores, 1), propagate_nan=tl.PropagateNan.ALL)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
         moved = tl.where(highest == float("-inf"), 0.0, (highest - base) * LOG2_E)
         shrink = tl.exp2(moved)
-        z = tl.where(visible, (scores - base[:, None]) * LOG2_E, 0.0)
-        p = tl.where(visible, tl.exp2(z), 0.0)
+        z = tl.maximum((scores - base[:, None]) * LOG2_E, VANISHED, propagate_nan=tl.PropagateNan.ALL)
+        p = tl.exp2(z)
         slope = (slope + total * moved) * shrink + tl.sum(p * z, 1)
         total = total * shrink + tl.sum(p, 1)
         square = square * shrink * shrink + tl.sum(p * p, 1)
@@ -145,17 +154,5 @@ def shown_kernel(
     tl.store(to + 2 * plane, tl.maximum(-tl.div_rn(slope, some) / LOG2_E, 0.0), mask=kept)
     tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(square, some), some), mask=kept)
     tl.store(to + 4 * plane, mean, mask=kept)
-    tl.store(to + 5 * plane, deviation, mask=kept)
+    tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
     tl.store(to + 6 * plane, number, mask=kept)
-
-
-@triton.jit
-def _tanh(x: tl.tensor) -> tl.tensor:
-    """By e^{−2|x|}, which does not overflow; near zero by its series, where that would cancel."""
-    size = tl.abs(x)
-    power = tl.exp2(-2.0 * LOG2_E * size)
-    far = (1.0 - power) / (1.0 + power)
-    squared = x * x
-    near = size * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
-    value = tl.where(size < 0.1, near, far)
-    return tl.where(x < 0, -value, value)

@@ -62,6 +62,13 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
 
 
+def shown_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiling of a pass that reads a mask too: larger tiles do not fit the registers."""
+    if capability < TENSOR_CORES:
+        return PLAIN[padded_width(head_dim, 64)]
+    return Tiles(64, 32, 4, 1 if dtype == torch.float32 else 2 if head_dim > 128 else 3)
+
+
 def _large(capability: tuple[int, int]) -> bool:
     """Hopper and data-centre Blackwell, with 227 KB of shared memory."""
     return capability[0] in (9, 10)
