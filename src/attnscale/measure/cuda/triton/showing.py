@@ -24,11 +24,12 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
     batch, heads, q_len, head_dim = query.shape
     kv_len, count = key.shape[2], q_len if rows is None else rows.shape[1]
     spans = -(-kv_len // span)
-    if cut is None:
-        known = head_dim, query.dtype, capability(query.device.index)
-        cut = shown_tiles(*known) if rows is None else sample_tiles(count, *known)
     seen = call.visibility
     mask, mask_strides = _mask(seen.mask, query)
+    mask_by_row = mask_strides[2] != 0
+    if cut is None:
+        known = head_dim, query.dtype, capability(query.device.index)
+        cut = shown_tiles(*known, mask_by_row) if rows is None else sample_tiles(count, *known)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
     theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
     sums = torch.empty((PLANES, spans, batch, heads, count), dtype=torch.float32, device=query.device)
@@ -44,7 +45,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
             ),
             (
                 *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, rows is not None),
-                *(0 if seen.mask is None else 1 if seen.bias is None else 2, mask_strides[2] != 0),
+                *(0 if seen.mask is None else 1 if seen.bias is None else 2, mask_by_row),
                 *(seen.first is not None, seen.last is not None, seen.documents is not None),
                 *(call.softcap is not None, precision(query)),
             ),

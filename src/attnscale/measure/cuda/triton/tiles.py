@@ -62,11 +62,17 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
 
 
-def shown_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiling of a pass that reads a mask too: larger tiles do not fit the registers."""
+def shown_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
+    """The tiling of a pass over every row that looks at what each sees; what does not fit the registers is far slower.
+
+    A mask of each row lies as the keys do where a tile has as many keys as a head is wide: nothing is moved then.
+    """
+    width = padded_width(head_dim, 64)
     if capability < TENSOR_CORES:
-        return PLAIN[padded_width(head_dim, 64)]
-    return Tiles(64, 32, 4, 1 if dtype == torch.float32 else 2 if head_dim > 128 else 3)
+        return PLAIN[width]
+    if mask_by_row and dtype != torch.float32 and width <= 128 and _large(capability):
+        return Tiles(64, width, width // 16, 3 if width == 64 else 2)
+    return Tiles(64, 32, 4, 1 if dtype == torch.float32 else 2 if width > 128 else 3)
 
 
 def _large(capability: tuple[int, int]) -> bool:
