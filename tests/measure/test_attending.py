@@ -114,3 +114,25 @@ def test_a_forked_child_has_threads_of_its_own():
     child.start()
     child.join(60)
     assert child.exitcode == 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_a_query_that_learns_are_sampled_on_any_threads(is_causal, monkeypatch):
+    query, key, value = qkv(grad=True)
+    for worth in (1, 2**40):  # on threads that share the work, and on one alone
+        monkeypatch.setattr("attnscale.measure.foreseen.WORTH_A_THREAD", worth)
+        _, stats = attention_with_stats(query, key, value, is_causal=is_causal, enable_gqa=True, rows=29)
+        assert stats.rows.tolist() == [29] * heads
+        assert stats.entropy.isfinite().all()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rows", [None, 29])
+def test_inference_mode_holds_on_any_threads(rows):
+    with torch.inference_mode():
+        query, key, value = qkv()
+        _, stats = attention_with_stats(query, key, value, enable_gqa=True, rows=rows)
+        alone = score_stats(query, key, enable_gqa=True, rows=rows)
+    assert stats.entropy.isfinite().all()
+    assert alone.entropy.isfinite().all()

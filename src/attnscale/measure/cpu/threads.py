@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Barrier, Lock
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from attnscale.torch_internals import in_transform
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Given = ParamSpec("Given")
 _STARTING = Lock()
 
 
@@ -29,7 +30,7 @@ def usable() -> bool:
 def alone(work: Callable[[], Result]) -> Result:
     """Call `work` where every operator runs on one thread: for little work, to which a join costs too much."""
     threads = torch.get_num_threads()
-    return work() if threads == 1 or not usable() else _pool(threads).submit(work).result()
+    return work() if threads == 1 or not usable() else _pool(threads).submit(_as_here(work)).result()
 
 
 def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads: int) -> None:
@@ -44,9 +45,21 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
     if min(most, threads) < 2 or not usable():
         work(_taken(queue))
         return
+    work = _as_here(work)
     running = [_pool(most).submit(work, _taken(queue)) for _ in range(min(threads, most, len(queue)))]
     for future in running:
         future.result()
+
+
+def _as_here(work: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The same with gradients and inference mode as they are here: a thread begins with modes of its own."""
+    infers, learns = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with torch.inference_mode(infers), torch.set_grad_enabled(learns):
+            return work(*args, **kwargs)
+
+    return run
 
 
 def _taken(queue: deque[Task]) -> Iterator[Task]:
