@@ -35,8 +35,8 @@ def small_blocks(request, monkeypatch):
     """Many blocks, and so many threads, from few scores."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    for name in ("WORTH_A_THREAD", "CORE_SCORES"):
-        monkeypatch.setattr(row_blocks, name, 2 * 17 * kv_len)
+    for name, value in {"WORTH_A_THREAD": 34 * kv_len, "CORE_SCORES": 34 * kv_len, "ROW_SCORES": 17 * kv_len}.items():
+        monkeypatch.setattr(row_blocks, name, value)
     monkeypatch.setattr(row_blocks, "LEAST_ROWS", 17)
     yield
     torch.set_num_threads(before)

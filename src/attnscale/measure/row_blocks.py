@@ -19,9 +19,10 @@ from attnscale.measure.row_sums import RowSums
 from attnscale.numerics import wide_dtype
 from attnscale.visibility import Visibility
 
-CORE_SCORES = 2**17  # scores at a time on a core: two buffers of 512 KB in float32, which its cache holds
+CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
+ROW_SCORES = 2**19  # and of one head, where keys are many
 DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
-LEAST_ROWS, MOST_ROWS = 128, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
+LEAST_ROWS, MOST_ROWS = 32, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
 WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads hold while they wait for work are missed
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 BITS = math.log2(math.e)  # in a score of one
@@ -110,10 +111,10 @@ def _cut(call: Call, entries: list[slice]) -> Cut:
     if not min(heads, rows, keys):
         return Cut([], 1)
     if call.query.device.type == "cpu":
-        scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, CORE_SCORES // keys))
+        scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
         block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
     else:
-        scores, block = DEVICE_SCORES, max(LEAST_ROWS, DEVICE_SCORES // (heads * keys))
+        scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
     together = max(1, min(heads, scores // (block * keys)))
     strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
