@@ -21,12 +21,13 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-# A process a core, and one thread each: torch's threads would only wait for each other. Then one file alone, whether or
+# A process a core, and one thread each: torch's threads would only wait for each other. Then kernels alone, whether or
 # not others failed: Triton's interpreter is chosen before anything imports triton.
+INTERPRETED = tests/measure/test_kernels.py tests/measure/test_shown_kernel.py
 tests: $(INSTALLED)
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
-	$(BIN)/pytest tests/measure/test_kernels.py tests/measure/test_shown_kernel.py || failed=1; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal $(INTERPRETED) || failed=1; \
 	exit $$failed
 
 # What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and
