@@ -45,7 +45,9 @@ class Uncertainty:
 
     def moved(self, matrix: Tensor) -> "Uncertainty":
         """That of the sums matrix · sums, (heads, sums, sums)."""
-        third = torch.einsum("hai,hbj,hck,hijk->habc", matrix, matrix, matrix, self.third)
+        third = self.third
+        for _ in range(3):  # one axis at a time, each moved to the end: in one product the sums would be far more
+            third = (matrix @ third.flatten(2)).unflatten(2, third.shape[2:]).movedim(1, -1)
         return replace(self, covariance=matrix @ self.covariance @ matrix.mT, third=third)
 
     def __add__(self, other: "Uncertainty") -> "Uncertainty":
