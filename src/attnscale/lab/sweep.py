@@ -5,10 +5,11 @@ import platform
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,19 @@ def _run(
     futures: dict[Future[list[Stored]], list[Cell]] = {
         executor.submit(run_stored, folder, share, whose): share for share in shares
     }
+    # Ctrl-C inside concurrent.futures.wait() may leave locks of futures held, and the executor waits for them at exit.
+    finished: SimpleQueue[Future[list[Stored]]] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(finished.put)
     left, known = set(futures), {whose}
     while left:
-        done, left = wait(left, PATIENCE, FIRST_COMPLETED)
-        for future in done:
-            yield from zip(futures[future], _outcomes(future), strict=True)
-        if not done:
+        try:
+            future = finished.get(timeout=PATIENCE)
+        except Empty:
             _tell_whom_it_waits_for([cell for future in left for cell in futures[future]], Store(folder), known, tell)
+            continue
+        left.discard(future)
+        yield from zip(futures[future], _outcomes(future), strict=True)
 
 
 def _name_of_this_sweep() -> str:
