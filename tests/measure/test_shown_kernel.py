@@ -68,7 +68,7 @@ def assert_rows(found, wanted):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize(("softcap", "scale"), [(None, 0.7), (3.0, -0.4)])
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 0.7), (3.0, -0.4), (1e6, 0.7)])
 @pytest.mark.parametrize("name", sees())
 def test_every_row_is_that_of_the_full_matrix(name, softcap, scale):
     call = call_of(name, softcap, scale)

@@ -15,6 +15,7 @@ from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled, shown
+from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.cuda.ways import way_of
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
@@ -22,7 +23,7 @@ from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design, drawn_ahead, sample_rows
+from attnscale.measure.sampling import Sample, design, sample_rows
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import without_autocast
 from attnscale.operator import run, scaled_call

@@ -20,14 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.uncertainty import Uncertainty
-from attnscale.torch_internals import current_stream
 
 ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
 LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
 STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any is
 STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
-DRAWS_AHEAD = 256  # at most, on a GPU
 DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
 SOURCE = np.random.default_rng(0)  # likewise, of many draws at once
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)
@@ -274,50 +272,3 @@ def _standing_out(known: Tensor, most: int) -> Tensor:
     if not most or not above.numel() or float(above.max()) < STANDS_OUT:
         return torch.arange(0)
     return above.topk(min(most, len(above))).indices.sort().values
-
-
-class DrawnAhead:
-    """Draws of one design kept on a GPU: the next one costs no copy, which would also stop a graph capture."""
-
-    def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
-        self.planned, self.batch, self.device = planned, batch, device
-        self.stream, self.raw = (
-            torch.cuda.current_stream(device),
-            current_stream(device.index),
-        )  # on which draws were copied
-        self.drawn: tuple[Tensor, ...] = ()
-        self.used = 0
-
-    def next(self) -> Sample:
-        """The next draw; under graph capture, where nothing can be copied, one of those at hand again."""
-        if SEED.get() is not None:
-            drawn = torch.tensor(self.planned.draw_each(self.batch), dtype=torch.int32)
-            return self.planned.sample(drawn.to(self.device, non_blocking=True))
-        capturing = torch.cuda.is_current_stream_capturing()
-        if self.used == len(self.drawn):
-            if not capturing or not self.drawn:
-                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few for a length not seen again
-            self.used = 0
-        positions = self.drawn[self.used]
-        self.used += 1
-        if capturing:
-            CAPTURED.append(positions)
-        elif current_stream(self.device.index) != self.raw:  # a stream itself takes long to ask for
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_stream(self.stream)
-            positions.record_stream(stream)
-        return self.planned.sample(positions)
-
-    def _draw(self, count: int) -> None:
-        draws = torch.from_numpy(self.planned.draws(count * self.batch)).unflatten(0, (count, self.batch))
-        self.drawn = draws.to(self.device, non_blocking=True).unbind()
-        self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
-
-
-CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives
-
-
-@lru_cache(maxsize=64)
-def drawn_ahead(planned: Design, batch: int, device: torch.device) -> DrawnAhead:
-    """The draws of a design for each entry of a batch, on a device."""
-    return DrawnAhead(planned, batch, device)

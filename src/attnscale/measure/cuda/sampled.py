@@ -10,11 +10,12 @@ from attnscale.attending.call import Call
 from attnscale.measure.cuda import forward, row_ops
 from attnscale.measure.cuda.attention import attend, attends, capturing
 from attnscale.measure.cuda.attention import measure as measure_every_row
+from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Design, Sample, design, drawn_ahead
+from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.operator import run

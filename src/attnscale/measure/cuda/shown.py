@@ -9,6 +9,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.bound import BOUND_SLACK, max_bound
 from attnscale.measure.cuda.attention import capturing, kernels_take
+from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.cuda.sampled import weights_of
 from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.cuda.watched import looked_on
@@ -16,7 +17,7 @@ from attnscale.measure.cuda.ways import layout_of
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design, drawn_ahead
+from attnscale.measure.sampling import Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
 
@@ -52,9 +53,10 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
     from attnscale.measure.cuda import triton
 
     (batch, heads, _, _), kv_len, span = call.query.shape, call.key.shape[2], key_span(call.query, call.key)
-    sums = triton.shown_rows(call, sample.positions, span, kind=(_kind(call), sample.positions.shape, span))
+    drawn = layout_of(sample.positions)  # one of many draws in one tensor, aligned as it comes
+    sums = triton.shown_rows(call, sample.positions, span, kind=(_kind(call), drawn))
     bound = max_bound(call).float().view(1, heads, 1).expand(batch, -1, -1)
-    kind = "shown", sums.shape, sums.device.index
+    kind = "shown", sums.shape, sums.device.index, drawn
     table = triton.finish_sampled(
         sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, BOUND_SLACK, kind
     )

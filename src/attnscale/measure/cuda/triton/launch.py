@@ -74,8 +74,8 @@ def fill(
     With an output, the lse is written too; without, it is what a forward has found.
     """
     query, scale = _rising(query, scale)
-    query, key = _unit_stride(query), _unit_stride(key)
-    value = key if value is None else _unit_stride(value)
+    query, key = unit_stride(query), unit_stride(key)
+    value = key if value is None else unit_stride(value)
     batch, heads, _, head_dim = query.shape
     count = sums.shape[-1]
     if cut is None:
@@ -116,7 +116,7 @@ def sample_rows(
     batch, heads); without, a tensor of none.
     """
     query, scale = _rising(query, scale)
-    query, key = _unit_stride(query), _unit_stride(key)
+    query, key = unit_stride(query), unit_stride(key)
     batch, heads, q_len, head_dim = query.shape
     kv_len, count = key.shape[2], rows.shape[1]
     spans = -(-kv_len // span)
@@ -149,5 +149,6 @@ def _rising(query: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
 
 
-def _unit_stride(tensor: Tensor) -> Tensor:
+def unit_stride(tensor: Tensor) -> Tensor:
+    """The same, with its last axis in a row."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cuda.triton.launch import LEAST_WIDTH, unit_stride
 from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
-from attnscale.measure.cuda.triton.shown import shown_kernel
+from attnscale.measure.cuda.triton.shown import ADDED, BOOLEAN, NO_MASK, shown_kernel
 from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles
 
-LEAST_WIDTH = 16  # the narrowest product of tiles
 PLANES = 7  # SCORED, and the number of visible keys
 
 
@@ -20,7 +20,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
 
     (7, spans, batch, heads, rows). The mask's hidden keys are False or −∞.
     """
-    query, key = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (call.query, call.key))
+    query, key = unit_stride(call.query), unit_stride(call.key)
     batch, heads, q_len, head_dim = query.shape
     kv_len, count = key.shape[2], q_len if rows is None else rows.shape[1]
     spans = -(-kv_len // span)
@@ -36,7 +36,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
     with on_device(query):
         launch(
             shown_kernel,
-            (-(-count // cut.rows), spans, batch * heads),
+            (-(-count // cut.rows) * batch * heads, spans),
             (
                 *(query, key, query if rows is None else rows.contiguous(), mask, own, theirs, sums),
                 *(*query.stride()[:3], *key.stride()[:3], *mask_strides, *own_strides, *their_strides),
@@ -45,7 +45,8 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
             ),
             (
                 *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, rows is not None),
-                *(0 if seen.mask is None else 1 if seen.bias is None else 2, mask_by_row),
+                (NO_MASK if seen.mask is None else BOOLEAN if seen.bias is None else ADDED).value,
+                mask_by_row,
                 *(seen.first is not None, seen.last is not None, seen.documents is not None),
                 *(call.softcap is not None, precision(query)),
             ),

@@ -4,12 +4,14 @@ What a mask costs is reading it; so it is read once, and only of the rows that a
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
+import math
+
 import triton
 import triton.language as tl
 
 from attnscale.measure.cuda.triton.rows import VANISHED, key_tile
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOLEAN: tl.constexpr = tl.constexpr(1)
 ADDED: tl.constexpr = tl.constexpr(2)
@@ -61,12 +63,13 @@ def shown_kernel(
     PRECISION: tl.constexpr,
 ) -> None:
     """A tile of rows against one span of a head's keys: SCORED of each row, and how many keys it sees there."""
-    spans, all_heads = tl.num_programs(1), tl.num_programs(2)
-    span, both = tl.program_id(1), tl.program_id(2)
+    row_tiles = tl.cdiv(count, TILE_ROWS)
+    spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
+    span, both, begins = tl.program_id(1), tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * TILE_ROWS
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head
     key_at += batch * key_batch + head // group * key_head
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    row = begins + tl.arange(0, TILE_ROWS)
     kept = row < count
     row = tl.minimum(row, count - 1)
     position = tl.load(rows_at + batch * count + row).to(tl.int32) if GIVEN_ROWS else row
@@ -77,8 +80,8 @@ def shown_kernel(
     if MASK != NO_MASK:
         mask_at += batch * mask_batch + head * mask_head
     if MASK_BY_ROW and not GIVEN_ROWS:  # 64 bits once, 32 bits an element
-        mask_at += (tl.program_id(0) * TILE_ROWS).to(tl.int64) * mask_row
-        mask_rows = (row - tl.program_id(0) * TILE_ROWS) * mask_row
+        mask_at += begins.to(tl.int64) * mask_row
+        mask_rows = (row - begins) * mask_row
     if MASK_BY_ROW and GIVEN_ROWS:
         mask_rows = position.to(tl.int64) * mask_row
     if DOCUMENTS:
@@ -105,7 +108,7 @@ def shown_kernel(
         key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if CAPPED:
-            scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap)))  # tanh
+            scores = softcap * _tanh(scores / softcap)
         visible = (column < end)[None, :] & kept[:, None]
         if LAST:
             visible = visible & (column[None, :] <= position[:, None] + last)
@@ -156,3 +159,11 @@ def shown_kernel(
     tl.store(to + 4 * plane, mean, mask=kept)
     tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
     tl.store(to + 6 * plane, number, mask=kept)
+
+
+@triton.jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    """1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
+    squared = x * x
+    near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
+    return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
