@@ -71,6 +71,8 @@ def _exploding(vital: Vital) -> Iterator[Finding]:
     reached = threshold_reached(vital.max)
     if reached is not None:
         limit, severity, known = reached
+        if severity == "note" and vital.ceiling.is_clipped:
+            return  # it says that QK-Clip would act, and it does
         yield _finding(
             vital, vital.max_head, "exploding", severity, f"The largest score is {vital.max:.4g}; {known}.", vital.max,
             limit, f"{vital.cause} {BOUND_THEM}".strip(),

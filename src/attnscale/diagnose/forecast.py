@@ -71,17 +71,20 @@ class Growth:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What keeps a score down whatever its growth: a soft-cap, and how fast its upper bound grows.
+    """What keeps a score down whatever its growth: a soft-cap, how fast its upper bound grows, and QK-Clip.
 
-    A soft-cap is never passed. The bound |a| · max‖q‖ · max‖k‖ is above every score: under a QK-norm it follows the
+    A soft-cap is never passed. Scores that QK-Clip holds are clipped again when they grow again. The bound |a| · max‖q‖ · max‖k‖ is above every score: under a QK-norm it follows the
     gains alone, and scores that grow towards it stop there.
     """
 
     softcap: float | None = None
     bound: Growth | None = None
+    is_clipped: bool = False
 
     def allows(self, crossing: Crossing) -> bool:
         """Whether a score can pass this threshold, and at that time."""
+        if self.is_clipped:
+            return False
         if self.softcap is not None and crossing.threshold >= self.softcap:
             return False
         return self.bound is None or self.bound.highest_at(crossing.step) >= crossing.threshold

@@ -61,10 +61,7 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() gave, also by way of JSON."""
-        self._series = {
-            name: [Sample(int(step), float(value), float(*bound or [math.nan])) for step, value, *bound in entries]
-            for name, entries in state["series"].items()
-        }
+        self._series = {name: [_sample(*entry) for entry in entries] for name, entries in state["series"].items()}
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
         self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
 
@@ -83,6 +80,10 @@ class History:
             ceiling,
             partial(_error, seen),
         )
+
+
+def _sample(step: float, largest: float, bound: float = math.nan, lowered: float = 1.0) -> Sample:
+    return Sample(int(step), float(largest), float(bound), float(lowered))
 
 
 def _error(stats: ScoreStats | None, name: str) -> float:

@@ -116,7 +116,7 @@ class _Following:
     def concluded(self, name: str) -> LayerRun:
         assert self._first is not None  # it was seen
         last_max = self._samples[-1].largest
-        found = trend(self._samples, self._last.softcap)
+        found = trend(list(self._samples), self._last.softcap)
         numbers = {number: self._last.whole(number) for number in logged() if number in self._last.numbers}
         crossing = forecast(found.growth, found.ceiling, next_threshold(last_max))
         return LayerRun(name, self._first.largest, last_max, self._highest, numbers, found.growth, crossing)
