@@ -15,6 +15,7 @@ from attnscale.measure.pooled import Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.orders import Order
 from attnscale.watching.known.traces import Signature, Trace
 from attnscale.watching.known.waiting import WaitingCall, measured_again
 from attnscale.watching.running import Line
@@ -34,11 +35,17 @@ class KnownModel:
     calls: dict[Signature, SeenCall]
     unused_norms: dict[str, tuple[str, ...]]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
+    orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
+    is_compiled: bool = False  # some of them are called by what torch.compile made
 
     @cached_property
     def attending(self) -> frozenset[str]:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
+
+    def fits(self, kernel: KernelCall, known_by: Signature) -> bool:
+        """Whether a kernel has the heads that are known."""
+        return known_by == signature(kernel, str(known_by[0]), known_by[1])  # type: ignore[arg-type]
 
     def again(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> SeenCall | None:
         """The same call on other tensors; None where it is not known."""
@@ -60,6 +67,8 @@ def remembered(
     seen: dict[Signature, SeenCall],
     unused_norms: Callable[[str], tuple[str, ...]],
     traces: Mapping[str, Trace],
+    orders: Mapping[str, Order],
+    is_compiled: bool,
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
     if not all(call.factors is not None and not call.biased for call in seen.values()):
@@ -77,7 +86,8 @@ def remembered(
         )
         for place, call in seen.items()
     }
-    return KnownModel(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen}, traces)
+    unused = {str(path): unused_norms(str(path)) for path, *_ in seen}
+    return KnownModel(frozenset(called), calls, unused, traces, orders, is_compiled)
 
 
 def _forgotten(heads: int) -> ScoreStats:
