@@ -37,18 +37,15 @@ def taken_from(model: nn.Module) -> dict[tuple[str, int], float]:
             method()
     found: dict[tuple[str, int], float] = {}
     for clipped, logs in list(_TAKEN.items()):
-        place = _place(clipped, model)
-        for (layer, head), factor in logs.items() if place is not None else ():
-            name = f"{place}{layer}" if isinstance(place, str) else layer.removeprefix(place[0])
+        before, surplus = _prefix(clipped, model), _prefix(model, clipped)
+        for (layer, head), factor in logs.items() if (before, surplus) != (None, None) else ():
+            name = f"{before}{layer}" if before is not None else layer.removeprefix(surplus or "")
             found[name, head] = found.get((name, head), 0.0) + factor
     return found
 
 
-def _place(clipped: nn.Module, model: nn.Module) -> str | tuple[str] | None:
-    """What stands before the names of a clipped model's layers in another that holds it, or, (…,), the other way."""
-    for outer, inner in ((model, clipped), (clipped, model)):
-        for path, module in outer.named_modules():
-            if module is inner:
-                prefix = f"{uncompiled(path)}." if uncompiled(path) else ""
-                return prefix if outer is model else (prefix,)
-    return None
+def _prefix(inner: nn.Module, outer: nn.Module) -> str | None:
+    """What stands before the names of a model's layers in another that holds it; None where that does not."""
+    found = (uncompiled(path) for path, module in outer.named_modules() if module is inner)
+    path = next(found, None)
+    return path if not path else f"{path}."

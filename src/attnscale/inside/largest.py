@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
+from attnscale.inside.frames import LOOKS
 from attnscale.inside.given import Given
-from attnscale.inside.marks import LOOKS
 from attnscale.measure.largest import raise_largest_
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from attnscale.inside import marks
+from attnscale.inside.frames import called
 from attnscale.inside.given import SDPA
 
 Name = tuple[str, str]  # module, attribute
+TORCH_NAMES: tuple[Name, ...] = ((F.__name__, SDPA.__name__),)
 
 
 def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     """torch's own, seen where it is called between two marks."""
     if torch.compiler.is_dynamo_compiling():
-        return SDPA(*args, **kwargs)  # between marks of its graph
-    return marks.called(SDPA, args, kwargs)
+        return SDPA(*args, **kwargs)  # seen between the marks of its graph
+    return called(SDPA, args, kwargs)
 
 
 _HOLDERS: Counter[Name] = Counter()
@@ -31,7 +32,7 @@ _LOCK = threading.Lock()
 
 def names_in(files: Collection[str]) -> list[Name]:
     """torch's own name of what attends, and those that modules of these files have for it."""
-    return [(F.__name__, SDPA.__name__), *_imported(files)]
+    return [*TORCH_NAMES, *_imported(files)]
 
 
 def _imported(files: Collection[str]) -> Iterator[Name]:

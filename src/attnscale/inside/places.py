@@ -18,7 +18,9 @@ class Places:
         self.model, self.known = model, known
         modules = modules_by_path(model)
         self.modules = {path: modules[path] for path in known.orders if path in modules}
-        self._names = names.names_in({line[0] for _, line, *_ in known.calls if isinstance(line, tuple)})
+        files = {line[0] for _, line, *_ in known.calls if isinstance(line, tuple)}
+        runs_eager = not all(order.is_compiled for order in known.orders.values())
+        self._names = names.names_in(files) if runs_eager else []
 
     @property
     def are_complete(self) -> bool:

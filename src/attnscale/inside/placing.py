@@ -39,7 +39,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
 def _change(module: nn.Module, names: tuple[str, ...]) -> None:
     own = type(module)
     if "_attnscale_plain" in vars(own):
-        own = own._attnscale_plain
+        own = vars(own)["_attnscale_plain"]
     elif _names(module):
         return  # wrapped since in another class of its own; without its tensor a look does nothing
     module.__class__ = looked_at(own, names) if names else own  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from attnscale.inside.frames import LOOKS
 from attnscale.inside.given import Given
-from attnscale.inside.marks import LOOKS
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility
 from attnscale.watching.gradients import GradientSquares, by_query_head, of_kernel
@@ -94,7 +94,7 @@ class _Followed(torch.autograd.Function):
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
-    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:
         noted_gradient(query, key, ctx.ticket)
         return query, key, None
 

@@ -255,6 +255,7 @@ class Monitor:
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
+            self._goes_inside &= not seen.is_inside
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
         if seen.without_gradients:

@@ -36,7 +36,11 @@ class KnownModel:
     unused_norms: dict[str, tuple[str, ...]]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
     orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
-    is_compiled: bool = False  # some of them are called by what torch.compile made
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether any of it is called by what torch.compile made."""
+        return any(order.is_compiled for order in self.orders.values())
 
     @cached_property
     def attending(self) -> frozenset[str]:
@@ -44,8 +48,16 @@ class KnownModel:
         return frozenset(str(path) for path, *_ in self.calls)
 
     def fits(self, kernel: KernelCall, known_by: Signature) -> bool:
-        """Whether a kernel has the heads that are known."""
-        return known_by == signature(kernel, str(known_by[0]), known_by[1])  # type: ignore[arg-type]
+        """Whether a call has the heads that are known of its kernel, for which keys may be copied and heads filled up.
+
+        A query head has a key head of its own there where several share one in the call, and a width of eights.
+        """
+        known = self.calls[known_by]
+        (_, heads, _, width), keys = kernel.query.shape, kernel.key.shape[1]
+        known_keys = 0 if known.factors is None else len(known.factors[1])
+        of_eights = -(-width // 8) * 8
+        alike = kernel.kind == known.kind and heads == known.heads and known_by[-1] in (width, of_eights)
+        return alike and bool(known_keys) and (known_keys % keys == 0 or keys % known_keys == 0)
 
     def again(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> SeenCall | None:
         """The same call on other tensors; None where it is not known."""
@@ -68,7 +80,6 @@ def remembered(
     unused_norms: Callable[[str], tuple[str, ...]],
     traces: Mapping[str, Trace],
     orders: Mapping[str, Order],
-    is_compiled: bool,
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
     if not all(call.factors is not None and not call.biased for call in seen.values()):
@@ -87,7 +98,7 @@ def remembered(
         for place, call in seen.items()
     }
     unused = {str(path): unused_norms(str(path)) for path, *_ in seen}
-    return KnownModel(frozenset(called), calls, unused, traces, orders, is_compiled)
+    return KnownModel(frozenset(called), calls, unused, traces, orders)
 
 
 def _forgotten(heads: int) -> ScoreStats:

@@ -11,6 +11,7 @@ class Order:
 
     calls: tuple[Signature, ...]
     depth: int = 1
+    is_compiled: bool = False  # called by what torch.compile made, where nobody follows it
 
 
 class Orders:
@@ -18,11 +19,14 @@ class Orders:
 
     def __init__(self) -> None:
         self._running: dict[str, list[Signature]] = {}
+        self._compiled: set[str] = set()
         self._found: dict[str, Order] = {}
         self._uneven: set[str] = set()
 
-    def saw(self, signature: Signature) -> None:
+    def saw(self, signature: Signature, is_compiled: bool) -> None:
         """A kernel ran."""
+        if is_compiled:
+            self._compiled.add(str(signature[0]))
         self._running.setdefault(str(signature[0]), []).append(signature)
 
     def ran(self, path: str, depth: int) -> None:
@@ -33,7 +37,8 @@ class Orders:
         known = self._found.get(path)
         if known is not None and known.calls != calls:
             self._uneven.add(path)
-        self._found[path] = Order(calls, max(depth + 1, 1 if known is None else known.depth))
+        depth = max(depth + 1, 1 if known is None else known.depth)
+        self._found[path] = Order(calls, depth, path in self._compiled)
 
     @property
     def known(self) -> dict[str, Order]:

@@ -23,7 +23,6 @@ class Recognition:
         self.known, self._settings = settings.known, settings
         self.only_known = False  # nothing but known kernels is looked at in the module that is running
         self._attending = frozenset() if self.known is None else self.known.attending
-        self._is_compiled = False  # a module that attends, where nobody follows it
         self._can_be_known = True  # so far: all attention was kernels
         self._calls: dict[Signature, SeenCall] = {}  # kernels that were followed
         self._traces, self._orders = Traces(), Orders()
@@ -48,9 +47,8 @@ class Recognition:
     def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None, is_compiled: bool) -> None:
         """A kernel was followed, in a module that runs compiled where nobody follows it."""
         if call is not None:
-            self._is_compiled |= is_compiled
             self._calls[known_by] = call
-            self._orders.saw(known_by)
+            self._orders.saw(known_by, is_compiled)
             if self._settings.reads_graph:
                 self._traces.saw(known_by, kernel)
 
@@ -91,5 +89,5 @@ class Recognition:
             return None
         if self.known is None:
             traces, orders = self._traces.legible, self._orders.known
-            return remembered(called, self._calls, unused_norms, traces, orders, self._is_compiled)
+            return remembered(called, self._calls, unused_norms, traces, orders)
         return None if self._calls else self.known  # something new is followed with all the rest, the next time
