@@ -7,7 +7,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.largest import raise_largest_
 
 from ..measure.test_largest import NAMES, full_matrix, visibilities
-from .runs import clipped, monitored, small_model, train
+from .runs import clipped, monitored, small_model, tokens, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def test_heads_over_the_limit_have_their_largest_score(name, dtype, softcap):
     expected = full_matrix(call).amax((0, 2, 3))
     limit = float(expected.sort().values[1:3].mean())
     largest = torch.full((4,), -torch.inf, device="cuda")
-    raise_largest_(largest, torch.tensor([limit], device="cuda"), call)
+    raise_largest_(largest, torch.tensor([limit], device="cuda"), torch.zeros((), device="cuda"), call)
     over = expected > limit
     assert torch.allclose(largest[over], expected[over].float(), rtol=1e-4)
     assert (largest[~over] <= limit).all()
@@ -63,7 +63,7 @@ def test_a_compiled_model_tells_what_an_eager_one_does(way):
 def test_a_compiled_model_is_clipped_as_an_eager_one(way):
     torch._dynamo.reset()
     one, _, _ = clipped(model, lambda model: model, 0.5, 6, device="cuda")
-    other, clip, reports = clipped(model, WAYS[way], 0.5, 6, device="cuda")
+    other, clip, _ = clipped(model, WAYS[way], 0.5, 6, device="cuda")
     assert clip.last is not None
     for (name, expected), found in zip(one.named_parameters(), other.parameters(), strict=True):
         assert torch.allclose(expected, found, rtol=1e-2, atol=1e-4), (way, name)
@@ -77,10 +77,11 @@ def test_nothing_is_waited_for_where_scores_are_in_range(way):
     made = model()
     run, clip = WAYS[way](made), QKClip(made, 100.0)
     train(made, run, 4, after=clip.step, device="cuda")
+    given = tokens(0, device="cuda")[:, :-1]
+    run(given).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
         optimizer = torch.optim.SGD(made.parameters(), 0.1)
-        given = torch.zeros(3, 24, dtype=torch.int64, device="cuda")
         for _ in range(3):
             run(given).sum().backward()
             optimizer.step()

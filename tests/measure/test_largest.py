@@ -53,7 +53,7 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
     expected = full_matrix(call).amax((0, 2, 3))
     limit = float(expected.sort().values[1:3].mean())  # two heads are over it
     largest = torch.full((4,), -torch.inf)
-    raise_largest_(largest, torch.tensor(limit), call)
+    raise_largest_(largest, torch.tensor(limit), torch.zeros(()), call)
     over = expected > limit
     assert torch.allclose(largest[over], expected[over].float(), rtol=1e-5)
     assert (largest[~over] <= limit).all()
@@ -65,14 +65,14 @@ def test_a_head_is_over_exactly_where_it_is(seed, name, limit, heads):
     call = made(name, *heads, seed=seed)
     expected = full_matrix(call).amax((0, 2, 3)).float()
     largest = torch.full((heads[0],), -torch.inf)
-    raise_largest_(largest, torch.tensor(limit), call)
+    raise_largest_(largest, torch.tensor(limit), torch.zeros(()), call)
     sure = (expected - limit).abs() > 1e-4 * limit
     assert ((largest > limit) == (expected > limit))[sure].all()
 
 
 def test_it_is_lifted_and_never_lowered():
     call, largest = made("causal"), torch.tensor([1e3, -torch.inf, 1e3, -torch.inf])
-    raise_largest_(largest, torch.tensor(0.1), call)
+    raise_largest_(largest, torch.tensor(0.1), torch.zeros(()), call)
     assert largest[0] == largest[2] == 1e3
     assert largest[1] > 0.1
 
@@ -82,14 +82,15 @@ def test_a_score_that_is_no_number_counts_as_infinite(wrong):
     call = made("causal")
     call.query[1, 1, 5, 0] = wrong
     largest = torch.full((4,), -torch.inf)
-    raise_largest_(largest, torch.tensor(1e4), call)
+    raise_largest_(largest, torch.tensor(1e4), torch.zeros(()), call)
     assert largest.tolist() == [-torch.inf, torch.inf, -torch.inf, -torch.inf]
 
 
 def test_nothing_is_asked_of_an_empty_batch():
     call = made("everything")
     largest = torch.full((4,), -torch.inf)
-    raise_largest_(
-        largest, torch.tensor(1.0), Call(call.query[:0], call.key[:0], call.key[:0], call.visibility, 0.0, 1.0, None)
-    )
+    empty = Call(call.query[:0], call.key[:0], call.key[:0], call.visibility, 0.0, 1.0, None)
+    calls = torch.zeros(())
+    raise_largest_(largest, torch.tensor(1.0), calls, empty)
     assert (largest == -torch.inf).all()
+    assert calls == 1

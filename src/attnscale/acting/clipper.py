@@ -18,7 +18,6 @@ from attnscale.acting.replicas import Axis, device_of
 from attnscale.acting.slots import Slots
 from attnscale.acting.uses import Floats
 from attnscale.acting.writing import rows_held
-from attnscale.numerics import wide_dtype
 from attnscale.watching.layer import Layer
 
 AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
@@ -34,7 +33,7 @@ class _Rows:
 
     def multiply_(self, factors: Tensor) -> None:
         """Multiply in place, rounded once; `offset` counts with the values."""
-        factors = factors.view(self.shape).to(wide_dtype(self.held))
+        factors = factors.view(self.shape).to(torch.promote_types(self.held.dtype, torch.float32))
         if not self.offset:
             self.held.mul_(factors)
             return
@@ -58,6 +57,7 @@ class Clipper:
         self._aims, self._caps, self._fixed = (
             torch.from_numpy(self.slots.known[number]).to(device) for number in (AIM, SOFTCAP, FIXED)
         )
+        self._is_capped = bool(np.isfinite(self.slots.known[SOFTCAP]).any())
         self._families = torch.from_numpy(families.ravel()).to(device)
         self._rows: list[_Rows] = []
         self._place(device)
@@ -82,9 +82,11 @@ class Clipper:
     def factors(self, maxima: Tensor) -> Tensor:
         """What the scores of each slot are multiplied by, float64."""
         largest = maxima.double()
-        capped = torch.atanh(self._aims / self._caps) / torch.atanh(largest / self._caps)
-        wanted = torch.where(self._caps == torch.inf, self._aims / largest, capped)
-        can = (largest > self.threshold) & (largest < torch.minimum(self._caps, self._caps.new_tensor(torch.inf)))
+        wanted = self._aims / largest
+        if self._is_capped:
+            capped = torch.atanh(self._aims / self._caps) / torch.atanh(largest / self._caps)
+            wanted = torch.where(self._caps == torch.inf, wanted, capped)
+        can = (largest > self.threshold) & (largest < self._caps)  # ∞ is not
         wanted = torch.where(can, wanted, 1.0)
         of_families = torch.ones_like(wanted).scatter_reduce_(0, self._families, wanted, "amin")
         return torch.where(self._fixed > 0, 1.0, of_families[self._families])

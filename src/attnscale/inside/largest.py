@@ -32,26 +32,12 @@ def blank_tape(heads: int, limit: float, attends_itself: Sequence[bool], device:
     return tape
 
 
-def wipe_(tape: Tensor) -> None:
-    """Forget what was noted."""
-    tape[:, :-BEHIND] = -torch.inf
-    tape[:, CALLS] = 0.0
-
-
 @torch.library.custom_op("attnscale::note_largest", mutates_args=("tape",))
 def note_largest(
     query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
 ) -> None:
-    """Note the largest score of each head; what a backward pass recomputes was noted before."""
-    if in_backward() or number >= len(tape):
-        return
-    line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
-    hidden = keys_nobody_sees(mask)
-    if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
-        seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
-    query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
-    raise_largest_(line[: query.shape[1]], line[LIMIT], Call(query, key, key, seen, 0.0, scale, None))
-    line[CALLS] += 1.0
+    """Note the largest score of each head, inside a compiled graph."""
+    _note(query, key, mask, tape, scale, is_causal, number)
 
 
 @note_largest.register_fake
@@ -59,10 +45,26 @@ def _(*_: Any) -> None:
     return None
 
 
+def _note(
+    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
+) -> None:
+    """What a backward pass recomputes was noted before."""
+    if in_backward() or number >= len(tape):
+        return
+    line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
+    hidden = keys_nobody_sees(mask)
+    if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
+        seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
+    query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
+    call = Call(query, key, key, seen, 0.0, scale, None)
+    raise_largest_(line[: query.shape[1]], line[LIMIT], line[CALLS], call)
+
+
 def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
     with torch.no_grad():
         query, key = given.query.detach(), given.key.detach()
-        note_largest(query, key, given.mask, tape, given.scale, given.is_causal, number)
+        note = note_largest if is_traced else _note
+        note(query, key, given.mask, tape, given.scale, given.is_causal, number)
     return given
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnscale.inside.largest import BEHIND, CALLS, LOOK, blank_tape, wipe_
+from attnscale.inside.largest import BEHIND, CALLS, LOOK, blank_tape
 from attnscale.inside.places import Places
 from attnscale.watching.known.traces import Signature
 from attnscale.watching.layer import Layer
@@ -35,6 +35,7 @@ class Tapes:
             self._tapes[path] = blank_tape(heads, limit, [call.attends_itself for call in seen], device)
             lines[path] = [_Line(each, first + at * (heads + BEHIND)) for at, each in enumerate(calls)]
             first += self._tapes[path].numel()
+        self._blank = [tape.clone() for tape in self._tapes.values()]
         found = [where for layer in layers.values() for where in _heads(layer, lines)]
         most = max((len(where) for where in found), default=1)
         padded = [where + where[-1:] * (most - len(where)) for where in found]
@@ -60,8 +61,7 @@ class Tapes:
 
     def wipe_(self) -> None:
         """Begin anew."""
-        for tape in self._tapes.values():
-            wipe_(tape)
+        torch._foreach_copy_(list(self._tapes.values()), self._blank)
 
 
 def _heads(layer: Layer, lines: Mapping[str, list[_Line]]) -> list[list[int]]:

@@ -5,7 +5,34 @@ import triton
 import triton.language as tl
 
 from attnscale.measure.cuda.triton.rows import key_tile
-from attnscale.measure.cuda.triton.shown import NO_MASK, masked, tanh
+from attnscale.measure.cuda.triton.shown import ADDED, NO_MASK, masked, tanh
+
+
+@triton.jit(do_not_specialize=["heads", "kv_len", "chunk"])
+def longest_kernel(
+    key_at: tl.tensor,
+    longest_at: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    heads: tl.tensor,
+    kv_len: tl.tensor,
+    chunk: tl.tensor,
+    CHUNKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+) -> None:
+    """The largest squared length among the keys of one chunk of a head; NaN where one has it."""
+    both, number = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    key_at += (both // heads).to(tl.int64) * key_batch + (both % heads).to(tl.int64) * key_head
+    highest, total = tl.zeros([TILE_KEYS], tl.float32), tl.zeros([TILE_KEYS], tl.float32)
+    stop = tl.minimum(number * chunk + chunk, kv_len)
+    for here in range(number * chunk, stop, TILE_KEYS):
+        key = key_tile(key_at, here, key_row, stop, HEAD_DIM, WIDTH, TILE_KEYS, True).to(tl.float32)
+        squares = tl.sum(key * key, 1)
+        highest, total = tl.maximum(highest, squares), total + squares
+    tl.store(longest_at + tl.program_id(0), tl.max(highest, 0) + 0.0 * tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["heads", "group", "count", "kv_len", "first", "last"])
@@ -19,6 +46,7 @@ def largest_kernel(
     added_at: tl.tensor,
     limit_at: tl.tensor,
     largest_at: tl.tensor,
+    calls_at: tl.tensor,
     query_batch: tl.tensor,
     query_head: tl.tensor,
     query_row: tl.tensor,
@@ -42,6 +70,7 @@ def largest_kernel(
     scale: tl.tensor,
     softcap: tl.tensor,
     SLACK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -67,9 +96,15 @@ def largest_kernel(
         key_documents_at += batch * key_documents_batch
     squares = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
     length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN where any is, which max passes over
-    reach = length * tl.load(longest_at + both // group) * tl.abs(scale) * SLACK + tl.load(added_at)
+    chunks = tl.load(longest_at + (both // heads * (heads // group) + head // group) * CHUNKS + tl.arange(0, CHUNKS))
+    longest = tl.sqrt(tl.max(chunks, 0)) + 0.0 * tl.sum(chunks, 0)
+    reach = length * longest * tl.abs(scale) * SLACK
     if CAPPED:
-        reach = tl.minimum(reach, softcap + tl.load(added_at))
+        reach = tl.minimum(reach, softcap)
+    if MASK == ADDED:
+        reach += tl.load(added_at)
+    if tl.program_id(0) == 0:
+        tl.store(calls_at, tl.load(calls_at) + 1.0)
     if (reach > tl.load(limit_at)) | (reach != reach):
         key_at += batch * key_batch + head // group * key_head
         if MASK != NO_MASK:
