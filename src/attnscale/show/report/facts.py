@@ -44,12 +44,13 @@ def facts_of_run(run: Run) -> Iterator[Note]:
     if growing:
         fastest = max(growing, key=lambda layer: layer.growth.rate if layer.growth else 0.0)
         assert fastest.growth is not None
-        low, high = (1000 * rate for rate in (fastest.growth.low, fastest.growth.high))
+        span = fastest.growth.span
+        low, high = (span * rate for rate in (fastest.growth.low, fastest.growth.high))
         certain = "certain to grow" if fastest.growth.is_growing else "not certain to grow"
         yield Note(
             "fact", "growth",
-            f"The largest score that grows fastest is multiplied by {fastest.growth.factor(1000):.3g} in 1,000 steps "
-            f"({_factor(low)}–{_factor(high)}), which makes it {certain}.",
+            f"The largest score that grew fastest was multiplied by {fastest.growth.grown:.3g} in the last {span:,.0f} "
+            f"steps ({_factor(low)}–{_factor(high)}), which makes it {certain}.",
             place=fastest.name,
         )  # fmt: skip
     if not run.layers:
