@@ -113,15 +113,16 @@ def replay(run: Replayed) -> Replayed:
     for name in run.records[0].layers:
         samples = [Sample.of(record.step, record.layers[name]) for record in run.records if name in record.layers]
         for count in range(1, len(samples) + 1):
-            _ask(run, name, samples[:count], samples[count:], run.records[count - 1].layers[name].softcap)
+            _ask(run, name, samples[:count], samples[count:])
     return run
 
 
-def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample], softcap: float | None) -> None:
-    found, now = trend(latest(known), softcap), known[-1]
+def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
+    layer = run.records[len(known) - 1].layers[name]
+    found, now = trend(latest(known), layer.softcap), known[-1]
     if found.ahead is None:
         return
-    crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest))
+    crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest, layer.clipped is not None))
     if crossing is not None:
         passed = next((sample.step for sample in ahead if sample.largest >= crossing.threshold), math.inf)
         run.said.append(Said(now.step, name, crossing, passed, found.ahead.reach))

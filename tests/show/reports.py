@@ -36,7 +36,7 @@ def checked(names=("blocks.0.attention", "blocks.1.attention"), title="a model",
 
 
 def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.005, steps=range(0, 1000, 50), alarm=True):
-    """A run whose last layer grows by exp(rate) a step and passes 100 at step 750."""
+    """A run whose last layer grows by exp(rate) a step and passes 100 at step 600; an alarm is told at 750."""
     found = []
     for step in steps:
         growing = 5.0 * math.exp(rate * step)

@@ -58,6 +58,15 @@ class Vital:
     error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled
     moved: str = ""  # the factor that grew most since the beginning: `multiplier`, `norms`, `alignment`
     began: Began | None = None  # of a trained model
+    clips: bool = False  # QK-Clip is at work on it
+    largest: float = math.nan  # the score itself, where softmax feels less of it
+
+    @property
+    def told(self) -> str:
+        """The largest score in words: as it is, and what softmax feels of it where that makes a difference."""
+        if math.isnan(self.largest) or threshold_reached(self.largest) == threshold_reached(self.max):
+            return f"{self.max if math.isnan(self.largest) else self.largest:.4g}"
+        return f"{self.largest:.4g}, {self.max:.4g} above the mean of its row"
 
 
 @dataclass(frozen=True)
@@ -99,9 +108,9 @@ def stands(reason: str, vital: Vital, ahead: Outlook | None, limits: Thresholds)
     return floor is not None and getattr(vital, what) < LAPSED * floor
 
 
-def next_threshold(value: float) -> float | None:
-    """The first published threshold above a score; None beyond the last."""
-    return min((limit for limit, _, _ in EXPLODING if limit > value), default=None)
+def next_threshold(value: float, clips: bool = False) -> float | None:
+    """The first published threshold above a score; None beyond the last. The least is where QK-Clip acts, if it can."""
+    return min((limit for limit, _, _ in EXPLODING[: -1 if clips else None] if limit > value), default=None)
 
 
 def _exploding(vital: Vital, ahead: Outlook | None) -> Iterator[Alarm]:
@@ -110,12 +119,12 @@ def _exploding(vital: Vital, ahead: Outlook | None) -> Iterator[Alarm]:
     reached = threshold_reached(vital.max)
     if reached is not None and _is_told(reached, vital):
         limit, severity, known = reached
-        told.append(f"The largest score is {vital.max:.4g}; {known}.")
+        told.append(f"The largest score is {vital.told}; {known}.")
         severities, reasons, limits = [severity], [f"reached {limit:g}"], [limit]
     crossing = forecast(ahead, vital.ceiling, next_threshold(max(vital.max, HARMFUL / 2)))
     if crossing is not None and ahead is not None:
         known = next(known for threshold, _, known in EXPLODING if threshold == crossing.threshold)
-        subject = "It" if told else f"The largest score, {vital.max:.4g},"
+        subject = "It" if told else f"The largest score, {vital.told},"
         told.append(
             f"{subject} {_grew(ahead)}; if this goes on, it will pass {crossing.threshold:,.0f} "
             f"{when(crossing)}. {known[0].upper()}{known[1:]}."
@@ -134,14 +143,15 @@ def _exploding(vital: Vital, ahead: Outlook | None) -> Iterator[Alarm]:
 
 def _is_told(reached: tuple[float, str, str], vital: Vital) -> bool:
     """Not where a trained model was as high from the start, nor that QK-Clip would act where it does."""
-    if reached[1] == "note" and vital.ceiling.is_clipped:
+    if reached[1] == "note" and vital.clips:
         return False
     return vital.began is None or not vital.max < WORSE * vital.began.max
 
 
 def _grew(ahead: Outlook) -> str:
     """By how much, over the samples that it is told from."""
-    return f"grew {math.exp(min(ahead.rate * ahead.seen, 700.0)):.3g}-fold in the last {ahead.seen:,.0f} steps"
+    factor = math.exp(min(ahead.rate * ahead.seen, 700.0))
+    return f"grew {factor:{'.3g' if factor < 1000 else ',.0f'}}-fold in the last {ahead.seen:,.0f} steps"
 
 
 def _saturated(vital: Vital, limits: Thresholds) -> Iterator[Alarm]:
@@ -171,8 +181,8 @@ def _mend(vital: Vital) -> str:
     """What helps against what moved, and is not there yet."""
     if vital.moved == "multiplier":
         return "What multiplies the scores has grown: bound it, or train it at a lower rate."
-    if vital.ceiling.is_clipped:
-        return "QK-Clip acts on it already: let it act at every step, and lower the learning rate."
+    if vital.clips:
+        return "QK-Clip is at work on it: let it act at every step, and lower the learning rate."
     if vital.ceiling.softcap is not None:
         return "Its soft-cap bounds the scores and not what makes them: lower the learning rate, or add a QK-norm."
     if vital.moved == "alignment":

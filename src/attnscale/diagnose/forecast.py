@@ -41,7 +41,7 @@ class Outlook:
     """The logarithm of a score some steps ahead, from what its latest samples were."""
 
     step: float
-    level: float  # ln of the value, at the last step
+    level: float  # ln of the last value, as far as that is not wild
     rate: float  # of the logarithm, a step
     scatter: float
     spacing: float  # steps from sample to sample
@@ -131,4 +131,5 @@ def outlook(steps: Sequence[float], values: Sequence[float]) -> Outlook | None:
     moved = deviation(moves - np.median(moves))
     scatter = math.sqrt(LEAST_SCATTER**2 + (line.noise**2 + moved**2) / 2) * (1 + FEW / len(x))
     last, seen = float(x[-1]), float(x[-1] - x[-LATEST:][0])
-    return Outlook(last, line.level, line.rate, scatter, spacing, seen, spacing * min(len(x) // 2, FARTHEST))
+    level = min(max(float(y[-1]), line.level - scatter), line.level + scatter)
+    return Outlook(last, level, line.rate, scatter, spacing, seen, spacing * min(len(x) // 2, FARTHEST))

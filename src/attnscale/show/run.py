@@ -21,7 +21,7 @@ from attnscale.train.run import LayerRun, Raised, Run
 from attnscale.train.survey import Entry
 
 LISTED = 20  # runs of a log
-LAST = EXPLODING[0][0]  # published threshold
+LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
 
 
 def show_run(run: Run) -> None:
@@ -70,9 +70,14 @@ def _print_damage(run: Run, console: Console) -> None:
 
 def conclusion(run: Run) -> str:
     """One sentence on the run."""
-    crossings = {layer.name: layer.crossing for layer in run.layers if layer.crossing is not None}
     kinds = sum(len(raised.group.findings) for raised in run.raised)
     alarms = f"{kinds} alarms" if kinds != 1 else "1 alarm"
+    highest = max((layer.felt for layer in run.layers if math.isfinite(layer.felt)), default=0.0)
+    crossings = {
+        layer.name: layer.crossing
+        for layer in run.layers
+        if layer.crossing is not None and layer.crossing.threshold > highest
+    }
     if crossings:
         name, crossing = min(crossings.items(), key=lambda found: found[1].step)
         return (
@@ -86,6 +91,10 @@ def conclusion(run: Run) -> str:
     held = sum(layer.is_clipped for layer in run.layers)
     if held:
         return f"{alarms}; QK-Clip holds {held} of {len(run.layers)} layers where they are."
+    if highest >= FIRST:
+        leading = next(layer for layer in run.layers if layer.felt == highest)
+        how = "grows" if leading in growing else "does not grow any more"
+        return f"{alarms}; the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}."
     if growing:
         return (
             f"{alarms}; the largest score of {len(growing)} of {len(run.layers)} layers grows, and none comes near a "
@@ -111,10 +120,12 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 def _factor(layer: LayerRun) -> str:
     """Over the samples that it was fitted to, and no more."""
-    return "–" if layer.growth is None else f"× {layer.growth.grown:.3g} in {layer.growth.span:.0f}"
+    return "–" if layer.growth is None else f"× {number(layer.growth.grown)} in {layer.growth.span:.0f}"
 
 
 def _crossing(layer: LayerRun) -> str:
+    if layer.is_clipped:
+        return "held by QK-Clip"
     return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"
 
 

@@ -102,6 +102,8 @@ class History:
             partial(_error, seen),
             _moved(change),
             self._baseline.get(name),
+            layer.clipped is not None,
+            layer.numbers["max"][head],
         )
 
 

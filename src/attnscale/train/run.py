@@ -159,11 +159,11 @@ class _Following:
 
     def concluded(self, name: str) -> LayerRun:
         assert self._first_max is not None  # it was seen
-        last_max = self._last.whole("max")
+        last_max, felt = self._last.whole("max"), self._samples[-1].largest
         found = trend(list(self._samples), self._last.softcap)
         numbers = {number: self._last.whole(number) for number in logged() if number in self._last.numbers}
-        crossing = forecast(found.ahead, found.ceiling, next_threshold(self._samples[-1].largest))
+        crossing = forecast(found.ahead, found.ceiling, next_threshold(felt, self._last.clipped is not None))
         return LayerRun(
-            name, self._first_max, last_max, self._highest, self._samples[-1].largest, numbers, found.growth,
+            name, self._first_max, last_max, self._highest, felt, numbers, found.growth,
             found.ahead, crossing, found.ceiling.is_clipped,
         )  # fmt: skip
