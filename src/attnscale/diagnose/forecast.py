@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnscale.diagnose.growth import deviation, robust_line
+from attnscale.diagnose.growth import deviation, middle, robust_line
 
 LATEST = 8  # samples that a trend is taken from
 LEAST_SAMPLES = 4  # runs that diverge at once are over after some more
@@ -124,11 +124,11 @@ def outlook(steps: Sequence[float], values: Sequence[float]) -> Outlook | None:
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     usable = np.isfinite(y) & (y > 0)
     x, y = x[usable], np.log(y[usable])
-    if len(np.unique(x)) < LEAST_SAMPLES:
+    if len(set(x.tolist())) < LEAST_SAMPLES:
         return None
-    line, spacing = robust_line(x[-LATEST:], y[-LATEST:]), float(np.median(np.diff(x)[-LATEST:]))
-    moves = np.diff(y)
-    moved = deviation(moves - np.median(moves))
+    line, spacing = robust_line(x[-LATEST:], y[-LATEST:]), middle(np.sort((x[1:] - x[:-1])[-LATEST:]))
+    moves = y[1:] - y[:-1]
+    moved = deviation(moves - middle(np.sort(moves)))
     scatter = math.sqrt(LEAST_SCATTER**2 + (line.noise**2 + moved**2) / 2) * (1 + FEW / len(x))
     last, seen = float(x[-1]), float(x[-1] - x[-LATEST:][0])
     level = min(max(float(y[-1]), line.level - scatter), line.level + scatter)

@@ -61,7 +61,7 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     usable = np.isfinite(y) & (y > 0)
     x, y = x[usable], np.log(y[usable])
-    if len(np.unique(x)) < LEAST_SAMPLES:
+    if len(set(x.tolist())) < LEAST_SAMPLES:
         return None
     line = robust_line(x, y)
     low, high = _interval(line.slopes, len(x), _inflation(line.residuals))
@@ -88,15 +88,21 @@ class Line:
 def robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> Line:
     """The line of Theil and Sen through some points."""
     slopes = _slopes(x, y)
-    rate = _middle(slopes)
+    rate = middle(slopes)
     offsets = y - rate * (x - x[-1])
-    level = _middle(np.sort(offsets))
+    level = middle(np.sort(offsets))
     return Line(rate, level, offsets - level, slopes)
 
 
 def deviation(residuals: NDArray[np.float64]) -> float:
     """Standard deviation about zero, by the median."""
-    return MAD_TO_STD * _middle(np.sort(np.abs(residuals)))
+    return MAD_TO_STD * middle(np.sort(np.abs(residuals)))
+
+
+def middle(ordered: NDArray[np.float64]) -> float:
+    """The median of what is in order; np.median takes longer than all else here."""
+    half = len(ordered) // 2
+    return float(ordered[half]) if len(ordered) % 2 else float(ordered[half - 1] + ordered[half]) / 2
 
 
 def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -112,12 +118,6 @@ def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float6
 def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     first, second = np.triu_indices(count, 1)
     return first, second
-
-
-def _middle(ordered: NDArray[np.float64]) -> float:
-    """The median of what is in order; np.median takes longer than all else here."""
-    half = len(ordered) // 2
-    return float(ordered[half]) if len(ordered) % 2 else float(ordered[half - 1] + ordered[half]) / 2
 
 
 def _interval(slopes: NDArray[np.float64], samples: int, inflation: float) -> tuple[float, float]:
