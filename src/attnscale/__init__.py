@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_weights
-    from attnscale.train import Monitor
+    from attnscale.train import Monitor, QKClip
     from attnscale.watching import watch
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "Finding",
     "Monitor",
     "MultiheadAttention",
+    "QKClip",
     "ScoreMoments",
     "ScoreStats",
     "attention",
@@ -60,6 +61,7 @@ _HOME = {
     "clip_qk_": "attnscale.acting",
     "rescale_": "attnscale.acting",
     "Monitor": "attnscale.train",
+    "QKClip": "attnscale.train",
 }
 
 

@@ -1,0 +1,69 @@
+"""The largest score of each head since the last step, kept where the model runs: no host waits for it.
+
+Each module that attends carries a tape. Of every call in a run of the module there is a line on it: the largest score
+of each head that passed the limit, then the limit, whether queries and keys are of the same positions, and how often it
+was called.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call, fold
+from attnscale.inside.frames import LOOKS
+from attnscale.inside.given import Given
+from attnscale.measure.largest import raise_largest_
+from attnscale.torch_internals import in_backward
+from attnscale.visibility import Visibility
+from attnscale.watching.hiding import keys_nobody_sees
+
+LOOK = "largest"
+LIMIT, ATTENDS_ITSELF, CALLS = -3, -2, -1  # behind the heads
+BEHIND = 3
+
+
+def blank_tape(heads: int, limit: float, attends_itself: Sequence[bool], device: torch.device) -> Tensor:
+    """A tape on which nothing was noted."""
+    tape = torch.full((len(attends_itself), heads + BEHIND), -torch.inf, device=device)
+    tape[:, LIMIT], tape[:, CALLS] = limit, 0.0
+    tape[:, ATTENDS_ITSELF] = torch.tensor(attends_itself, dtype=tape.dtype)
+    return tape
+
+
+def wipe_(tape: Tensor) -> None:
+    """Forget what was noted."""
+    tape[:, :-BEHIND] = -torch.inf
+    tape[:, CALLS] = 0.0
+
+
+@torch.library.custom_op("attnscale::note_largest", mutates_args=("tape",))
+def note_largest(
+    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
+) -> None:
+    """Note the largest score of each head; what a backward pass recomputes was noted before."""
+    if in_backward() or number >= len(tape):
+        return
+    line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
+    hidden = keys_nobody_sees(mask)
+    if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
+        seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
+    query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
+    raise_largest_(line[: query.shape[1]], line[LIMIT], Call(query, key, key, seen, 0.0, scale, None))
+    line[CALLS] += 1.0
+
+
+@note_largest.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
+    with torch.no_grad():
+        query, key = given.query.detach(), given.key.detach()
+        note_largest(query, key, given.mask, tape, given.scale, given.is_causal, number)
+    return given
+
+
+LOOKS[LOOK] = _look
