@@ -240,7 +240,7 @@ def train(case: Case, seed: int, text: torch.Tensor) -> tuple[dict[str, object],
     settings = {name: value for name, value in asdict(case).items() if name not in ("name", "schedule", "too_fast")}
     found = {
         "case": case.name, "seed": seed, "settings": {**settings, "schedule": case.schedule.__name__},
-        "trained": trained, "steps": kept.steps, "loss": [short(curve[step]) for step in kept.steps if step < len(curve)],
+        "trained": trained, "steps": kept.steps, "loss": [short(curve[step]) for step in kept.steps],
         "last_loss": short(curve[-1]), "layers": kept.layers,
     }  # fmt: skip
     if case.clip is None:

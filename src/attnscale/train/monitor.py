@@ -16,7 +16,7 @@ from torch import nn
 
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Growth
+from attnscale.diagnose.growth import Growth
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.inside.places import Places
 from attnscale.inside.watching import watched_inside
@@ -107,7 +107,7 @@ class Monitor:
         self.sinks = [sink_from(sink) for sink in sinks]
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
         limits = limits or Thresholds()
-        self._history = History(limits)
+        self._history = History.of(model, limits)
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None

@@ -42,6 +42,17 @@ class LayerRecord:
         """What clipping did to the head that it lowered most since the record before; 1 where it did nothing."""
         return min((factor for factor in self.clipped or () if factor > 0), default=1.0)
 
+    @property
+    def felt(self) -> tuple[float, int]:
+        """What softmax sees of the largest score, as far as that is known, and the head that has it.
+
+        That is what it is above the mean of its row, and never more than it is. NaN where no head has a score.
+        """
+        largest = self.numbers.get("max", ())
+        above = self.numbers.get("max_above_mean", largest)
+        seen = [(min(pair), head) for head, pair in enumerate(zip(largest, above, strict=True)) if pair[0] == pair[0]]
+        return max(seen, key=lambda found: found[0], default=(math.nan, 0))
+
     def whole(self, name: str) -> float:
         """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""
         return STATISTICS[name].over_heads(self.numbers[name]) if name in self.numbers else math.nan

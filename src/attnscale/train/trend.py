@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from attnscale.diagnose.forecast import Ceiling, Growth, growth
+from attnscale.diagnose.forecast import Ceiling, Outlook, outlook
+from attnscale.diagnose.growth import Growth, growth
 from attnscale.train.record import LayerRecord
 
 Entry = TypeVar("Entry")
@@ -16,7 +17,7 @@ WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes w
 
 
 class Sample(NamedTuple):
-    """The largest score of a layer at a step, its upper bound, and what clipping multiplied it by just before."""
+    """What softmax feels of the largest score at a step, its upper bound, and what clipping multiplied it by."""
 
     step: int
     largest: float
@@ -26,14 +27,15 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, step: int, layer: LayerRecord) -> "Sample":
         """What a record has of it."""
-        return cls(step, layer.whole("max"), layer.whole("max_bound"), layer.lowered)
+        return cls(step, layer.felt[0], layer.whole("max_bound"), layer.lowered)
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The growth of the largest score, None where too little is known, and what keeps it down."""
+    """How the largest score grew and where it may go, None where too little is known, and what keeps it down."""
 
     growth: Growth | None
+    ahead: Outlook | None
     ceiling: Ceiling
 
 
@@ -61,7 +63,8 @@ def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     steps, lowered = [sample.step for sample in samples], _lowered_since(samples)
     largest = [sample.largest * factor for sample, factor in zip(samples, lowered, strict=True)]
     bounds = [sample.bound * factor for sample, factor in zip(samples, lowered, strict=True)]
-    return Trend(growth(steps, largest), Ceiling(softcap, growth(steps, bounds), is_held(samples)))
+    ceiling = Ceiling(softcap, outlook(steps, bounds), is_held(samples))
+    return Trend(growth(steps, largest), None if ceiling.is_clipped else outlook(steps, largest), ceiling)
 
 
 def is_held(samples: Sequence[Sample]) -> bool:
