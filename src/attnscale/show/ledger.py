@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.claims import SOURCES, VERDICTS, Claim
+from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
 LARGE = 1e9  # from here on a float is shown with an exponent
@@ -17,11 +17,23 @@ def show_ledger(claims: Sequence[Claim]) -> None:
     """Print the claims source by source, then how many hold, and those that do not."""
     console = Console()
     for source in SOURCES:
-        own = [claim for claim in claims if claim.source == source.file]
+        own = [claim for claim in claims if claim.source == source.name]
         if own:
-            console.print(Text.assemble((source.title, "bold"), f", {source.kind}, {source.file}"))
+            console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
             console.print(_table(own))
     _print_summary(claims, console)
+
+
+def show_index() -> None:
+    """Print every exercise, listing and worked example with its command, source by source."""
+    console = Console()
+    for source in SOURCES:
+        console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for worked in INDEX:
+            if worked.source == source.name:
+                table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
+        console.print(table)
 
 
 def _table(claims: Sequence[Claim]) -> Table:
