@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 import attnscale
+from attnscale.claims import INDEX, SOURCES
+from attnscale.claims.ledger import recorded
 from attnscale.cli import app
 from attnscale.diagnose import CODES
 from attnscale.measure.statistics import STATISTICS
@@ -128,6 +130,22 @@ def test_every_command_and_option_is_on_the_page_of_the_command_line(site):
         name = command.name or command.callback.__name__.replace("_", "-")
         assert f"attnscale {name}" in text
     assert all(option in text for option in ("--what-if", "--packed", "--thin", "--json"))
+
+
+def test_every_claim_and_every_command_of_the_index_is_on_the_page_of_the_ledger(site):
+    page = html.unescape((site / "claims.html").read_text(encoding="utf-8"))
+    assert all(f"<code>{name}</code>" in page for name in recorded())
+    assert all(f"<code>{worked.command}</code>" in page for worked in INDEX)
+    assert all(source.title.split("[")[0] in page for source in SOURCES)
+
+
+def test_the_one_gradient_story_is_told_alike():
+    pages = ("README.md", "docs/claims.md", "docs/theory.md", "docs/index.md", "docs/guides/does-not-learn.md")
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.search(r"most queries (pass|receive) (hardly any|little)[^.]* a few (pass|receive) much", text), page
+    story = r"not smaller in sum[^.]*uneven"
+    assert all(re.search(story, (ROOT / page).read_text(encoding="utf-8")) for page in pages[:3])
 
 
 def test_every_link_to_the_code_leads_to_the_line_that_defines_its_name(site):

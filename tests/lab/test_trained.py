@@ -26,9 +26,9 @@ def test_the_conclusion_follows_the_losses_whichever_way_they_fall():
 
         return concluded("trained", made_up("trained", change)).text
 
-    assert "at d_k = 16, 256 yes" in costs(0.1, 1.0)
-    assert "at d_k = 16, 256 no" in costs(0.9, 1.0)
-    assert "at d_k = 16, 256 undecided" in costs(0.5, 1.0)
+    assert "At d_k = 16, 256 yes" in costs(0.1, 1.0)
+    assert "At d_k = 16, 256 no" in costs(0.9, 1.0)
+    assert "At d_k = 16, 256 undecided" in costs(0.5, 1.0)
 
 
 def test_a_bundled_model_that_needs_no_scale_would_be_seen():

@@ -44,7 +44,7 @@ def _table(claims: Sequence[Claim]) -> Table:
     for claim in claims:
         stated = Text.assemble(claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
-        table.add_row(verdict, stated, _shown(claim.claimed), _shown(claim.computed))
+        table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
     return table
 
 
@@ -55,14 +55,15 @@ def _print_summary(claims: Sequence[Claim], console: Console) -> None:
     refuted = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for claim in claims:
         if claim.verdict == "refuted":
-            line = f"{claim.claim} Claimed {_shown(claim.claimed)}, computed {_shown(claim.computed)}. {claim.note}"
+            line = f"{claim.claim} Claimed {shown_value(claim.claimed)}, computed {shown_value(claim.computed)}. {claim.note}"
             refuted.add_row(Text("refuted", style=STYLES["refuted"]), line)
     console.print(refuted)
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """A claimed or computed value as text."""
     if isinstance(value, list):
-        return f"[{', '.join(_shown(entry) for entry in value)}]"
+        return f"[{', '.join(shown_value(entry) for entry in value)}]"
     if isinstance(value, float) and abs(value) >= LARGE:
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -129,7 +129,8 @@ def _summary(own: Outcomes, head_dims: Sequence[int]) -> str:
     words = {head_dim: _word(spared(own.where(head_dim=head_dim))) for head_dim in head_dims}
     groups = {word: [str(each) for each in head_dims if words[each] == word] for word in dict.fromkeys(words.values())}
     said = "; ".join(f"at d_k = {', '.join(own)} {word}" for word, own in groups.items())
-    return f"Does leaving it out cost a trained model less than half of what it costs an untrained one? {said}."
+    asked = "Does leaving it out cost a trained model less than half of what it costs an untrained one?"
+    return f"{asked} {said[0].upper()}{said[1:]}."
 
 
 def _word(spared: Band) -> str:
