@@ -55,7 +55,8 @@ def _print_summary(claims: Sequence[Claim], console: Console) -> None:
     refuted = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for claim in claims:
         if claim.verdict == "refuted":
-            line = f"{claim.claim} Claimed {shown_value(claim.claimed)}, computed {shown_value(claim.computed)}. {claim.note}"
+            claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
+            line = Text(f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}")
             refuted.add_row(Text("refuted", style=STYLES["refuted"]), line)
     console.print(refuted)
 
