@@ -1,6 +1,5 @@
 """The report of training runs side by side."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -46,23 +45,15 @@ def _method(twins: Twins) -> Section:
 
 
 def _notes(twins: Twins) -> Iterator[Note]:
-    """Loss, what rows let through and spread of every run: no number that the explanation has told."""
-    losses = {run.name: [loss for _, loss in run.losses if math.isfinite(loss)] for run in twins.runs}
-    known = {name: values for name, values in losses.items() if values}
-    if known:
-        ends = "; ".join(f"{name}: from {values[0]:.3f} to {values[-1]:.3f}" for name, values in known.items())
-        yield Note("fact", "loss", f"{ends}.")
-    for statistic, when in (
-        (STATISTICS["gradient_gain"], {"at first": 0, "at the end": -1}),
-        (STATISTICS["spread"], {"at the end": -1}),
-    ):
-        told = "; ".join(
-            f"{run.name}: {', '.join(f'{_told(run.records[at], statistic)} {name}' for name, at in when.items())}"
-            for run in twins.runs
-            if run.records
-        )
-        if told:
-            yield Note("fact", statistic.long, f"{told}.", place="mean of the layers")
+    """What rows of every run let through; losses and spreads stand under their curves."""
+    statistic = STATISTICS["gradient_gain"]
+    told = "; ".join(
+        f"{run.name}: {_told(run.records[0], statistic)} at first, {_told(run.records[-1], statistic)} at the end"
+        for run in twins.runs
+        if run.records
+    )
+    if told:
+        yield Note("fact", statistic.long, f"{told}.", place="mean of the layers")
 
 
 def _told(record: Record, statistic: Statistic) -> str:
