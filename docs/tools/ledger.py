@@ -23,12 +23,12 @@ def with_claims(markdown: str) -> str:
 
 def _table(claims: list[Claim]) -> str:
     rows = [
-        f'| <span class="{MARKS[claim.verdict]}">{claim.verdict}</span> | {plain_text(claim.claim)} '
+        f'| <span class="{MARKS[claim.verdict]}">{claim.verdict}</span> | `{claim.id}`<br>{plain_text(claim.claim)} '
         f"*{plain_text(shown_value(claim.claimed))}* | {plain_text(shown_value(claim.computed))} "
-        f"| {plain_text(claim.note)} | `{claim.id}` |"
+        f"| {plain_text(claim.note)} |"
         for claim in claims
     ]
-    return "\n".join(["| | claimed | computed | note | id |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| | claimed | computed | note |", "|---|---|---|---|", *rows])
 
 
 def _index() -> list[str]:

@@ -190,7 +190,7 @@ def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
 @pytest.mark.parametrize(
     "name",
     [
-        "index.html", "theory.html", "findings.html", "api.html", "guides/does-not-learn.html",
+        "index.html", "theory.html", "claims.html", "findings.html", "api.html", "guides/does-not-learn.html",
         "reading-the-code.html", "source/src/attnscale/watching/watcher.py.html",
     ],
 )  # fmt: skip
