@@ -37,7 +37,7 @@ def wide(dim, shift=0.0):
 
 
 def rows(**means):
-    def made(dim, divisor=1.0):
+    def made(dim, divisor=1.0, keys=1024):
         return dataclasses.replace(
             draws.drawn_rows(4, 2.0), **{name: np.full(7, value(dim, divisor)) for name, value in means.items()}
         )
@@ -100,6 +100,9 @@ FLIPS = [
     ("xavier-unit-variance", discussion, "head_std", lambda name: 1.0, "confirmed"),
     ("almost-none-explain", discussion, "_told", lambda told: [], "confirmed"),
     ("all-name-saturation", discussion, "_told", lambda told: ["post"], "refuted"),
+    ("small-dim-hardly-matters", tutorial, "drawn_rows", rows(gradient_gain=lambda d, by: by), "refuted"),
+    ("small-dim-hardly-matters", tutorial, "drawn_rows", rows(gradient_gain=lambda d, by: 0.9), "confirmed"),
+    ("always-scale", practice, "t5_spread", lambda: 8.0, "confirmed"),
     ("own-terms-64", worked_numbers, "sampled_terms", lambda dim: np.ones((dim, dim)), "refuted"),
     ("variance-64", worked_numbers, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
 ]

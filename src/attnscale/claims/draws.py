@@ -63,9 +63,9 @@ def drawn_scores(dim: int) -> Array:
 
 
 @cache
-def drawn_rows(dim: int, divisor: float = 1.0) -> RowStatistics:
-    """What softmax makes of those scores, divided by this."""
-    return row_statistics(drawn_scores(dim) / divisor)
+def drawn_rows(dim: int, divisor: float = 1.0, keys: int = KEYS) -> RowStatistics:
+    """What softmax makes of those scores, divided by this, over the first so many keys."""
+    return row_statistics(drawn_scores(dim)[:, :keys] / divisor)
 
 
 @cache
@@ -110,6 +110,12 @@ def _gpt2() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(D_MODEL, D_MODEL) * 0.02, torch.randn(D_MODEL, D_MODEL) * 0.02
 
 
+def _t5() -> tuple[torch.Tensor, torch.Tensor]:
+    """T5 draws query weights of variance 1/(d_model · d_kv) and key weights of 1/d_model."""
+    query, key = (torch.randn(D_MODEL, D_MODEL) * D_MODEL**-0.5 for _ in range(2))
+    return query * (D_MODEL // HEADS) ** -0.5, key
+
+
 def _linear() -> tuple[torch.Tensor, torch.Tensor]:
     return nn.Linear(D_MODEL, D_MODEL).weight, nn.Linear(D_MODEL, D_MODEL).weight
 
@@ -124,7 +130,7 @@ def _xavier() -> tuple[torch.Tensor, torch.Tensor]:
     return query, key
 
 
-WEIGHTS = {"GPT-2": _gpt2, "nn.Linear": _linear, "nn.MultiheadAttention": _packed, "Xavier": _xavier}
+WEIGHTS = {"GPT-2": _gpt2, "T5": _t5, "nn.Linear": _linear, "nn.MultiheadAttention": _packed, "Xavier": _xavier}
 
 
 def head_std(initialisation: str) -> float:

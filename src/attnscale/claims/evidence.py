@@ -11,7 +11,7 @@ from attnscale.claims.draws import drawn_spread, enumerated_variance, head_sprea
 from attnscale.claims.judging import Evidence
 from attnscale.claims.settings import GROWN, T5
 from attnscale.reference import Array, RowStatistics, row_statistics
-from attnscale.theory import regime, saturation_point, score_variance
+from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
 
 DIM = 64  # the head dimension of the sources' examples, and of GPT-2
@@ -66,8 +66,8 @@ def below(x: float) -> float:
 
 
 def t5_spread() -> float:
-    """Spread of T5's scores as initialised: its query weights have variance 1/(d_model · d_kv), its keys' 1/d_model."""
-    return T5.multiplier * math.sqrt(score_variance(T5.head_dim, query_variance=1 / T5.head_dim))
+    """Spread of T5's scores as initialised, with what it multiplies by."""
+    return T5.multiplier * head_spread("T5")
 
 
 def leading_row(keys: int) -> RowStatistics:

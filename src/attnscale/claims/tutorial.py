@@ -24,7 +24,7 @@ from attnscale.claims.settings import FULL_SIZE, T5, language_models
 from attnscale.claims.trained import HEAD_DIMS, LEARNED, WIDE, final_loss, gradients
 from attnscale.claims.worked_numbers import NUMBERS, RAW, SCALED
 from attnscale.reference import row_statistics
-from attnscale.theory import expected_softmax, regime
+from attnscale.theory import regime
 from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source("tutorial", "Math behind √dₖ Scaling Factor in Attention", "tutorial")
@@ -145,7 +145,7 @@ def _paper() -> Evidence:
 
 
 def _skipping(keys: int) -> Evidence:
-    scaled, raw = (expected_softmax(spread, keys).gradient_gain for spread in (1.0, 2.0))
+    scaled, raw = (float(drawn_rows(4, divisor, keys).gradient_gain.mean()) for divisor in (2.0, 1.0))
     return Evidence(scaled - raw < HARDLY * scaled, f"1 − Σp² {scaled:.2f} scaled, {raw:.2f} not, over {keys} keys")
 
 
@@ -165,7 +165,7 @@ def _struggles() -> Evidence:
 def _t5_struggles() -> Evidence:
     spread = t5_spread()
     return Evidence(
-        regime(spread, KEYS) != "healthy", f"{T5.model} multiplies by {T5.multiplier:g}, starts at spread {spread:g}"
+        regime(spread, KEYS) != "healthy", f"{T5.model} multiplies by {T5.multiplier:g}, starts at spread {spread:.2f}"
     )
 
 
