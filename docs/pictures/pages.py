@@ -25,7 +25,7 @@ def explore(browser: Browser, folder: Path) -> None:
         path.write_text(explore_page(), encoding="utf-8")
         page = browser.new_page(viewport=WINDOW)
         page.goto(path.as_uri() + "#rule=unscaled&d=24&n=64")
-        last = page.locator("#along-panel").bounding_box()
+        last = page.locator("#received-panel").bounding_box()
         assert last is not None
         height = last["y"] + last["height"] + MARGIN
         page.screenshot(

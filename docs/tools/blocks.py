@@ -36,8 +36,7 @@ NOT_RUN = {
     "make demo": "trains two models for half a minute; tests/lab trains smaller ones",
     "make test": "is what runs this",
     "make docs": "tests build the site",
-    'python -c "from attnscale.claims import ledger, record; '
-    "record(ledger(), 'src/attnscale/claims/recorded.json')\"": "changes the repository",
+    "attnscale claims --record": "changes the repository",
 }
 PLAIN = {"", "text"}  # output, or a drawing
 PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load}

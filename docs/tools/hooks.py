@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from docs.tools.generated import with_commands, with_findings, with_rules, with_statistics
+from docs.tools.ledger import with_claims
 from docs.tools.results import with_results
 from docs.tools.source import linked, page_of, source_page, with_source_links
 
@@ -21,6 +22,7 @@ COMPLETED = {
     "guides/statistics.md": with_statistics,
     "command-line.md": with_commands,
     "results/index.md": with_results,
+    "claims.md": with_claims,
 }
 FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<tex>.+?)\\[)\]]</(?P=tag)>', re.DOTALL)
 

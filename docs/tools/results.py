@@ -25,12 +25,16 @@ def with_results(markdown: str, folder: Path = FOLDER) -> str:
 
 def section(result: dict[str, Any]) -> str:
     """One result: the question, what came out, what was checked, and the numbers."""
-    parts = [f"## {_text(result['experiment'])}", f"*{_text(result['question'])}*", _text(result["conclusion"])]
+    parts = [
+        f"## {plain_text(result['experiment'])}",
+        f"*{plain_text(result['question'])}*",
+        plain_text(result["conclusion"]),
+    ]
     if result.get("checks"):
         parts.append(_checks(result["checks"]))
     for plot in result.get("plots", ()):
-        parts += [f"### {_text(plot['title'])}", _text(plot["notice"]), chart(plot)]
-    parts += [_folded(_text(each["title"]), table(each)) for each in result.get("tables", ())]
+        parts += [f"### {plain_text(plot['title'])}", plain_text(plot["notice"]), chart(plot)]
+    parts += [_folded(plain_text(each["title"]), table(each)) for each in result.get("tables", ())]
     if result.get("settings"):
         parts.append(_folded("How it was run", _settings(result["settings"])))
     return "\n\n".join(parts)
@@ -44,20 +48,22 @@ def table(given: dict[str, Any]) -> str:
 
 def cell(value: Value) -> str:
     """A value of a table, as the terminal shows it."""
-    return _text(shown(value))
+    return plain_text(shown(value))
 
 
 def _checks(checks: list[dict[str, Any]]) -> str:
     """Folded where all hold; what does not hold stands in the open."""
     words = {True: '<span class="holds">holds</span>', False: '<span class="fails">does not hold</span>'}
-    rows = [f"| {_text(c['statement'])} | {words[bool(c['holds'])]} | {_text(c['evidence'])} |" for c in checks]
+    rows = [
+        f"| {plain_text(c['statement'])} | {words[bool(c['holds'])]} | {plain_text(c['evidence'])} |" for c in checks
+    ]
     holding = sum(bool(check["holds"]) for check in checks)
     told = "\n".join(["| said | | measured |", "|---|---|---|", *rows])
     return _folded(f"{holding} of {len(checks)} checks hold", told, is_open=holding < len(checks))
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    plain = ((_text(name), _text(json.dumps(value, ensure_ascii=False))) for name, value in settings.items())
+    plain = ((plain_text(name), plain_text(json.dumps(value, ensure_ascii=False))) for name, value in settings.items())
     return "; ".join(f"{name}: {value}" for name, value in plain)
 
 
@@ -65,7 +71,7 @@ def _folded(summary: str, body: str, is_open: bool = False) -> str:
     return f"<details markdown{' open' * is_open}><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
-def _text(value: object) -> str:
+def plain_text(value: object) -> str:
     """Text that neither HTML nor Markdown takes for markup."""
     plain = " ".join(escape(str(value), quote=False).split())
     for mark in "\\|*_`[]$":

@@ -3,7 +3,7 @@ import pytest
 
 from attnscale.claims.judging import CONFIRMED, QUALIFIED, REFUTED, Evidence, Limit, Number, Source, Statement, judge
 
-SOURCE = Source("notes.txt", "Notes", "blog post")
+SOURCE = Source("notes", "Notes", "blog post")
 
 
 def judged(claimed, computed):
@@ -94,3 +94,13 @@ def test_a_note_names_the_condition(under, beyond, note):
     limit = Limit("here", "there", lambda: Evidence(beyond, "two"))
     claim = judge(Statement("s", "It is so.", "so", lambda: Evidence(under, "one"), limit, remark="Mind."), SOURCE)
     assert claim.note == note
+
+
+def test_a_condition_that_the_source_sets_itself_is_no_qualification():
+    def stated(under, beyond):
+        limit = Limit("here", "there", lambda: Evidence(beyond, "two"), is_stated=True)
+        return judge(Statement("s", "It is so.", "so", lambda: Evidence(under, "one"), limit), SOURCE)
+
+    assert (stated(True, False).verdict, stated(True, True).verdict) == (CONFIRMED, CONFIRMED)
+    assert stated(False, True).verdict == REFUTED
+    assert stated(True, False).note == "True as the source has it, here; not there."

@@ -31,3 +31,13 @@ def test_the_ledger_multiplies_by_what_the_model_multiplies_by(name):
     model, config, attention = models()[name]
     setting = find(name)
     assert model(config).get_submodule(attention).scaling == pytest.approx(setting.multiplier)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_ledgers_learned_scales_are_parameters_of_those_models():
+    t = transformers
+    swin = t.Swinv2Model(t.Swinv2Config(image_size=32, depths=[1], num_heads=[3], embed_dim=48, window_size=4))
+    names = {name for name, _ in swin.named_parameters()}
+    assert any(name.endswith("logit_scale") for name in names)
+    qwen = t.Qwen3Model(t.Qwen3Config(hidden_size=32, num_attention_heads=2, head_dim=16, **TINY))
+    assert {name.split(".")[-2] for name, _ in qwen.named_parameters() if "self_attn" in name} >= {"q_norm", "k_norm"}

@@ -8,6 +8,7 @@ from attnscale.lab.catalogue import EXPERIMENTS
 
 NAMES = [
     "variance", "saturation", "divisors", "gradients", "initialisation", "length", "ablation", "temperature", "growth",
+    "trained",
 ]  # fmt: skip
 
 
@@ -15,7 +16,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["lab", *arguments])
 
 
-def test_the_nine_experiments_are_listed():
+def test_the_ten_experiments_are_listed():
     assert [found["name"] for found in json.loads(run("--json").stdout)] == NAMES == list(EXPERIMENTS)
 
 

@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 import attnscale
+from attnscale.claims import INDEX, SOURCES
+from attnscale.claims.ledger import recorded
 from attnscale.cli import app
 from attnscale.diagnose import CODES
 from attnscale.measure.statistics import STATISTICS
@@ -130,6 +132,22 @@ def test_every_command_and_option_is_on_the_page_of_the_command_line(site):
     assert all(option in text for option in ("--what-if", "--packed", "--thin", "--json"))
 
 
+def test_every_claim_and_every_command_of_the_index_is_on_the_page_of_the_ledger(site):
+    page = html.unescape((site / "claims.html").read_text(encoding="utf-8"))
+    assert all(f"<code>{name}</code>" in page for name in recorded())
+    assert all(f"<code>{worked.command}</code>" in page for worked in INDEX)
+    assert all(source.title.split("[")[0] in page for source in SOURCES)
+
+
+def test_the_one_gradient_story_is_told_alike():
+    pages = ("README.md", "docs/claims.md", "docs/theory.md", "docs/index.md", "docs/guides/does-not-learn.md")
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert re.search(r"[Mm]ost queries pass (hardly any|little)[^.]* a few pass much", text), page
+    story = r"not smaller in sum[^.]*uneven"
+    assert all(re.search(story, (ROOT / page).read_text(encoding="utf-8")) for page in pages[:3])
+
+
 def test_every_link_to_the_code_leads_to_the_line_that_defines_its_name(site):
     links = re.findall(
         r'<a href="(source/[^"#]+)#(L\d+)"><code>([\w.]+)</code></a>', page(site, "reading-the-code.html")
@@ -172,7 +190,7 @@ def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
 @pytest.mark.parametrize(
     "name",
     [
-        "index.html", "theory.html", "findings.html", "api.html", "guides/does-not-learn.html",
+        "index.html", "theory.html", "claims.html", "findings.html", "api.html", "guides/does-not-learn.html",
         "reading-the-code.html", "source/src/attnscale/watching/watcher.py.html",
     ],
 )  # fmt: skip

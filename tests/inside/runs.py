@@ -70,10 +70,10 @@ class Reused(nn.Module):
         self.again, self.twice = Attention(width, heads, 1), Attention(width, heads, 2)
 
     def forward(self, given):
-        x = self.embedding(given)
+        x = 0.1 * self.embedding(given)
         for _ in range(3):
-            x = x + self.again(x)
-        return self.head(x + self.twice(x))
+            x = x + 0.1 * self.again(x)
+        return self.head(x + 0.1 * self.twice(x))
 
 
 class Attention(nn.Module):

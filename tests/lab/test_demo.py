@@ -1,18 +1,28 @@
 import json
 import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
 
 import pytest
+import torch
 from markupsafe import escape
 from typer.testing import CliRunner
 
 from attnscale.cli import app
-from attnscale.lab.demo import SCALES, Demo, TwinTraining, explanation, verdict
+from attnscale.lab.demo import SCALES, Demo, TwinTraining, explanation, on_gradient, verdict
+from attnscale.lab.shares import shares
+from attnscale.lab.threads import one_thread
+from tests.busy import busy_cores
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     page = tmp_path_factory.mktemp("demo") / "report.html"
-    run = CliRunner().invoke(app, ["demo", "--steps", "180", "--json", "--html", str(page)])
+    run = CliRunner().invoke(app, ["demo", "--json", "--html", str(page)])
     assert run.exit_code == 0, run.output
     return json.loads(run.stdout), page.read_text(encoding="utf-8")
 
@@ -73,7 +83,7 @@ def test_the_verdict_follows_the_losses_whichever_way_they_fall(scaled, unscaled
 def test_a_small_head_starts_under_the_freezing_point_and_the_explanation_says_so():
     training = TwinTraining(demo := Demo(head_dim=2, steps=1))
     list(training.steps())
-    told = explanation(demo, training.records, unscaled_loss=0.5)
+    told = explanation(demo, training.records, training.received, unscaled_loss=0.5)
     assert "the unscaled model starts under it" in told[0]
     assert len(told) == 2  # 0.5 is not the loss of guessing
 
@@ -91,3 +101,58 @@ def test_a_small_head_starts_under_the_freezing_point_and_the_explanation_says_s
 def test_bad_input_is_answered_before_anything_is_trained(arguments, said):
     run = CliRunner().invoke(app, ["demo", *arguments])
     assert said in str(run.exception)
+
+
+EVEN, UNEVEN = shares(torch.ones(100)), shares(torch.tensor([1e-4] * 90 + [100.0] * 10))
+FAINT = shares(torch.tensor([1e-9] * 90 + [1e-3] * 10))
+
+
+def test_the_gradient_is_told_as_it_was_measured_whichever_way_it_fell():
+    assert on_gradient(EVEN, UNEVEN).startswith("The gradient is not gone, it is uneven.")
+    assert on_gradient(EVEN, FAINT).startswith("The gradient is less even.")
+    assert "only 0.00032 times as large" in on_gradient(EVEN, FAINT)
+    assert on_gradient(UNEVEN, EVEN).startswith("The gradient is no less even.")
+
+
+def test_without_the_scale_more_gradient_reaches_the_queries_and_a_few_of_them(shown):
+    scaled, unscaled = (dict(run["received"]) for run in shown[0]["runs"])
+    assert unscaled[0.5] < 0.02 < 0.05 < scaled[0.5]  # of the half that receives least
+    assert unscaled[0.9] < scaled[0.9]
+    assert "not gone, it is uneven" in shown[0]["explanation"][1]
+    assert "Who receives the gradient, before the first step" in shown[1]
+
+
+def test_every_measured_number_of_the_demo_stands_once(shown):
+    told = " ".join([shown[0]["verdict"], *shown[0]["explanation"]])
+    measured = Counter(re.findall(r"\d+\.\d+%?|\d+%", told))
+    assert measured
+    assert set(measured.values()) == {1}, measured
+
+
+def test_torch_has_its_threads_back_after_every_step():
+    threads = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    training = TwinTraining(Demo(head_dim=2, steps=2))
+    torch.set_num_threads(2)
+    try:
+        for _ in training.steps():
+            assert torch.get_num_threads() == 2
+        training.twins()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_on_busy_cores_torchs_default_threads_cost_no_more_than_one(tmp_path):
+    """Two threads that wait for each other on busy cores took thirteen times as long as one."""
+
+    def seconds(**threads):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | threads
+        command = [sys.executable, "-m", "attnscale", "demo", "--steps", "20", "--html", str(tmp_path / "page.html")]
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return time.perf_counter() - start
+
+    with busy_cores():
+        assert seconds() < 2.5 * seconds(OMP_NUM_THREADS="1")

@@ -3,6 +3,7 @@
 import math
 import random
 import runpy
+import shlex
 import struct
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from attnscale import reference, theory
+from attnscale.claims import INDEX
+from attnscale.lab.experiments import divisors
 from attnscale.rules import RULES, get_rule
 from attnscale.show.explore import CONTROLS, PRESETS, explore_page
 from tests.browser import PHONE, sideways
@@ -208,6 +211,98 @@ def test_the_chosen_point_lies_on_the_curves_that_are_drawn(page):
         })"""
     )
     assert max(gaps) < 0.5  # of a pixel
+
+
+BLANK = "#rule=unscaled&d=1024&n=1024"  # one key has everything
+
+
+def coloured(page):
+    """The share of the gradient map that an eye sees as coloured, as it is drawn."""
+    return page.evaluate(
+        """() => { const cells = document.querySelectorAll("#jacobian-plot .cell").length;
+          const drawn = [...document.querySelectorAll("#jacobian-plot .positive, #jacobian-plot .negative")];
+          return drawn.filter(each => +each.getAttribute("fill-opacity") > 0.05).length / cells; }"""
+    )
+
+
+def test_the_gradient_map_shows_at_its_defaults_what_its_caption_says(page, open_page, path):
+    caption = page.inner_text("#jacobian-panel .notice")
+    assert "where many keys share the weight, every score moves weights" in caption
+    assert coloured(page) == pytest.approx(value(page, "jacobian-coloured"))
+    assert coloured(page) > 0.6
+    assert value(page, "jacobian-largest") > 0.1
+    assert "once one key has everything, the map goes blank" in caption
+    blank = open_page(path, BLANK)
+    assert value(blank, "row-top1") > 0.98
+    assert coloured(blank) == pytest.approx(value(blank, "jacobian-coloured"))
+    assert coloured(blank) < 0.1
+
+
+def test_the_map_of_groups_is_the_jacobian_summed_over_their_keys(page):
+    weights = reference.softmax(np.sort(np.random.default_rng(0).normal(size=37))[::-1])
+    groups = page.evaluate("weights => [...attnscale.groupedWeights(weights)]", weights.tolist())
+    ends = page.evaluate("attnscale.groupEnds(37)")
+    assert (len(ends), ends[:3], ends[-1]) == (16, [1, 2, 3], 37)
+    edges = np.searchsorted(ends, np.arange(1, 38))
+    whole = reference.softmax_jacobian(weights)
+    summed = np.array([[whole[np.ix_(edges == a, edges == b)].sum() for b in range(16)] for a in range(16)])
+    np.testing.assert_allclose(page.evaluate("p => attnscale.softmaxJacobian(p)", groups), summed, atol=1e-12)
+
+
+@pytest.mark.parametrize("d", [64, 256, 1024])
+def test_without_the_scale_the_gradient_is_not_gone_but_uneven_as_the_caption_says(open_page, path, d):
+    page = open_page(path, f"#d={d}")
+    assert "not gone, it is uneven" in page.inner_text("#received-panel .notice")
+    assert value(page, "received-times") > 10  # unscaled, beside 1/√d_k
+    assert value(page, "received-other-half") < 0.6 * value(page, "received-half")
+    assert value(page, "received-other-tenth") > 1.3 * value(page, "received-tenth")
+    assert value(page, "received-other-evenness") < value(page, "received-evenness")
+    ends = page.evaluate(
+        """["first", "second"].map(name => { const line = document.querySelector(`#received-plot .line.${name}`);
+             return line.getPointAtLength(line.getTotalLength() / 2).y; })"""
+    )
+    assert ends[1] > ends[0]  # the unscaled curve lies lower
+
+
+def test_shares_over_queries_are_those_that_the_lab_measures(open_page, path):
+    page = open_page(path, "#d=256&n=256&rule=unscaled")
+    measured = divisors.run("none", 256, seed=0)
+    by_root = divisors.run("√d_k", 256, seed=0)
+    evenness = measured["median_gradient"] / measured["query_gradient"]
+    assert value(page, "received-evenness") == pytest.approx(evenness, abs=0.1)
+    times = by_root["query_gradient"] / measured["query_gradient"]
+    assert value(page, "received-times") == pytest.approx(times, rel=0.3)
+
+
+def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_page, path):
+    assert (page.inner_text("#vectors-dot"), page.inner_text("#vectors-scaled")) == ("1", "0.5")  # the tutorial's
+    page.fill("#query", "1, 2, −3")
+    page.fill("#key", "4 5 6")
+    products = page.evaluate("[...document.querySelectorAll('#vectors-table td')].map(cell => +cell.dataset.value)")
+    assert products == [1, 4, 4, 2, 5, 10, -3, 6, -18]
+    assert value(page, "vectors-dot") == -4.0
+    assert value(page, "vectors-scaled") == pytest.approx(-4 / math.sqrt(3))
+    page.select_option("#rule", "unscaled")
+    assert value(page, "vectors-scaled") == -4.0
+    page.fill("#key", "4 banana")
+    assert page.inner_text("#vectors-notes") == (
+        "Not read as numbers: “banana”. q has 3 numbers and k 1: the dot product takes the first 1 of each."
+    )
+    page.fill("#key", "")
+    assert page.inner_text("#vectors-scaled") == "–"
+    sent = open_page(path, "#query=1,0,1,0&key=2,0,0,5")
+    assert value(sent, "vectors-dot") == 2.0
+
+
+@pytest.mark.parametrize("worked", [each for each in INDEX if "--view" in each.command], ids=lambda each: each.what)
+def test_a_view_of_the_index_is_one_that_the_page_takes_as_it_stands(open_page, path, worked):
+    view = shlex.split(worked.command)[-1]
+    page = open_page(path, f"#{view}")
+    assert not page.is_visible("#notes")
+    assert not page.inner_text("#own-notes")
+    for name, typed in (part.split("=") for part in view.split("&")):
+        place = f"#{name}-number" if name == "d" else f"#{name}"
+        assert name == "step" or page.input_value(place) == typed
 
 
 def test_dragging_to_fewer_keys_passes_the_freezing_point(page):

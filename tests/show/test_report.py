@@ -246,10 +246,23 @@ def test_twins_stand_side_by_side_on_one_scale(audited):
     for title in (statistic.long for statistic in mapped()):
         ranges = [(view.low, view.high, view.log) for view in (one.views[title], other.views[title])]
         assert ranges[0] == ranges[1]
-    assert "scaled: from 3.000 to" in page.notes[0].message
+    assert "scaled: from 3.000 to" in figure(page, "losses").views["loss"].notice
+    assert not any("from 3.000" in note.message for note in page.notes)  # a number stands once
     assert [isinstance(block, Terms) for block in page.sections[-1].blocks] == [True, True]
     names = [section.name for section in page.sections]
     assert ("scores" in names) == ("freezing" in names) == audited
+
+
+def test_twins_show_which_queries_received_the_gradient():
+    given = twins()
+    curves = [
+        replace(run, received=((0.0, 0.0), (0.5, share), (1.0, 1.0)))
+        for run, share in zip(given.runs, (0.4, 0.1), strict=True)
+    ]
+    chart = figure(twins_report(replace(given, runs=tuple(curves))), "shares").views[""]
+    assert [(series.name, series.y[1]) for series in chart.series[:2]] == [("scaled", 0.4), ("unscaled", 0.1)]
+    assert chart.series[2].y == (0.0, 1.0)  # all alike
+    assert "received" not in [section.name for section in twins_report(given).sections]
 
 
 def test_a_loss_that_becomes_no_number_is_told():

@@ -5,15 +5,16 @@ from statistics import median
 
 import numpy as np
 
-from attnscale.claims.evidence import DIM, DIMS, KEYS, NEAR_ONE, SPREAD, below, gpt2, mostly_one_hot
-from attnscale.claims.judging import Evidence, Limit, Number, Source, Statement
+from attnscale.claims import post, textbook, tutorial
+from attnscale.claims.draws import drawn_spread, head_spread, head_std
+from attnscale.claims.evidence import DIM, DIMS, KEYS, NEAR_ONE, SPREAD, below, mostly_one_hot
+from attnscale.claims.judging import CONFIRMED, Evidence, Limit, Number, Source, Statement, judge
 from attnscale.claims.settings import FULL_SIZE, language_models
 from attnscale.reference import row_statistics, softmax, softmax_jacobian
-from attnscale.theory import predict, score_variance
 from attnscale.theory.limits import SATURATED_TOP1
 
 SOURCE = Source(
-    "003_d6dd4d104b5b4817.txt",
+    "forum",
     "The 1/√d_k scaling in attention isn’t Numerical Stability: Here’s the actual math and why it breaks without it",
     "discussion",
 )
@@ -44,8 +45,9 @@ def _stable_without_shift() -> Evidence:
 
 
 def _root_dim() -> Evidence:
-    holds = all(math.isclose(math.sqrt(score_variance(dim)), math.sqrt(dim)) for dim in DIMS)
-    return Evidence(holds, f"std {math.sqrt(score_variance(DIMS[-1])):.2f} at d_k = {DIMS[-1]}")
+    spreads = {dim: drawn_spread(dim) for dim in DIMS}
+    shown = f"std {spreads[DIM].std:.2f} drawn at d_k = {DIM}, {spreads[DIMS[-1]].std:.1f} at {DIMS[-1]}"
+    return Evidence(all(found.is_(dim) for dim, found in spreads.items()), shown)
 
 
 def _typical_dim(since: int, before: int) -> Evidence:
@@ -77,17 +79,63 @@ def _softer() -> Evidence:
 
 
 def _depends_on_initialisation() -> Evidence:
-    scales = {"Xavier": predict(768, 12, KEYS)["calibrated"].scale, "N(0, 0.02²)": gpt2()["calibrated"].scale}
+    scales = {name: 1 / head_spread(name) for name in ("Xavier", "GPT-2")}
     shown = ", ".join(f"{scale:.3f} for {name}" for name, scale in scales.items())
-    return Evidence(not math.isclose(*scales.values(), rel_tol=NEAR_ONE), shown)
+    return Evidence(not math.isclose(*scales.values(), rel_tol=NEAR_ONE), f"unit spread needs {shown}, drawn")
 
 
-def _xavier(packed: bool) -> Evidence:
-    std = predict(512, 8, KEYS, initialisation="xavier", packed=packed).query_std
-    return Evidence(abs(std - 1) < NEAR_ONE, f"q std {std:.2f}{' from a packed matrix' if packed else ''}")
+def _xavier(name: str) -> Evidence:
+    std = head_std(name)
+    return Evidence(abs(std - 1) < NEAR_ONE, f"q std {std:.2f} ({name})")
+
+
+def _told(told: dict[str, str]) -> list[str]:
+    """The other texts whose claim of this id is in the ledger and holds."""
+    rooms = {room.SOURCE.name: room for room in (post, tutorial, textbook)}
+    entries = {name: next(each for each in rooms[name].CLAIMS if each.id == id_) for name, id_ in told.items()}
+    return [name for name, entry in entries.items() if judge(entry, rooms[name].SOURCE).verdict == CONFIRMED]
+
+
+def _all_name_saturation() -> Evidence:
+    found = _told(NAMING_SATURATION)
+    return Evidence(
+        len(found) == len(NAMING_SATURATION), f"{len(found)} of {len(NAMING_SATURATION)} other texts here do"
+    )
+
+
+def _few_derive() -> Evidence:
+    found = _told(DERIVING)
+    holds = len(found) <= ALMOST_NONE * len(DERIVING)
+    return Evidence(
+        holds, f"{len(found)} of {len(DERIVING)} other texts here derive Var(q·k) = d_k: {', '.join(found)}"
+    )
+
+
+# Where each of the other texts says that large scores saturate softmax, and where it derives the constant.
+NAMING_SATURATION = {
+    "post": "large-scores-sharpen",
+    "tutorial": "softmax-50-10-5",
+    "textbook": "one-position-contributes",
+}
+DERIVING = {"post": "score-variance", "tutorial": "variance-3", "textbook": "normal-product-variance"}
+ALMOST_NONE = 0.2  # of them
 
 
 CLAIMS: tuple[Number | Statement, ...] = (
+    Statement(
+        "all-name-saturation",
+        "Every resource says that the scale prevents softmax from saturating.",
+        "every",
+        _all_name_saturation,
+        remark="As far as these four texts go.",
+    ),
+    Statement(
+        "almost-none-explain",
+        "Almost none explain why saturation happens, or why that constant.",
+        "almost none",
+        _few_derive,
+        remark="As far as these four texts go; so does the paper of 2017, in a footnote.",
+    ),
     Statement(
         "not-numerical-stability",
         "The scale is not there for numerical stability.",
@@ -139,9 +187,13 @@ CLAIMS: tuple[Number | Statement, ...] = (
     ),
     Statement(
         "xavier-unit-variance",
-        "Projections start q and k near unit variance, by Xavier initialisation.",
+        "Projections typically start q and k near unit variance, by Xavier initialisation.",
         "std near 1",
-        lambda: _xavier(packed=False),
-        Limit("for square matrices drawn separately", "for q, k and v drawn as one", lambda: _xavier(packed=True)),
+        lambda: _xavier("Xavier"),
+        Limit(
+            "for square matrices drawn separately",
+            "for q, k and v drawn as one",
+            lambda: _xavier("nn.MultiheadAttention"),
+        ),
     ),
 )

@@ -19,9 +19,9 @@ Value = str | int | float | list[int | float]
 
 @dataclass(frozen=True)
 class Source:
-    """One of the texts whose claims are judged."""
+    """One of the texts whose claims are judged, by the name that the ledger has for it."""
 
-    file: str
+    name: str
     title: str
     kind: str
 
@@ -36,11 +36,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Limit:
-    """Where a statement ends: the condition it needs, and a case without it."""
+    """Where a statement ends: the condition it needs, and a case without it.
+
+    A condition that the source itself sets is its own: the statement holds as it was made, and where it ends is told.
+    """
 
     condition: str
     counterexample: str
     evidence: Callable[[], Evidence]
+    is_stated: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def judge(entry: Number | Statement, source: Source) -> Claim:
     """Compute the verdict of one entry.
 
     >>> from math import exp
-    >>> source = Source("notes.txt", "Notes", "blog post")
+    >>> source = Source("notes", "Notes on softmax", "blog post")
     >>> judge(Number("exp-10", "The value of e¹⁰.", "22,027", lambda: exp(10)), source).note
     'Claimed is 0.534 too high.'
     """
@@ -100,7 +104,7 @@ def _judge_number(entry: Number, source: Source) -> Claim:
     notes = ["" if right else _difference(claimed, computed, float(half_units.sum())), entry.remark]
     return Claim(
         id=entry.id,
-        source=source.file,
+        source=source.name,
         claim=entry.claim,
         claimed=_unwrap([float(text) if "." in text else int(text) for text in texts]),
         computed=_unwrap([_short(x, places) for x, places in zip(computed.tolist(), decimals, strict=True)]),
@@ -112,27 +116,28 @@ def _judge_number(entry: Number, source: Source) -> Claim:
 def _judge_statement(entry: Statement, source: Source) -> Claim:
     found = entry.evidence()
     beyond = entry.limit.evidence() if entry.limit else None
-    note = ""
+    note, is_stated = "", entry.limit is not None and entry.limit.is_stated
     if entry.limit and beyond:
         if not found.holds:
             note = f"Not even {entry.limit.condition}."
         elif beyond.holds:
             note = f"True {entry.limit.condition}, and {entry.limit.counterexample} too."
         else:
-            note = f"True {entry.limit.condition}; not {entry.limit.counterexample}."
+            told = "True as the source has it," if is_stated else "True"
+            note = f"{told} {entry.limit.condition}; not {entry.limit.counterexample}."
     return Claim(
         id=entry.id,
-        source=source.file,
+        source=source.name,
         claim=entry.claim,
         claimed=entry.claimed,
         computed="; ".join(evidence.shown for evidence in (found, beyond) if evidence),
-        verdict=verdict(found.holds, None if beyond is None else beyond.holds),
+        verdict=verdict(found.holds, None if beyond is None or is_stated else beyond.holds),
         note=" ".join(filter(None, (note, entry.remark))),
     )
 
 
 def verdict(under_condition: bool, without_it: bool | None) -> str:
-    """`refuted` if it fails under its own condition, `qualified` if it fails only without it, else `confirmed`."""
+    """`refuted` if it fails under its condition, `qualified` if it fails only without one it does not set itself."""
     if not under_condition:
         return REFUTED
     return CONFIRMED if without_it is None or without_it else QUALIFIED

@@ -4,12 +4,15 @@ A statement that several sources make is entered once, under the source that put
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
 from attnscale.claims import discussion, post, textbook, tutorial
 from attnscale.claims.judging import Claim, judge
+from attnscale.errors import SettingError
+from attnscale.files import write_whole
 
 RECORDED = "recorded.json"
 
@@ -22,9 +25,14 @@ ENTRIES = (
 SOURCES = tuple(source for source, _ in ENTRIES)
 
 
-def ledger() -> list[Claim]:
-    """Judge every claim, source by source."""
-    return [judge(entry, source) for source, entries in ENTRIES for entry in entries]
+def ledger(ids: Sequence[str] = ()) -> list[Claim]:
+    """Judge every claim, source by source; or those of these ids."""
+    known = {entry.id for _, entries in ENTRIES for entry in entries}
+    if unknown := [name for name in ids if name not in known]:
+        close = get_close_matches(unknown[0], known, n=3)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise SettingError(f"Unknown claim {unknown[0]!r}.{meant} Run 'attnscale claims --json' to see all ids.")
+    return [judge(entry, source) for source, entries in ENTRIES for entry in entries if not ids or entry.id in ids]
 
 
 def recorded() -> dict[str, str]:
@@ -33,9 +41,10 @@ def recorded() -> dict[str, str]:
     return verdicts
 
 
-def changed(claims: Iterable[Claim]) -> list[str]:
-    """One sentence for each claim whose verdict is not the recorded one, or that is new or gone."""
+def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
+    """One sentence for each claim whose verdict is not the recorded one, or that is new or, of a whole ledger, gone."""
     before, now = recorded(), {claim.id: claim.verdict for claim in claims}
+    before = before if whole else {name: verdict for name, verdict in before.items() if name in now}
     sentences = []
     for name in sorted(before.keys() | now.keys()):
         if name not in before:
@@ -47,8 +56,8 @@ def changed(claims: Iterable[Claim]) -> list[str]:
     return sentences
 
 
-def record(claims: Iterable[Claim], path: Path | str) -> None:
-    """Write the verdicts to a file, sorted by id."""
+def record(claims: Iterable[Claim], path: Path | str | None = None) -> None:
+    """Write the verdicts to a file, sorted by id; without a path, to the one they are compared with."""
     verdicts = {claim.id: claim.verdict for claim in claims}
     text = json.dumps(verdicts, indent=1, sort_keys=True, ensure_ascii=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    write_whole(Path(str(files("attnscale.claims") / RECORDED)) if path is None else Path(path), text + "\n")

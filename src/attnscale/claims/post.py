@@ -1,11 +1,10 @@
 """Claims of the blog post on stabilising attention scores: why √d_k, and why not d_k."""
 
 import math
-from functools import partial
 
 import numpy as np
-from numpy.typing import DTypeLike
 
+from attnscale.claims.draws import drawn_rows, drawn_scores, drawn_spread, enumerated_variance, head_std
 from attnscale.claims.evidence import (
     DIM,
     DIMS,
@@ -14,32 +13,35 @@ from attnscale.claims.evidence import (
     SIGNS,
     SKEWED,
     TINY_GAIN,
-    bounded_in_training,
-    gpt2,
+    enumerated_is_dim,
     gpt2_scaled_spread,
     layer_norm,
     leading_row,
-    one_hot,
-    products,
     unit_spread_at_start,
 )
 from attnscale.claims.judging import Evidence, Limit, Number, Source, Statement
+from attnscale.claims.precision import KINDS, lost
 from attnscale.claims.settings import MUP_ATTENTION, SETTINGS, language_models
-from attnscale.reference import row_statistics, softmax
-from attnscale.theory import expected_softmax, predict, regime, saturation_point, score_variance
+from attnscale.claims.trained import HEAD_DIMS, WIDE, final_loss, gradients, has_learned
+from attnscale.reference import softmax
+from attnscale.theory import regime
 from attnscale.theory.limits import SATURATED_TOP1
 
-SOURCE = Source("000_d12550b827726f46.txt", "Stabilizing Attention Scores in Transformers", "blog post")
+SOURCE = Source("post", "Stabilizing Attention Scores in Transformers", "blog post")
 
-LOW_PRECISION = (np.float16, np.float32)
 WIDE_DIM = 1024  # far beyond any head, to give small scores every chance to be too small
 FOCUS_LOST = 10  # a weight this many times smaller counts as focus lost
+NEARLY_UNIFORM = 0.99  # of ln n
+MANY = 5  # models
+HARM = 0.1  # nats
+GROWS = 3.0  # times from the last layer to the first: it explodes
+VANISHES = 0.1  # of the root mean square, for the median query
 
 
 def _variance_is_dim() -> Evidence:
-    enumerated = [float(products(values, 3).sum(-1).var()) for values in (SIGNS, SKEWED)]
-    holds = all(score_variance(dim) == dim for dim in DIMS) and np.allclose(enumerated, 3)
-    return Evidence(holds, f"{score_variance(DIM):g} at d_k = {DIM}; {enumerated[0]:g} by enumeration at d_k = 3")
+    drawn = drawn_spread(DIM)
+    shown = f"{enumerated_variance(SIGNS, DIM):g} over every pair of signs at d_k = {DIM}; {drawn.variance:.1f} drawn"
+    return Evidence(enumerated_is_dim() and drawn.is_(DIM), shown)
 
 
 def _after_layer_norm() -> Evidence:
@@ -49,11 +51,7 @@ def _after_layer_norm() -> Evidence:
 
 
 def _after_initialisation() -> Evidence:
-    stds = {
-        "GPT-2": gpt2().query_std,
-        "nn.Linear": predict(768, 12, KEYS, initialisation="torch").query_std,
-        "nn.MultiheadAttention": predict(768, 12, KEYS, initialisation="xavier", packed=True).query_std,
-    }
+    stds = {name: head_std(name) for name in ("GPT-2", "nn.Linear", "nn.MultiheadAttention")}
     holds = all(abs(std - 1) < NEAR_ONE for std in stds.values())
     return Evidence(holds, "q std " + ", ".join(f"{std:.2f} ({name})" for name, std in stds.items()))
 
@@ -63,10 +61,11 @@ def _head_dims() -> Evidence:
     return Evidence({64, 128} < set(dims) and dims[-1] > 128, f"published: {', '.join(map(str, dims))}")
 
 
-def _leading_score() -> Evidence:
-    lead = math.ceil(saturation_point(KEYS))
-    top1 = row_statistics([lead] + [0.0] * (KEYS - 1)).top1.item()
-    return Evidence(top1 > SATURATED_TOP1, f"top weight {top1:.3f} of {KEYS} keys with a lead of {lead}")
+def _can_be_sharp() -> Evidence:
+    """ "Can" needs rows that are, among those that occur without scaling."""
+    raw, scaled = (float((drawn_rows(DIM, by).top1 > SATURATED_TOP1).mean()) for by in (1.0, math.sqrt(DIM)))
+    holds = raw > scaled == 0
+    return Evidence(holds, f"{raw:.0%} of rows give one key 0.99 without a scale at d_k = {DIM}, {scaled:.0%} with it")
 
 
 def _sharp_row() -> Evidence:
@@ -75,21 +74,26 @@ def _sharp_row() -> Evidence:
 
 
 def _balanced() -> Evidence:
-    row = expected_softmax(1.0, KEYS)
-    holds = all(regime(1.0, keys) == "healthy" for keys in (64, KEYS, 16 * KEYS)) and row.top1 < 0.5
-    return Evidence(
-        holds, f"H/ln n {row.entropy_ratio:.2f}, top weight {row.top1:.3f}, 1 − Σp² {row.gradient_gain:.3f}"
-    )
+    row = drawn_rows(DIM, math.sqrt(DIM))
+    ratio, top1, gain = (float(x.mean()) for x in (row.entropy_ratio, row.top1, row.gradient_gain))
+    holds = NEARLY_UNIFORM > ratio > 0.5 > top1
+    return Evidence(holds, f"H/ln n {ratio:.2f}, top weight {top1:.3f}, 1 − Σp² {gain:.3f}, drawn at d_k = {DIM}")
 
 
 def _inverse_dim_variance() -> Evidence:
-    holds = all(math.isclose(score_variance(dim) / dim**2, 1 / dim) for dim in DIMS)
-    return Evidence(holds, f"{score_variance(DIM) / DIM**2:.4f} = 1/{DIM} at d_k = {DIM}")
+    spreads = {dim: drawn_spread(dim).over(dim) for dim in DIMS}
+    holds = all(found.is_(1 / dim) for dim, found in spreads.items())
+    return Evidence(holds, f"{spreads[DIM].variance:.4f} drawn, 1/{DIM} = {1 / DIM:.4f}")
+
+
+def _entropy(dim: int, divisor: float) -> float:
+    return float(drawn_rows(dim, divisor).entropy_ratio.mean())
 
 
 def _inverse_dim_uniform() -> Evidence:
-    holds = all(regime(dim**-0.5, KEYS) == "diluted" for dim in DIMS if dim >= DIM)
-    return Evidence(holds, f"H/ln n {expected_softmax(DIM**-0.5, KEYS).entropy_ratio:.4f} at d_k = {DIM}")
+    ratios = {dim: _entropy(dim, dim) for dim in DIMS if dim >= DIM}
+    holds = all(ratio > NEARLY_UNIFORM for ratio in ratios.values())
+    return Evidence(holds, f"H/ln n {ratios[DIM]:.4f} drawn at d_k = {DIM}")
 
 
 def _small_scores() -> Evidence:
@@ -99,40 +103,39 @@ def _small_scores() -> Evidence:
     return Evidence(holds, f"n·p within {away[-1]:.2g} of 1 for scores within {sizes[-1]} of 0")
 
 
-def _weight_of_match(scale: float) -> float:
-    """Weight of a key that equals its query, among keys independent of it."""
-    match, others = math.exp(scale * DIM), (KEYS - 1) * math.exp(scale**2 * DIM / 2)
-    return match / (match + others)
+def _weight_of_match(divisor: float) -> float:
+    """Weight of a key that equals its query, among drawn keys; its score is |q|², about d_k."""
+    scores = drawn_scores(DIM).copy()
+    scores[:, 0] = DIM
+    return float(softmax(scores / divisor)[:, 0].mean())
 
 
 def _cannot_focus() -> Evidence:
-    by_root, by_dim = _weight_of_match(DIM**-0.5), _weight_of_match(1 / DIM)
-    return Evidence(by_dim * FOCUS_LOST < by_root, f"a matching key gets {by_dim:.4f} instead of {by_root:.2f}")
-
-
-def _rounding_error(scale: float, dim: int, dtype: DTypeLike) -> float:
-    """Largest relative error of softmax weights in low precision, sums accumulated in float32 as kernels do."""
-    rng = np.random.default_rng(0)
-    scores = scale * rng.standard_normal((31, dim)) @ rng.standard_normal((257, dim)).T
-    low = scores.astype(dtype)
-    terms = np.exp(low - low.max(-1, keepdims=True))
-    weights = terms / terms.sum(-1, keepdims=True, dtype=np.float32).astype(dtype)
-    return float(abs(weights.astype(np.float64) / softmax(scores) - 1).max())
+    by_root, by_dim = _weight_of_match(math.sqrt(DIM)), _weight_of_match(DIM)
+    return Evidence(by_dim * FOCUS_LOST < by_root, f"a matching key gets {by_dim:.4f} instead of {by_root:.2f}, drawn")
 
 
 def _less_precise() -> Evidence:
-    cases = [(dim, dtype) for dim in (DIM, WIDE_DIM) for dtype in LOW_PRECISION]
-    by_dim = [_rounding_error(1 / dim, dim, dtype) for dim, dtype in cases]
-    by_root = [_rounding_error(dim**-0.5, dim, dtype) for dim, dtype in cases]
-    worse = sum(d > root for d, root in zip(by_dim, by_root, strict=True))
-    shown = f"float16 weights are off by {by_dim[0]:.2%} with 1/d_k, by {by_root[0]:.2%} with 1/√d_k"
-    return Evidence(worse > 0, f"{shown}; 1/d_k is worse in {worse} of {len(cases)} cases")
+    """ "In some cases": one suffices, of outputs about their mean or of gradients."""
+    cases = [(dim, kind) for dim in (DIM, WIDE_DIM) for kind in KINDS]
+    found = {(dim, kind): (lost(1 / dim, dim, kind), lost(dim**-0.5, dim, kind)) for dim, kind in cases}
+    times = [by_dim.output / by_root.output for by_dim, by_root in found.values()]
+    by_dim, by_root = found[WIDE_DIM, "float16"]
+    worse = sum(ratio > 1 for ratio in times)
+    shown = (
+        f"outputs about their mean lose {min(times):.2g} to {max(times):.2g} times as much as with 1/√d_k, in {worse} "
+        f"of {len(cases)} cases; at d_k = {WIDE_DIM} {by_dim.gradients:.0%} of float16 query gradients become zero, "
+        f"with 1/√d_k {by_root.gradients:.0%}"
+    )
+    return Evidence(worse > 0 or by_dim.gradients > by_root.gradients, shown)
 
 
 def _three_regimes() -> Evidence:
-    prediction = predict(512, 8, KEYS)
-    regimes = [prediction[name].regime for name in ("unscaled", "inverse_sqrt", "inverse_dim")]
-    return Evidence(regimes == ["saturated", "healthy", "diluted"], ", ".join(regimes))
+    divisors = {"no divisor": 1.0, "√d_k": math.sqrt(DIM), "d_k": float(DIM)}
+    found = {name: drawn_scores(DIM) / divisor for name, divisor in divisors.items()}
+    regimes = [regime(float(scores.std()), KEYS) for scores in found.values()]
+    shown = ", ".join(f"{name} {_entropy(DIM, divisor):.3f}" for name, divisor in divisors.items())
+    return Evidence(regimes == ["saturated", "healthy", "diluted"], f"{', '.join(regimes)}; H/ln n {shown}")
 
 
 def _introduced() -> Evidence:
@@ -140,11 +143,43 @@ def _introduced() -> Evidence:
     return Evidence((first.model, first.year) == ("Transformer", 2017), f"published: {first.model}, {first.year}")
 
 
-def _no_model_divides_by_dim() -> Evidence:
-    found = [setting for setting in language_models() if math.isclose(setting.multiplier, 1 / setting.head_dim)]
-    shown = f"published: {', '.join(setting.model for setting in found)} multiplies by 1/d_k"
-    by_mup = f"muP by {MUP_ATTENTION:g}/d_k, a spread of {MUP_ATTENTION / math.sqrt(DIM):g} at d_k = {DIM}"
-    return Evidence(not found, f"{shown}, {by_mup}")
+def _validated() -> Evidence:
+    found = [setting.model for setting in SETTINGS if setting.standard]
+    return Evidence(len(found) >= MANY, f"published: trained so and released, {len(found)} here, {', '.join(found)}")
+
+
+def _works_at_every_dim() -> Evidence:
+    losses = {dim: final_loss(dim) for dim in HEAD_DIMS}
+    shown = ", ".join(f"{loss:.2f} at {dim}" for dim, loss in losses.items())
+    return Evidence(all(map(has_learned, losses.values())), f"small models trained with it end at a loss of {shown}")
+
+
+def _explodes_or_vanishes() -> Evidence:
+    raw, scaled = gradients("none"), gradients("1/√d_k")
+    times = raw["first_query"] / scaled["first_query"]
+    explodes = raw["backwards"] > GROWS > scaled["backwards"] and times > GROWS
+    vanishes = raw["evenness"] < VANISHES < scaled["evenness"]
+    shown = (
+        f"before training at d_k = {WIDE}, without it: {times:.0f} times the gradient on the first W_q, "
+        f"{raw['backwards']:.1f}-fold from last layer to first (with it {scaled['backwards']:.1f}), yet the median "
+        f"query's is {raw['evenness']:.2f} of the root mean square (with it {scaled['evenness']:.2f})"
+    )
+    return Evidence(explodes and vanishes, shown)
+
+
+def _may_harm() -> Evidence:
+    losses = {dim: (final_loss(dim, "1/d_k"), final_loss(dim)) for dim in (HEAD_DIMS[0], HEAD_DIMS[-1])}
+    flatter = _entropy(DIM, DIM) > _entropy(DIM, math.sqrt(DIM))
+    harmed = [dim for dim, (by_dim, by_root) in losses.items() if by_dim > by_root + HARM]
+    shown = "; ".join(
+        f"loss {by_dim:.2f} against {by_root:.2f} at d_k = {dim}" for dim, (by_dim, by_root) in losses.items()
+    )
+    return Evidence(flatter and bool(harmed), f"small models trained with 1/d_k: {shown}")
+
+
+def _divides_by_dim() -> str:
+    found = [setting.model for setting in language_models() if math.isclose(setting.multiplier, 1 / setting.head_dim)]
+    return f"Not every model: {', '.join(found)} multiplies by 1/d_k, muP by {MUP_ATTENTION:g}/d_k."
 
 
 CLAIMS: tuple[Number | Statement, ...] = (
@@ -165,12 +200,10 @@ CLAIMS: tuple[Number | Statement, ...] = (
     Statement("common-head-dims", "Heads of 64, 128 and more dimensions are common.", "64, 128, larger", _head_dims),
     Statement(
         "large-scores-sharpen",
-        "Large scores make softmax give one key nearly all the weight.",
-        "one weight near 1",
-        _leading_score,
-        Limit(
-            "when one score leads the others", "when large scores are close together", partial(one_hot, [50, 50, 50])
-        ),
+        "Scores too large, as without scaling, can make softmax give one key nearly all the weight.",
+        "can be very sharp",
+        _can_be_sharp,
+        remark="It does not follow from size alone: softmax of [50, 50, 50] is even.",
     ),
     Statement(
         "sharp-rows-lose-gradient",
@@ -183,7 +216,12 @@ CLAIMS: tuple[Number | Statement, ...] = (
         "Dividing by √d_k ensures scores of variance about 1.",
         "about 1",
         unit_spread_at_start,
-        Limit("when q and k have unit variance", "when weights start from N(0, 0.02²)", gpt2_scaled_spread),
+        Limit(
+            "when q and k have unit variance",
+            "when weights start from N(0, 0.02²)",
+            gpt2_scaled_spread,
+            is_stated=True,
+        ),
     ),
     Statement(
         "scaled-weights-balanced",
@@ -209,16 +247,16 @@ CLAIMS: tuple[Number | Statement, ...] = (
     ),
     Statement(
         "inverse-dim-precision",
-        "The small scores that d_k leaves may be numerically less precise.",
-        "less precise",
+        "The very small scores that d_k leaves might in some cases be harder to handle precisely.",
+        "could, in some cases",
         _less_precise,
-        remark="Tried in float16 and float32, at d_k = 64 and 1024. Rounding is relative: a smaller score loses less.",
+        remark="Not of the weights one by one: rounding is relative. What they say beyond their mean is what is lost.",
     ),
     Number(
         "scaled-variance-identity",
         "Var(q·k)/d_k, the variance after dividing by √d_k.",
         "1",
-        lambda: score_variance(DIM) / DIM,
+        lambda: enumerated_variance(SKEWED, DIM) / DIM,
     ),
     Statement(
         "three-regimes",
@@ -228,17 +266,31 @@ CLAIMS: tuple[Number | Statement, ...] = (
     ),
     Statement("introduced-2017", "The Transformer of 2017 introduced the division by √d_k.", "2017", _introduced),
     Statement(
+        "validated-widely",
+        "The division by √d_k has been validated in practice across many models.",
+        "many models",
+        _validated,
+        remark="A selection, not a census; see also what the textbook section says of all models.",
+    ),
+    Statement(
         "wide-range-of-dims",
-        "Training with √d_k is stable for narrow and wide heads alike.",
-        "stable for many d_k",
-        unit_spread_at_start,
-        Limit("at initialisation", "of every training run", bounded_in_training),
+        "With √d_k models train well for a wide range of d_k.",
+        "a wide range",
+        _works_at_every_dim,
+        remark="That it ensures stable training whatever else is done is judged in the textbook section.",
+    ),
+    Statement(
+        "avoids-exploding-and-vanishing",
+        "Without the scale gradients explode or vanish; √d_k avoids both.",
+        "neither",
+        _explodes_or_vanishes,
+        remark="Both at once: not smaller in sum, but uneven, most queries pass little and a few pass much.",
     ),
     Statement(
         "inverse-dim-harms",
-        "A model that divides by d_k attends less selectively and may do worse.",
-        "potentially harmful",
-        _inverse_dim_uniform,
-        Limit("at initialisation", "of every model that was trained so", _no_model_divides_by_dim),
+        "A model that divides by d_k attends less selectively and potentially does worse.",
+        "potentially",
+        _may_harm,
+        remark=_divides_by_dim(),
     ),
 )

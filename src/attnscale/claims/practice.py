@@ -3,46 +3,51 @@
 import math
 
 import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from attnscale.claims.evidence import (
-    DIM,
-    DIMS,
-    KEYS,
-    NEAR_ONE,
-    SPREAD,
-    bounded_in_training,
-    gpt2,
-    normal_product_moment,
-    t5_spread,
-    trained_to_the_end,
-    unit_spread_at_start,
-)
+from attnscale.claims.draws import drawn_rows, drawn_scores, drawn_spread, head_spread
+from attnscale.claims.evidence import DIM, DIMS, KEYS, NEAR_ONE, grown_past_clipping, t5_spread
 from attnscale.claims.judging import Evidence, Limit, Statement
 from attnscale.claims.settings import (
     CLIPPED_AT,
+    DIVERGED,
     FULL_SIZE,
+    LEARNED,
     LLAMA4_FLOOR,
-    SETTINGS,
     T5,
     find,
     language_models,
     llama4_temperature,
 )
+from attnscale.claims.trained import (
+    HEAD_DIMS,
+    HOT,
+    RATE,
+    TASK,
+    TEXT,
+    bundled,
+    bundled_scores,
+    final_loss,
+    has_learned,
+)
 from attnscale.reference import attention_scores, row_statistics
-from attnscale.theory import expected_softmax, regime, score_variance
+from attnscale.theory import regime
 
 NEARLY_NORMAL = 0.1  # excess kurtosis
-NEGLIGIBLE = 0.01  # share of the work
+NEGLIGIBLE = 0.01  # share of the work, or of what was learned
+LESS = 0.5  # of what it costs an untrained model
 MODERN = 2019  # GPT-2's year
 
 
 def _lost(dim: int) -> float:
-    """Share of the gradient gain that unscaled scores lose."""
-    return 1 - expected_softmax(math.sqrt(dim), KEYS).gradient_gain / expected_softmax(1.0, KEYS).gradient_gain
+    """Share of 1 − Σp² that rows of drawn scores lose without a scale."""
+    raw, scaled = (float(drawn_rows(dim, divisor).gradient_gain.mean()) for divisor in (1.0, math.sqrt(dim)))
+    return 1 - raw / scaled
 
 
 def _high_dim() -> Evidence:
-    holds = all(regime(math.sqrt(dim), KEYS) == "saturated" for dim in DIMS)
+    holds = all(regime(drawn_spread(dim).std, KEYS) == "saturated" for dim in DIMS)
     return Evidence(holds, f"{_lost(64):.0%} of 1 − Σp² lost without it at d_k = 64, {_lost(512):.0%} at 512")
 
 
@@ -53,28 +58,54 @@ def _low_dim() -> Evidence:
 
 
 def _nearly_normal() -> Evidence:
-    kurtosis = (normal_product_moment(4) - 3) / DIM  # that of a sum of independent terms falls as 1/d_k
+    scores = drawn_scores(DIM)
+    kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
+    holds = abs(kurtosis) < NEARLY_NORMAL and drawn_spread(DIM).is_(DIM)
     return Evidence(
-        kurtosis < NEARLY_NORMAL, f"variance {score_variance(DIM):g}, excess kurtosis {kurtosis:.3f} at d_k = {DIM}"
+        holds, f"variance {drawn_spread(DIM).variance:.0f}, excess kurtosis {kurtosis:.2f} at d_k = {DIM}, drawn"
     )
 
 
 def _gpt2_variance() -> Evidence:
-    variance = gpt2().score_std ** 2
-    return Evidence(
-        abs(variance / gpt2().head_dim - 1) < NEAR_ONE, f"variance {variance:.1f} at GPT-2's initialisation"
+    variance = head_spread("GPT-2") ** 2
+    return Evidence(abs(variance / DIM - 1) < NEAR_ONE, f"variance {variance:.1f} at GPT-2's initialisation, drawn")
+
+
+def _bundled_controlled() -> Evidence:
+    """ "May" needs one that is: the bundled model, whose largest score no published limit would clip."""
+    found = bundled_scores()
+    size = f"the bundled model's scores spread by {found['std']:.2f} and reach {found['max']:.0f}"
+    return Evidence(found["max"] < CLIPPED_AT, f"{size}, where published runs clip from {CLIPPED_AT:.0f} on")
+
+
+def _cost(scale: str) -> float:
+    """What another scale costs the bundled model, of all it has learned."""
+    return (bundled(scale) - bundled("1/√d_k")) / (TEXT - bundled("1/√d_k"))
+
+
+def _fresh_cost() -> float:
+    """What leaving the scale out costs a model that learns without it, of all that the other learns."""
+    wide = HEAD_DIMS[-1]
+    return (final_loss(wide, "none") - final_loss(wide)) / (TASK.chance - final_loss(wide))
+
+
+def _trained_spared() -> Evidence:
+    shown = (
+        f"left out of the bundled model: {bundled('1/√d_k'):.2f} to {bundled('none'):.2f} nats, {_cost('none'):.0%} of "
+        f"what it learned; left out from the start, a small model loses {_fresh_cost():.0%}"
     )
+    return Evidence(_cost("none") < LESS * _fresh_cost(), shown)
 
 
-def _bounded_by_norm() -> Evidence:
-    """|s| ≤ ‖q‖‖k‖/√d_k = √d_k when q and k are RMS-normed with unit gain."""
-    bound = math.sqrt(DIM) * math.sqrt(DIM) / SPREAD
-    return Evidence(bound < CLIPPED_AT, f"|score| ≤ {bound:g} at d_k = {DIM}")
+def _trained_indifferent() -> Evidence:
+    shown = f"1/d_k in the bundled model: {bundled('1/d_k'):.2f} nats, {_cost('1/d_k'):.0%} of what it learned"
+    return Evidence(_cost("1/d_k") < NEGLIGIBLE, shown)
 
 
 def _scale_healthy() -> Evidence:
-    raw, scaled = regime(SPREAD, KEYS), regime(1.0, KEYS)
-    return Evidence((raw, scaled) == ("saturated", "healthy"), f"{raw} without, {scaled} with")
+    spread = drawn_spread(DIM)
+    raw, scaled = regime(spread.std, KEYS), regime(spread.over(math.sqrt(DIM)).std, KEYS)
+    return Evidence((raw, scaled) == ("saturated", "healthy"), f"{raw} without, {scaled} with, drawn at d_k = {DIM}")
 
 
 def _scale_t5() -> Evidence:
@@ -83,21 +114,34 @@ def _scale_t5() -> Evidence:
 
 
 def _cheap() -> Evidence:
-    """QKᵀ and PV take 2·n²·d_k operations each, the scale n²; on the query it takes n·d_k."""
-    on_scores, on_query = 1 / (4 * DIM), 1 / (4 * KEYS)
+    """The scale is one operation a score, or one a component of the query, beside those counted in both products."""
+    query, key = torch.empty(KEYS, DIM, device="meta"), torch.empty(KEYS, DIM, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        scores = query @ key.T
+        scores @ key
+    on_scores, on_query = (each.numel() / counter.get_total_flops() for each in (scores, query))
     return Evidence(
         on_scores < NEGLIGIBLE, f"{on_scores:.2%} of the operations at d_k = {DIM}, {on_query:.3%} on the query"
     )
 
 
 def _learned() -> Evidence:
-    models = [setting.model for setting in SETTINGS if setting.learned]
-    return Evidence(bool(models), f"published: {', '.join(models)}")
+    return Evidence(len(LEARNED) > 1, f"published: {'; '.join(map(str, LEARNED))}")
+
+
+def _learned_in_language() -> Evidence:
+    found = [each for each in LEARNED if each.language]
+    return Evidence(bool(found), f"published: {'; '.join(map(str, found))}")
+
+
+def _learned_alone() -> Evidence:
+    found = [each.model for each in LEARNED if each.language and each.is_temperature]
+    return Evidence(bool(found), f"published: {', '.join(found) or 'none here'} with a τ in place of √d_k")
 
 
 def _entropy_at(temperature: float) -> float:
-    """H/ln n when scores are divided by this many √d_k."""
-    return expected_softmax(1 / temperature, KEYS).entropy_ratio
+    """H/ln n of drawn scores when they are divided by this many √d_k."""
+    return float(drawn_rows(DIM, temperature * math.sqrt(DIM)).entropy_ratio.mean())
 
 
 def _sharper() -> Evidence:
@@ -150,6 +194,14 @@ def _essential_for_all() -> Evidence:
     return Evidence(not without, f"published: {', '.join(without)} multiply by 1")
 
 
+def _stable(rate: float) -> Evidence:
+    losses = [final_loss(dim, rate=rate) for dim in HEAD_DIMS]
+    learned = sum(map(has_learned, losses))
+    dims = f"d_k {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+    shown = f"at a rate of {rate:g} {learned} of {len(losses)} small models of {dims} learn, to {min(losses):.2f}"
+    return Evidence(learned == len(losses), f"{shown} to {max(losses):.2f} nats, guessing {TASK.chance:.2f}")
+
+
 STATEMENTS = (
     Statement("high-dim-critical", "For wide heads scaling is critical.", "critical", _high_dim),
     Statement("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical", _low_dim),
@@ -162,10 +214,17 @@ STATEMENTS = (
     ),
     Statement(
         "trained-controlled",
-        "A trained model may keep its scores in check by itself.",
-        "may be controlled",
-        _bounded_by_norm,
-        Limit("when q and k are normalised", "when nothing bounds their norms", bounded_in_training),
+        "In a trained model scores may be controlled.",
+        "may be",
+        _bundled_controlled,
+        remark=f"Not in every one; {grown_past_clipping()}.",
+    ),
+    Statement(
+        "trained-less-critical",
+        "In a trained model scaling is less critical.",
+        "less critical",
+        _trained_spared,
+        Limit("of leaving it out", "of putting 1/d_k in its place", _trained_indifferent),
     ),
     Statement(
         "always-scale",
@@ -176,6 +235,14 @@ STATEMENTS = (
     ),
     Statement("cost-negligible", "Scaling costs next to nothing.", "negligible", _cheap),
     Statement("learned-temperature", "Some implementations learn the temperature.", "some", _learned),
+    Statement(
+        "efficient-learn-temperature",
+        "Some efficient variants of language models learn the temperature.",
+        "some",
+        _learned_in_language,
+        Limit("of a learned gain on q·k", "of a temperature alone", _learned_alone),
+        remark="A selection, not a census.",
+    ),
     Statement("small-temperature-sharper", "A temperature under √d_k sharpens attention.", "sharper", _sharper),
     Statement("large-temperature-softer", "A temperature over √d_k softens attention.", "softer", _softer),
     Statement("scale-by-query", "A scale for each query lets queries differ in sharpness.", "differ", _by_query),
@@ -198,8 +265,9 @@ STATEMENTS = (
         "stable-training-any-dim",
         "With 1/√d_k training is stable whatever the dimension.",
         "stable",
-        unit_spread_at_start,
-        Limit("at initialisation", "of training at a high learning rate", trained_to_the_end),
+        lambda: _stable(RATE),
+        Limit("at a rate that suits the model", "at a hundred times that rate", lambda: _stable(HOT * RATE)),
+        remark=f"Published: runs whose largest score passed {DIVERGED.max_score:,.0f} diverged ({DIVERGED.name}).",
     ),
     Statement(
         "essential-in-practice",

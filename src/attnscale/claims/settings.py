@@ -64,6 +64,28 @@ SETTINGS = (
     ),
 )
 
+
+@dataclass(frozen=True)
+class Learned:
+    """A published model that learns what multiplies q·k, and where that is stated."""
+
+    model: str
+    what: str
+    language: bool
+    is_temperature: bool  # one number a head in place of √d_k, not a gain of every dimension
+    stated: str
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.what})"
+
+
+LEARNED = (
+    Learned("Swin-v2", "one temperature a head", False, True, "transformers Swinv2SelfAttention.logit_scale"),
+    Learned("TimesFM 2.5", "a gain of every dimension", False, False, "transformers TimesFm2_5Attention.scaling"),
+    Learned("nGPT", "a gain of every dimension of normed q and k", True, False, "Loshchilov et al. 2024, s_qk"),
+    Learned("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
+)
+
 GROWN = Run("Kimi K2's trial with Muon", 1e3, False, "Kimi K2 technical report (2025): passed within about 15k steps")
 DIVERGED = Run("Wortsman et al.", 1e4, True, "arXiv 2309.14322: every run whose largest score passed 10,000 diverged")
 CLIPPED_AT = 100.0  # Kimi K2 rescales a head's query and key weights once its scores pass this

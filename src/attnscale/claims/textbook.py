@@ -4,40 +4,44 @@ import math
 
 import numpy as np
 
+from attnscale.claims.draws import drawn_rows, drawn_spread
 from attnscale.claims.evidence import (
     DIM,
+    DIMS,
     KEYS,
     NEAR_ONE,
     SPREAD,
-    interval,
     leading_row,
     mostly_one_hot,
     normal_product_moment,
-    sampled_rows,
     unit_spread_at_start,
 )
 from attnscale.claims.judging import Evidence, Limit, Number, Source, Statement
 from attnscale.claims.practice import STATEMENTS
+from attnscale.claims.trained import WIDE, gradients
 from attnscale.reference import Array, row_statistics, scaled_dot_product_attention, softmax, softmax_jacobian
-from attnscale.theory import expected_softmax, regime, saturation_point, score_variance
+from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
 
-SOURCE = Source("002_436f571eb4508276.txt", "Section 5.3: Scaled Attention — Why √d Matters", "textbook section")
+SOURCE = Source("textbook", "Section 5.3: Scaled Attention — Why √d Matters", "textbook section")
 
 PEAKED = np.array([8.5, -2.1, 7.9])  # the source leaves further scores out
 FIVE = np.array([9.2, -3.1, 8.8, -5.4, 1.2])
+TINY = 0.1  # of the root mean square
 GOOD_SHARE = 0.95  # of chances: what lies inside is consistent
 
 
 def _linear() -> Evidence:
-    steps = np.diff([score_variance(dim) for dim in range(1, 513)])
-    return Evidence(bool((steps == 1).all()), f"each dimension adds {steps.max():g}")
+    """The power of d_k that the variance of drawn scores follows."""
+    variances = [drawn_spread(dim).variance for dim in DIMS]
+    power = float(np.polyfit(np.log(DIMS), np.log(variances), 1)[0])
+    return Evidence(abs(power - 1) < NEAR_ONE, f"as d_k to the power {power:.3f}, drawn from {DIMS[0]} to {DIMS[-1]}")
 
 
 def _frozen() -> Evidence:
-    found = regime(SPREAD, KEYS)
-    top1 = expected_softmax(SPREAD, KEYS).top1
-    return Evidence(found == "saturated", f"{found}, with a top weight of {top1:.2f} expected")
+    found = regime(drawn_spread(DIM).std, KEYS)
+    top1 = float(drawn_rows(DIM).top1.mean())
+    return Evidence(found == "saturated", f"{found}, with a top weight of {top1:.2f} on average, drawn")
 
 
 def _vanishing() -> Evidence:
@@ -98,19 +102,16 @@ def _same() -> Evidence:
     return Evidence(bool(holds), f"largest difference {difference:.1g}, and finite at 1000")
 
 
-def _gain_helped() -> Evidence:
-    raw, scaled = (expected_softmax(spread, KEYS).gradient_gain for spread in (SPREAD, 1.0))
-    return Evidence(raw < scaled, f"1 − Σp² {scaled:.3f} with, {raw:.2f} without")
+def _gradient_healthy() -> Evidence:
+    """The median query's gradient, of the root mean square over all, in a deep model before training."""
+    raw, scaled = gradients("none")["evenness"], gradients("1/√d_k")["evenness"]
+    shown = f"the median query receives {scaled:.2f} of the root mean square with, {raw:.2f} without, at d_k = {WIDE}"
+    return Evidence(raw < TINY < 0.5 < scaled, shown)
 
 
-def _norm_helped() -> Evidence:
-    (raw, raw_margin), (scaled, scaled_margin) = (
-        interval(sampled_rows(spread).jacobian_norm2) for spread in (SPREAD, 1.0)
-    )
-    holds = raw - raw_margin < scaled + scaled_margin
-    return Evidence(
-        holds, f"squared norm {scaled:.4f} ± {scaled_margin:.1g} with, {raw:.3f} ± {raw_margin:.3f} without"
-    )
+def _gradient_in_sum() -> Evidence:
+    raw, scaled = gradients("none")["on_queries"], gradients("1/√d_k")["on_queries"]
+    return Evidence(raw < scaled, f"in root mean square it is {raw / scaled:.0f} times as large without")
 
 
 def _jacobian() -> Evidence:
@@ -129,8 +130,8 @@ def _own(weights: list[float]) -> Array:
 
 
 def _std_512() -> Evidence:
-    std = math.sqrt(score_variance(512))
-    return Evidence(math.isclose(std, math.sqrt(512)), f"{std:.2f}")
+    found = drawn_spread(512)
+    return Evidence(found.is_(512), f"{found.std:.2f} drawn, √512 = {math.sqrt(512):.2f}")
 
 
 def _saturates_within() -> Evidence:
@@ -159,7 +160,7 @@ CLAIMS: tuple[Number | Statement, ...] = (
         "score-std-64",
         "Spread of unscaled scores at d_k = 64.",
         "8",
-        lambda: math.sqrt(score_variance(DIM)),
+        lambda: drawn_spread(DIM).std,
     ),
     Number(
         "softmax-peaked",
@@ -216,10 +217,11 @@ CLAIMS: tuple[Number | Statement, ...] = (
     ),
     Statement(
         "gradient-flow",
-        "With scaling softmax passes more gradient than without.",
+        "Without scaling gradients are tiny, with it they are healthy.",
         "healthy against tiny",
-        _gain_helped,
-        Limit("of the Jacobian's trace", "of its norm, which many small weights make small", _norm_helped),
+        _gradient_healthy,
+        Limit("of what most queries receive", "in sum", _gradient_in_sum),
+        remark="Without it a few queries, near a tie, receive nearly all.",
     ),
     Statement("jacobian-formula", "∂p_i/∂x_j = p_i (δ_ij − p_j).", "p_i (δ_ij − p_j)", _jacobian),
     Number("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0])),

@@ -5,38 +5,33 @@ from functools import partial
 
 import numpy as np
 
+from attnscale.claims.draws import drawn_rows, drawn_spread, enumerated_mean, enumerated_variance, head_spread
 from attnscale.claims.evidence import (
     DIM,
     DIMS,
     KEYS,
-    SIGNS,
     SKEWED,
     SPREAD,
     TINY_GAIN,
-    gpt2,
+    enumerated_is_dim,
     layer_norm,
-    leading_row,
     one_hot,
     products,
     t5_spread,
 )
 from attnscale.claims.judging import Evidence, Limit, Number, Source, Statement
 from attnscale.claims.settings import FULL_SIZE, T5, language_models
+from attnscale.claims.trained import HEAD_DIMS, LEARNED, WIDE, final_loss, gradients
 from attnscale.claims.worked_numbers import NUMBERS, RAW, SCALED
 from attnscale.reference import row_statistics
-from attnscale.theory import (
-    expected_softmax,
-    regime,
-    score_mean,
-    score_variance,
-    unit_variance_scale,
-)
+from attnscale.theory import regime
 from attnscale.theory.limits import SATURATED_TOP1
 
-SOURCE = Source("001_1ca645f500d1eeea.txt", "Math behind √dₖ Scaling Factor in Attention", "tutorial")
+SOURCE = Source("tutorial", "Math behind √dₖ Scaling Factor in Attention", "tutorial")
 
 STARS = 1e11  # in the Milky Way, at least: from here on a ratio is astronomical
-HARDLY = 0.1  # a share of the gradient gain this small hardly matters
+HARDLY = 0.1  # a share this small hardly matters
+FAR_LARGER = 5
 FEW_KEYS = 8
 
 
@@ -51,25 +46,20 @@ def _smallest_dims() -> Evidence:
 
 
 def _dot_products_grow() -> Evidence:
-    narrow, wide = math.sqrt(score_variance(4)), math.sqrt(score_variance(512))
-    return Evidence(narrow < wide, f"std {narrow:g} at d_k = 4, {wide:.1f} at d_k = 512")
+    narrow, wide = drawn_spread(4).std, drawn_spread(512).std
+    return Evidence(wide > FAR_LARGER * narrow, f"std {narrow:.2f} at d_k = 4, {wide:.1f} at d_k = 512, drawn")
 
 
 def _wider_is_worse() -> Evidence:
-    gains = [expected_softmax(math.sqrt(dim), KEYS).gradient_gain for dim in (4, *DIMS)]
-    return Evidence(
-        gains == sorted(gains, reverse=True), f"1 − Σp² from {gains[0]:.2f} at d_k = 4 to {gains[-1]:.2f} at 512"
-    )
+    gains = [float(drawn_rows(dim).gradient_gain.mean()) for dim in (4, *DIMS)]
+    shown = f"1 − Σp² from {gains[0]:.2f} at d_k = 4 to {gains[-1]:.2f} at 512, drawn"
+    return Evidence(gains == sorted(gains, reverse=True), shown)
 
 
-def _even_heights() -> Evidence:
-    low, high = np.linspace(5.0, 5.5, 101).var(), np.linspace(3.0, 7.0, 101).var()
-    return Evidence(bool(low < high), f"{low:.3f} against {high:.2f}")
-
-
-def _crowded_heights() -> Evidence:
-    low, high = np.linspace(5.0, 5.5, 101).var(), np.array([3.0, 7.0] + [5.0] * 998).var()
-    return Evidence(bool(low < high), f"{low:.3f} against {high:.3f}")
+def _heights() -> Evidence:
+    """Students anywhere between the two heights of each class."""
+    low, high = (np.linspace(*ends, 101).var() for ends in ((5.0, 5.5), (3.0, 7.0)))
+    return Evidence(bool(low < high), f"{low:.3f} against {high:.2f} where heights fill their range evenly")
 
 
 def _layer_norm_centres() -> Evidence:
@@ -89,17 +79,17 @@ def _mean_square() -> Evidence:
 
 
 def _always_exact() -> Evidence:
-    variances = {(values, dim): products(values, dim).sum(-1).var() for values in (SIGNS, SKEWED) for dim in (1, 2, 3)}
-    holds = all(math.isclose(variance, dim) for (_, dim), variance in variances.items())
-    return Evidence(holds, "d_k at d_k = 1, 2, 3, enumerated for two distributions")
+    shown = (
+        f"{enumerated_variance(SKEWED, DIM):g} at d_k = {DIM}, over every pair of two distributions, as at all widths"
+    )
+    return Evidence(enumerated_is_dim(), shown)
 
 
 def _exact_anyway() -> Evidence:
-    shifted = score_variance(DIM, query_mean=0.5, key_mean=0.5)
-    drawn = gpt2().score_std ** 2
-    return Evidence(
-        shifted == DIM == drawn, f"{shifted:g} with means of 0.5, {drawn:.2f} at GPT-2's initialisation, for {DIM}"
-    )
+    shifted, drawn = drawn_spread(DIM, shift=0.5), head_spread("GPT-2") ** 2
+    holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < HARDLY
+    shown = f"{shifted.variance:.0f} with means of 0.5, {drawn:.1f} at GPT-2's initialisation, drawn, for {DIM}"
+    return Evidence(holds, shown)
 
 
 def _astronomical() -> Evidence:
@@ -112,19 +102,23 @@ def _still_learns() -> Evidence:
     return Evidence(row.gradient_gain.item() > TINY_GAIN, f"1 − Σp² = {row.gradient_gain.item():.3f}, of at most 0.667")
 
 
-def _expected_one_hot() -> Evidence:
-    top1 = expected_softmax(SPREAD, KEYS).top1
-    return Evidence(top1 > SATURATED_TOP1, f"{top1:.2f} expected over {KEYS} keys at d_k = {DIM}")
+def _typical_one_hot() -> Evidence:
+    top1 = float(np.median(drawn_rows(DIM).top1))
+    return Evidence(top1 > SATURATED_TOP1, f"{top1:.2f} in the median row over {KEYS} keys at d_k = {DIM}, drawn")
 
 
-def _saturated_gain() -> Evidence:
-    gains = [leading_row(n).gradient_gain.item() for n in (2, 4, KEYS)]
-    return Evidence(max(gains) <= TINY_GAIN * (1 + 1e-9), f"1 − Σp² at most {max(gains):.3f} at weight 0.99")
+def _most_receive_little() -> Evidence:
+    raw, scaled = gradients("none"), gradients("1/√d_k")
+    shown = (
+        f"before training at d_k = {WIDE} the half of the queries that receives least has {raw['quiet_half']:.1%} of "
+        f"the gradient, with the scale {scaled['quiet_half']:.0%}"
+    )
+    return Evidence(raw["quiet_half"] < HARDLY * scaled["quiet_half"], shown)
 
 
-def _expected_gain() -> Evidence:
-    gain = expected_softmax(SPREAD, KEYS).gradient_gain
-    return Evidence(gain <= TINY_GAIN, f"{gain:.2f} expected over {KEYS} keys at d_k = {DIM}")
+def _less_in_sum() -> Evidence:
+    times = gradients("none")["on_queries"] / gradients("1/√d_k")["on_queries"]
+    return Evidence(times < 1, f"in root mean square {times:.0f} times as much arrives")
 
 
 def _quotient() -> Evidence:
@@ -134,22 +128,24 @@ def _quotient() -> Evidence:
 
 
 def _divisor() -> Evidence:
-    holds = all(math.isclose(unit_variance_scale(score_variance(dim)), 1 / math.sqrt(dim)) for dim in DIMS)
-    return Evidence(holds, f"c = {1 / unit_variance_scale(score_variance(DIM)):g} at d_k = {DIM}")
+    """The divisor that brings drawn scores to unit spread is their spread: is it √d_k at every width?"""
+    found = {dim: drawn_spread(dim) for dim in DIMS}
+    holds = all(spread.over(math.sqrt(dim)).is_(1.0) for dim, spread in found.items())
+    return Evidence(holds, f"c = {found[DIM].std:.2f} brings drawn scores of d_k = {DIM} to unit variance")
 
 
 def _divisor_for_gpt2() -> Evidence:
-    needed = 1 / gpt2()["calibrated"].scale
-    return Evidence(math.isclose(needed, SPREAD, rel_tol=0.01), f"c = {needed:.2f} at GPT-2's initialisation")
+    needed = head_spread("GPT-2")
+    return Evidence(math.isclose(needed, SPREAD, rel_tol=HARDLY), f"c = {needed:.2f} at GPT-2's initialisation, drawn")
 
 
 def _paper() -> Evidence:
-    holds = all(score_mean(dim) == 0 and score_variance(dim) == dim for dim in DIMS)
-    return Evidence(holds, "published: its footnote 4 derives mean 0 and variance d_k, as recomputed here")
+    holds = enumerated_is_dim() and all(abs(enumerated_mean(SKEWED, dim)) < 1e-9 for dim in DIMS)
+    return Evidence(holds, "published: its footnote 4 derives mean 0 and variance d_k, as found over every pair here")
 
 
 def _skipping(keys: int) -> Evidence:
-    scaled, raw = (expected_softmax(spread, keys).gradient_gain for spread in (1.0, 2.0))
+    scaled, raw = (float(drawn_rows(4, divisor, keys).gradient_gain.mean()) for divisor in (2.0, 1.0))
     return Evidence(scaled - raw < HARDLY * scaled, f"1 − Σp² {scaled:.2f} scaled, {raw:.2f} not, over {keys} keys")
 
 
@@ -159,15 +155,17 @@ def _more_even() -> Evidence:
 
 
 def _struggles() -> Evidence:
-    regimes = {dim: regime(math.sqrt(dim), KEYS) for dim in DIMS}
-    holds = all(regime == "saturated" for regime in regimes.values())
-    return Evidence(holds, f"{regimes[DIM]} at every d_k from {DIMS[0]} to {DIMS[-1]}")
+    losses = {dim: (final_loss(dim, "none"), final_loss(dim)) for dim in (HEAD_DIMS[0], HEAD_DIMS[-1])}
+    (narrow, narrow_scaled), (wide, wide_scaled) = losses.values()
+    holds = wide - wide_scaled > max(LEARNED, narrow - narrow_scaled)
+    shown = ", ".join(f"{raw:.2f} against {scaled:.2f} at d_k = {dim}" for dim, (raw, scaled) in losses.items())
+    return Evidence(holds, f"small models end at a loss of {shown}")
 
 
 def _t5_struggles() -> Evidence:
     spread = t5_spread()
     return Evidence(
-        regime(spread, KEYS) != "healthy", f"{T5.model} multiplies by {T5.multiplier:g}, starts at spread {spread:g}"
+        regime(spread, KEYS) != "healthy", f"{T5.model} multiplies by {T5.multiplier:g}, starts at spread {spread:.2f}"
     )
 
 
@@ -187,14 +185,14 @@ STATEMENTS = (
     ),
     Statement(
         "height-ranges",
-        "Heights from 3.0 to 7.0 feet vary more than heights from 5.0 to 5.5.",
+        "Heights of students from 3.0 to 7.0 feet vary more than heights from 5.0 to 5.5.",
         "high against low variance",
-        _even_heights,
-        Limit("for heights spread evenly over the range", "when nearly all are alike", _crowded_heights),
+        _heights,
+        remark="An illustration, judged as one.",
     ),
     Statement(
         "inputs-normalised",
-        "Inputs are usually normalised to mean 0 and variance 1.",
+        "Inputs are typically normalised to mean 0 and variance 1.",
         "mean 0",
         _layer_norm_centres,
         Limit("after LayerNorm", "after RMSNorm, which does not centre", _rms_norm_centres),
@@ -205,7 +203,7 @@ STATEMENTS = (
         "The variance of q·k is d_k always and exactly, not approximately.",
         "always d_k",
         _always_exact,
-        Limit("for independent components of mean 0 and variance 1", "for others", _exact_anyway),
+        Limit("for independent components of mean 0 and variance 1", "for others", _exact_anyway, is_stated=True),
     ),
     Statement("exp-gap", "From e¹⁰ to e⁵⁰ is an astronomical distance.", "astronomical", _astronomical),
     Statement(
@@ -216,23 +214,26 @@ STATEMENTS = (
         "Unscaled scores of wide heads make softmax almost one-hot.",
         "one weight near 1",
         partial(one_hot, [50, 10, 5]),
-        Limit("for the example's scores", "of a typical row at d_k = 64", _expected_one_hot),
+        Limit("for the example's scores", "of a typical row at d_k = 64", _typical_one_hot),
     ),
     Statement(
         "unscaled-stops-learning",
-        "An unscaled model receives no gradient and does not learn.",
+        "Without scaling gradients become extremely small, almost zero, and learning stops.",
         "almost zero",
-        _saturated_gain,
-        Limit("of rows with a weight of 0.99", "of a typical row at d_k = 64", _expected_gain),
+        _most_receive_little,
+        Limit("of what most queries receive", "in sum", _less_in_sum),
+        remark="The gradient is uneven, not gone: most queries pass little, a few pass much.",
     ),
     Statement("variance-of-quotient", "Dividing by c divides the variance by c².", "Var/c²", _quotient),
     Statement("divisor-from-variance", "d_k/c² = 1 is solved by c = √d_k.", "√d_k", _divisor),
     Statement(
         "correct-factor",
-        "√d_k is mathematically the one correct divisor.",
+        "√d_k is mathematically the correct divisor.",
         "√d_k",
         _divisor,
-        Limit("when q and k have unit variance", "when weights start from N(0, 0.02²)", _divisor_for_gpt2),
+        Limit(
+            "when q and k have unit variance", "when weights start from N(0, 0.02²)", _divisor_for_gpt2, is_stated=True
+        ),
     ),
     Statement(
         "paper-reason",
@@ -251,8 +252,8 @@ STATEMENTS = (
     Statement("scaled-more-even", "Scaling [14, 10, 12] by 1/8 evens attention out.", "more even", _more_even),
     Statement(
         "struggles-without",
-        "Without the division a Transformer would struggle to learn.",
-        "needed",
+        "Without the division a Transformer would struggle to learn, especially with larger d_k.",
+        "needed, more so when wide",
         _struggles,
         Limit("when q and k have unit variance", "when the factor is folded into the query's weights", _t5_struggles),
     ),

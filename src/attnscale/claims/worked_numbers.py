@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnscale.claims.evidence import DIM, SIGNS, average_terms, products
+from attnscale.claims.draws import enumerated_mean, enumerated_variance
+from attnscale.claims.evidence import DIM, SIGNS, average_terms, products, sampled_terms
 from attnscale.claims.judging import Number
 from attnscale.reference import Array, softmax
-from attnscale.theory import score_mean, score_variance
 
+NEAR = 0.1  # of an average of many draws: 0 and 1 are far apart
 PROOF_DIM = 3  # the proof expands (q·k)² for this d_k, then for DIM
 
 TRIPLE, HALVED = np.array([2.0, 4.0, 6.0]), np.array([1.0, 2.0, 3.0])
@@ -23,8 +24,12 @@ def _squares(values: Array) -> Array:
 
 
 def _counted(dim: int, average: float) -> int:
-    """How many of the dim² terms of (q·k)² have this average: the diagonal has 1, the rest 0."""
-    return int(np.isclose(average_terms(dim), average).sum())
+    """How many of the dim² terms of (q·k)² have this average, over every pair."""
+    return _counted_in(average_terms(dim), average)
+
+
+def _counted_in(terms: Array, average: float) -> int:
+    return int((abs(terms - average) < NEAR).sum())
 
 
 def _summed(scores: Sequence[float] | Array) -> float:
@@ -34,7 +39,7 @@ def _summed(scores: Sequence[float] | Array) -> float:
 PROOF = (
     Number("product-mean", "Mean of one product q_i·k_i.", "0", lambda: products(SIGNS, 1).mean()),
     Number("product-variance", "Variance of one product q_i·k_i.", "1", lambda: products(SIGNS, 1).var()),
-    Number("score-mean", "Mean of q·k when components have mean 0.", "0", lambda: score_mean(DIM)),
+    Number("score-mean", "Mean of q·k when components have mean 0.", "0", lambda: enumerated_mean(SIGNS, DIM)),
     Number(
         "average-square",
         "Average square of a component of mean 0 and variance 1.",
@@ -57,10 +62,17 @@ PROOF = (
         "3",
         lambda: average_terms(PROOF_DIM).sum(),
     ),
-    Number("terms-64", "Terms of the squared dot product at d_k = 64.", "4096", lambda: np.ones((DIM, DIM)).size),
-    Number("own-terms-64", "Of the terms at d_k = 64, squares of one product.", "64", lambda: np.eye(DIM).sum()),
-    Number("cross-terms-64", "Of the terms at d_k = 64, mixed ones.", "4032", lambda: (1 - np.eye(DIM)).sum()),
-    Number("variance-64", "Variance of q·k at d_k = 64.", "64", lambda: score_variance(DIM)),
+    Number("terms-64", "Terms of the squared dot product at d_k = 64.", "4096", lambda: sampled_terms(DIM).size),
+    Number(
+        "own-terms-64",
+        "Of the terms at d_k = 64, squares of one product.",
+        "64",
+        lambda: _counted_in(sampled_terms(DIM), 1.0),
+    ),
+    Number(
+        "cross-terms-64", "Of the terms at d_k = 64, mixed ones.", "4032", lambda: _counted_in(sampled_terms(DIM), 0.0)
+    ),
+    Number("variance-64", "Variance of q·k at d_k = 64.", "64", lambda: enumerated_variance(SIGNS, DIM)),
 )
 
 EXPONENTIALS = (

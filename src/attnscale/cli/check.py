@@ -43,8 +43,8 @@ def check(
 
     Per layer, as means over heads: the spread of the scores; the spread expected of independent queries and keys of
     the same norms, expected scale · |q| · |k| / √d_k; the scale really applied; entropy over that of uniform weights;
-    the largest weight of a row; the share of rows that give one key more than 0.99; and what is left of the gradient,
-    1 − Σp².
+    the largest weight of a row; the share of rows that give one key more than 0.99; and 1 − Σp², what a row
+    lets through.
 
     Nothing that comes with a model is run or fetched: no remote code, no pickles but of plain tensors. Ends with
     status 1 if a finding is an error.

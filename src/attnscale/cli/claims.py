@@ -1,28 +1,45 @@
 """`attnscale claims`: what is said about √d_k, recomputed."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnscale.cli.output import AsJson, print_json, tell
 
+if TYPE_CHECKING:
+    from attnscale.claims import Claim
+
 
 def claims(
+    ids: Annotated[list[str] | None, typer.Argument(help="Show only these claims, by id; all of them if none.")] = None,
     verdict: Annotated[str | None, typer.Option(help="Show only one verdict: confirmed, refuted or qualified.")] = None,
+    index: Annotated[
+        bool, typer.Option("--index", help="Instead, the command for every exercise, listing and worked example.")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the verdicts as they are now, to compare later ones with.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Recompute what four articles claim about √d_k, and say which claims hold.
 
-    Ends with status 1 if a verdict differs from the recorded one.
+    Some are measured by training small models, so that all of them take half a minute. Ends with status 1 if a verdict
+    differs from the recorded one.
     """
     from dataclasses import asdict
 
-    from attnscale.claims import VERDICTS, changed, ledger
+    from attnscale.claims import INDEX, VERDICTS, changed
     from attnscale.errors import SettingError
 
     if verdict is not None and verdict not in VERDICTS:
         raise SettingError(f"Unknown verdict {verdict!r}. Expected one of: {', '.join(VERDICTS)}.")
-    everything = ledger()
+    if (ids or verdict) and record:
+        raise SettingError("Expected --record alone: it keeps the verdicts of all claims.")
+    if index:
+        _show_index() if not json else print_json([asdict(worked) for worked in INDEX])
+        return
+    everything = _recomputed(ids or ())
     shown = [claim for claim in everything if verdict in (None, claim.verdict)]
     if json:
         print_json([asdict(claim) for claim in shown])
@@ -30,7 +47,27 @@ def claims(
         from attnscale.show.ledger import show_ledger
 
         show_ledger(shown)
-    differences = changed(everything)
+    differences = changed(everything, whole=not ids)
     for difference in differences:
         tell(difference)
-    raise typer.Exit(1 if differences else 0)
+    if record:
+        from attnscale.claims import record as keep
+
+        keep(everything)
+        tell(f"Recorded the verdicts of {len(everything)} claims, {len(differences)} of them new, changed or gone.")
+    raise typer.Exit(1 if differences and not record else 0)
+
+
+def _recomputed(ids: Sequence[str]) -> "list[Claim]":
+    from rich.console import Console
+
+    from attnscale.claims import ledger
+
+    with Console(stderr=True).status("recomputing"):  # no sign in a pipe
+        return ledger(ids)
+
+
+def _show_index() -> None:
+    from attnscale.show.ledger import show_index
+
+    show_index()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -14,6 +15,9 @@ PAGE = Path("attnscale-explore.html")
 
 def explore(
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = PAGE,
+    view: Annotated[
+        str, typer.Option(help="What it shows first, as its address has it: 'd=64&scores=14, 10, 12'.")
+    ] = "",
     no_open: Annotated[bool, typer.Option("--no-open", help="Write the page, and leave the browser alone.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -29,7 +33,7 @@ def explore(
         from attnscale.show.explore import explore_page
 
         write_whole(out, explore_page())
-    address = out.resolve().as_uri()
+    address = out.resolve().as_uri() + (f"#{quote(view, safe='=&,%')}" if view else "")
     opened = not no_open and _open(address)
     if json:
         print_json({"page": str(out), "address": address, "opened": opened})

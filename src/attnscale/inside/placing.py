@@ -1,5 +1,6 @@
 """Placing a look at a module: for as long as it is there the module has a class of its own, which Dynamo guards on."""
 
+import copyreg
 from functools import cache
 from typing import Any
 
@@ -45,6 +46,11 @@ def _change(module: nn.Module, names: tuple[str, ...]) -> None:
     module.__class__ = looked_at(own, names) if names else own  # type: ignore[arg-type]
 
 
+def new(kind: type, *args: Any) -> Any:
+    """What copyreg.__newobj__ makes, which pickle takes for objects of its class alone."""
+    return kind.__new__(kind, *args)
+
+
 @cache
 def looked_at(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A class of modules that do the same between two marks; copies and pickles are of the plain one."""
@@ -57,21 +63,22 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             tensors: list[Any] = [getattr(self, name, None) for name in attributes]
             if any(tensor is None for tensor in tensors) or not (self.training or torch.is_grad_enabled()):
-                return super().forward(*args, **kwargs)
+                return plain.forward(self, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
                 marks.begin_in_graph(joined, *tensors)
-                output = super().forward(*args, **kwargs)
+                output = plain.forward(self, *args, **kwargs)
                 marks.end_in_graph(*tensors)
                 return output
             marks.begin(joined, *tensors)
             try:
-                return super().forward(*args, **kwargs)
+                return plain.forward(self, *args, **kwargs)
             finally:
                 marks.end()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             make, given, state, *rest = super().__reduce_ex__(protocol)
             state = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
+            make = new if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
             return make, tuple(plain if each is type(self) else each for each in given), state, *rest
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):

@@ -12,6 +12,7 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.numerics import without_autocast
+from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
@@ -73,6 +74,7 @@ class _Place:
         self._watching, self.path, self._order = watching, path, order
         self.runs = 0
         self._to_pass: list[GradientSquares] = []  # of compiled calls
+        self._recomputed: list[SeenCall] = []  # those whose gradient comes from another run of the same
 
     def note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None, is_compiled: bool) -> None:
         """A call of the module, this one in its run; None where no backward is to come."""
@@ -96,8 +98,16 @@ class _Place:
             call = measured(settings, kernel, lambda: known.again(kernel, known_by, settings.rows))
         assert call is not None
         call.gradients = gradients
+        if gradients is None:
+            self._recomputed.append(call)
         seen.note(self.path, known_by[1], call, (self.runs - 1) % self._order.depth)  # type: ignore[arg-type]
 
     def passing(self) -> GradientSquares | None:
         """Those of the last call whose gradient did not pass yet."""
-        return self._to_pass.pop() if self._to_pass else None
+        if self._to_pass:
+            return self._to_pass.pop()
+        if not self._recomputed:
+            return None
+        call = self._recomputed.pop()
+        call.gradients = GradientSquares()
+        return call.gradients

@@ -10,8 +10,9 @@ from attnscale.lab.experiments import (
     length,
     saturation,
     temperature,
+    trained,
     variance,
 )
 
-ROOMS = (variance, saturation, divisors, gradients, initialisation, length, ablation, temperature, growth)
+ROOMS = (variance, saturation, divisors, gradients, initialisation, length, ablation, temperature, growth, trained)
 EXPERIMENTS: dict[str, Experiment] = {room.EXPERIMENT.name: room.EXPERIMENT for room in ROOMS}

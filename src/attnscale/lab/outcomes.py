@@ -8,7 +8,7 @@ from attnscale.lab.bands import LEVEL, Band, Factors, band
 from attnscale.lab.cell import Outcome, Setting, Settings
 from attnscale.lab.result import Check, Curve, column
 
-# That any of the curves compared together is outside its band though the theory is right. Nine experiments with 5%
+# That any of the curves compared together is outside its band though the theory is right. Ten experiments with 5%
 # each would raise a false alarm in every third round.
 CHANCE = 0.01
 

@@ -11,6 +11,7 @@ from attnscale.errors import AttnscaleError
 from attnscale.lab.catalogue import EXPERIMENTS
 from attnscale.lab.cell import Cell
 from attnscale.lab.store import Store, Stored
+from attnscale.lab.threads import one_thread
 
 
 class SweepError(AttnscaleError):
@@ -24,16 +25,11 @@ _TURN = threading.Lock()
 def run_cell(cell: Cell) -> Stored:
     """Compute a cell from its seed, on one thread: the same numbers wherever, and beside whatever, it runs."""
     run = EXPERIMENTS[cell.experiment].run
-    with _TURN, torch.random.fork_rng():
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            torch.manual_seed(int(cell.settings["seed"] or 0))
-            start = time.perf_counter()
-            outcome = run(**cell.settings)
-            return Stored(outcome, time.perf_counter() - start)
-        finally:
-            torch.set_num_threads(threads)
+    with _TURN, torch.random.fork_rng(), one_thread():
+        torch.manual_seed(int(cell.settings["seed"] or 0))
+        start = time.perf_counter()
+        outcome = run(**cell.settings)
+        return Stored(outcome, time.perf_counter() - start)
 
 
 def run_stored(folder: Path, cells: Sequence[Cell], whose: str = "") -> list[Stored]:

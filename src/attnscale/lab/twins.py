@@ -17,6 +17,8 @@ class TwinRun:
     losses: tuple[tuple[int, float], ...]  # (step, loss)
     records: tuple[Record, ...] = ()
     audit: Audit | None = None
+    received: tuple[tuple[float, float], ...] = ()  # (share of queries, quietest first; share of the gradient)
+    held_out: float | None = None  # the loss on what no run trained on, at the end
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Twins:
                 {
                     "name": run.name,
                     "losses": plain(run.losses),
+                    "held_out": plain(run.held_out),
+                    "received": plain(run.received),
                     "records": [record.to_dict() for record in run.records],
                     "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
                 }

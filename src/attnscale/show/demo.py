@@ -65,7 +65,7 @@ class LiveTwins:
         for name in self._training.models:
             loss = smoothed([loss for _, loss in self._training.losses[name]])[-1]
             entropy, gain = (self._training.records[name][-1].whole(one.name) for one in FOLLOWED)
-            told.append(f"{name}: loss {loss:.2f}, entropy {entropy:.0%}, gradient {gain:.0%}")
+            told.append(f"{name}: loss {loss:.2f}, entropy {entropy:.0%}, 1 − Σp² {gain:.0%}")
         return f"step {step:3d}  {'  |  '.join(told)}"
 
 

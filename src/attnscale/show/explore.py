@@ -16,8 +16,8 @@ from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN
 
 # One concept a file, in the order in which they use each other.
 SCRIPTS = (
-    "numerics", "random", "settings", "scale", "view", "draw", "spread", "weights", "jacobian", "along", "freezing",
-    "own", "proof", "controls",
+    "numerics", "random", "settings", "scale", "view", "draw", "spread", "weights", "jacobian", "received", "along",
+    "freezing", "own", "vectors", "proof", "controls",
 )  # fmt: skip
 
 

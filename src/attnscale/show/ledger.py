@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.claims import SOURCES, VERDICTS, Claim
+from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
 LARGE = 1e9  # from here on a float is shown with an exponent
@@ -17,11 +17,23 @@ def show_ledger(claims: Sequence[Claim]) -> None:
     """Print the claims source by source, then how many hold, and those that do not."""
     console = Console()
     for source in SOURCES:
-        own = [claim for claim in claims if claim.source == source.file]
+        own = [claim for claim in claims if claim.source == source.name]
         if own:
-            console.print(Text.assemble((source.title, "bold"), f", {source.kind}, {source.file}"))
+            console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
             console.print(_table(own))
     _print_summary(claims, console)
+
+
+def show_index() -> None:
+    """Print every exercise, listing and worked example with its command, source by source."""
+    console = Console()
+    for source in SOURCES:
+        console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for worked in INDEX:
+            if worked.source == source.name:
+                table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
+        console.print(table)
 
 
 def _table(claims: Sequence[Claim]) -> Table:
@@ -32,7 +44,7 @@ def _table(claims: Sequence[Claim]) -> Table:
     for claim in claims:
         stated = Text.assemble(claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
-        table.add_row(verdict, stated, _shown(claim.claimed), _shown(claim.computed))
+        table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
     return table
 
 
@@ -43,14 +55,16 @@ def _print_summary(claims: Sequence[Claim], console: Console) -> None:
     refuted = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for claim in claims:
         if claim.verdict == "refuted":
-            line = f"{claim.claim} Claimed {_shown(claim.claimed)}, computed {_shown(claim.computed)}. {claim.note}"
+            claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
+            line = Text(f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}")
             refuted.add_row(Text("refuted", style=STYLES["refuted"]), line)
     console.print(refuted)
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """A claimed or computed value as text."""
     if isinstance(value, list):
-        return f"[{', '.join(_shown(entry) for entry in value)}]"
+        return f"[{', '.join(shown_value(entry) for entry in value)}]"
     if isinstance(value, float) and abs(value) >= LARGE:
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int | float) else str(value)

@@ -11,8 +11,9 @@ from attnscale.lab.cell import Outcome, Settings
 from attnscale.lab.experiment import Conclusion, Experiment
 from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Check, Curve, Heatmap, Plot, Table, column
+from attnscale.lab.shares import along, mean_shares, query_shares
 from attnscale.lab.tasks import Characters
-from attnscale.lab.wording import ranging, tally, times
+from attnscale.lab.wording import percent, ranging, tally, times
 from attnscale.models import CausalTransformer
 from attnscale.models.transformer import CausalSelfAttention
 from attnscale.operator import attention_weights
@@ -92,18 +93,15 @@ def _drawn_rows(spread: float) -> Outcome:
 def _model(layers: int, head_dim: int, scale: str) -> Outcome:
     model = CausalTransformer(Characters.vocabulary, D_MODEL, layers, HEADS, head_dim, scale=scale)
     attentions = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
-    queries: list[Tensor] = []
-    for attention in attentions:
-        attention.query.register_forward_hook(lambda module, args, output: queries.append(output))
     batch = Characters(LENGTH).batch(BATCH, torch.default_generator)
     with watch(model) as seen:
         loss = batch.loss(model)
     weights = [matrix.weight for attention in attentions for matrix in (attention.query, attention.key)]
-    found = torch.autograd.grad(loss, [*weights, *queries])
-    on_weights, on_queries = found[: len(weights)], found[len(weights) :]
+    on_weights = torch.autograd.grad(loss, weights)
     norms = [gradient.norm().item() for gradient in on_weights]
     pulls = [(weight * gradient).sum().item() for weight, gradient in zip(weights, on_weights, strict=True)]
-    sizes = [gradient.unflatten(-1, (HEADS, head_dim)).norm(dim=-1) for gradient in on_queries]
+    on_queries = query_shares(model, batch)
+    received = mean_shares(on_queries)
     reach = [weight.norm().item() * norm for weight, norm in zip(weights, norms, strict=True)]
     return {
         "query": norms[::2],
@@ -113,7 +111,11 @@ def _model(layers: int, head_dim: int, scale: str) -> Outcome:
         "backwards": norms[0] / norms[-2],
         "key_over_query": float(np.mean(norms[1::2]) / np.mean(norms[::2])),
         "gradient_gain": float(np.mean([layer.stats.gradient_gain.mean().item() for layer in seen.layers.values()])),
-        "evenness": float(np.mean([(size.median() / size.square().mean().sqrt()).item() for size in sizes])),
+        "evenness": float(np.mean([layer.evenness for layer in on_queries])),
+        "on_queries": received.root_mean_square,
+        "shares": list(received.curve),
+        "quiet_half": received.quiet_half,
+        "loud_tenth": received.loud_tenth,
         "imbalance": max(abs(q - k) / most for q, k, most in zip(pulls[::2], pulls[1::2], reach[::2], strict=True)),
     }
 
@@ -185,18 +187,21 @@ def _against(models: Outcomes, scale: str) -> str:
 
 def _gain(models: Outcomes) -> str:
     largest = models.values("head_dim")[-1]
-    (gain, scaled), (even, even_scaled) = (
+    (gain, scaled), (even, even_scaled), (quiet, quiet_scaled), (loud, loud_scaled) = (
         [models.band(measure, head_dim=largest, scale=scale) for scale in ("none", "1/√d_k")]
-        for measure in ("gradient_gain", "evenness")
+        for measure in ("gradient_gain", "evenness", "quiet_half", "loud_tenth")
     )
+    size = models.ratio("on_queries", {"scale": "none"}, {"scale": "1/√d_k"}, head_dim=largest)
     vanishes = models.ratio("first_query", {"scale": "none"}, {"scale": "1/√d_k"}, head_dim=largest).high < 1
     less = even.high < even_scaled.low
     return (
-        f"At d_k = {largest} a row without a scale keeps {gain.mean:.2f} of its gradient (1 − Σp²; scaled "
-        f"{scaled.mean:.2f}), and "
+        f"At d_k = {largest} a row without a scale keeps {gain.mean:.2f} of 1 − Σp² (scaled {scaled.mean:.2f}), and "
         + ("what arrives is less in all" if vanishes else "what arrives is not less in all")
         + (", but less even" if less else ", and as even")
-        + f": the median query receives {even.mean:.2f} of the root mean square, scaled {even_scaled.mean:.2f}."
+        + f": on the queries {times(size)} the root mean square, of which the median query receives {even.mean:.2f}, "
+        f"scaled {even_scaled.mean:.2f}; the half of the queries that receives least has {percent(quiet.mean)} of all, "
+        f"scaled {percent(quiet_scaled.mean)}, the tenth that receives most {percent(loud.mean)}, scaled "
+        f"{percent(loud_scaled.mean)}."
     )
 
 
@@ -272,7 +277,15 @@ def _plots(jacobians: Outcome, drawn: Outcomes, deep: Outcomes) -> tuple[Plot | 
         tuple(deep.curve(_named(scale), "head_dim", "evenness", scale=scale) for scale in SCALES),
         "1 would be every query alike; near 0, a few queries receive all.", log_x=True,
     )  # fmt: skip
-    return (*maps, through, by_head_dim, by_depth, even)
+    shared = Plot(
+        f"Who receives it, d_k = {largest}, {depth} layers", "share of the queries, quietest first",
+        "share of the gradient",
+        (*(deep.series(_named(scale), along(), "shares", scale=scale, head_dim=largest) for scale in SCALES),
+         Curve("all alike", tuple(along()), tuple(along()), is_theory=True)),
+        "The straight line would be every query alike; a line along the floor that rises at the end is a few queries "
+        "that receive nearly all.",
+    )  # fmt: skip
+    return (*maps, through, by_head_dim, by_depth, even, shared)
 
 
 def _most(drawn: Outcomes) -> float:
@@ -281,4 +294,4 @@ def _most(drawn: Outcomes) -> float:
 
 
 EXPERIMENT = Experiment("gradients", "What do peaked and uniform rows let through, and what reaches W_q and W_k?",
-                        grid, run, conclude, seeds=16, quick_seeds=6)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=6, version=2)  # fmt: skip

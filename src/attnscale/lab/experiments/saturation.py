@@ -74,7 +74,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     text = (
         f"softmax([x, 0, …, 0]) gives its first key {SATURATED:.0%} from x = {_saturates(one, few):.2f} on over {few} "
         f"keys and from {_saturates(one, most):.2f} over {most}: x grows by {slope * math.log(10):.2f} with every "
-        f"tenfold of keys{moves}. Over Gaussian scores half of what the gradient had is gone at a spread of "
+        f"tenfold of keys{moves}. Over Gaussian scores 1 − Σp² is halved at a spread of "
         f"{halves[few].mean:.2f} ({few} keys) to {halves[most].mean:.2f} ({most} keys), "
         f"{ranging((halves[keys].mean / freezing_point(keys) for keys in lengths), 2)} times the freezing point "
         f"√(2 ln n). " + _unscaled(many, spreads, lengths) + tally(checks)
@@ -120,7 +120,7 @@ def _unscaled(many: Outcomes, spreads: Sequence[float], lengths: Sequence[int]) 
         many.band(name, keys=keys, spread=UNSCALED_64) for name in ("gradient_gain", "top1", "saturated")
     )
     return (
-        f"A spread of {UNSCALED_64:g}, that of unscaled d_k = 64, leaves {gain.mean:.2f} of the gradient over {keys} "
+        f"A spread of {UNSCALED_64:g}, that of unscaled d_k = 64, has a 1 − Σp² of {gain.mean:.2f} over {keys} "
         f"keys; the largest weight is {top1.mean:.2f} on average and over {SATURATED:g} in {saturated.mean:.0%} of "
         f"rows, so that it is {'one-hot' if saturated.mean > 0.5 else 'far from one-hot in most rows'}. "
     )
@@ -209,7 +209,7 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot | Heatmap, ...]:
         Plot("Largest weight against the freezing point", "σ / √(2 ln n)", "top-1", both("top1", frozen=True),
              "In units of the freezing point, with many keys or few.", log_x=True),
         Plot("Gradient gain against spread", "spread σ of the scores", "1 − Σp²", both("gradient_gain"),
-             "What is left for learning: 0 where one key has taken all.", log_x=True),
+             "On average over rows, which differ: 0 in a row where one key has taken all.", log_x=True),
         Heatmap("Largest weight", "spread σ", "keys", tuple(spreads), tuple(lengths),
                 tuple(column(row) for row in top1), "Bright: one key takes most."),
     )  # fmt: skip

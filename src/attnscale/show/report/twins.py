@@ -1,6 +1,5 @@
 """The report of training runs side by side."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from attnscale.show.numbers import formatted, number, shown
 from attnscale.show.report.check import table_of
 from attnscale.show.report.courses import learning_curves, runs_over_time
 from attnscale.show.report.densities import densities
-from attnscale.show.report.figures import Figure, Heat
+from attnscale.show.report.figures import Axis, Chart, Figure, Heat, Series
 from attnscale.show.report.freezing import freezing
 from attnscale.show.report.heads import map_of_layers, map_of_record, mapped
 from attnscale.show.report.method import words_of_models
@@ -28,6 +27,7 @@ def twins_report(twins: Twins) -> Page:
     """Training runs side by side, as a report."""
     sections = (
         *_learning(twins),
+        *_received(twins),
         *_course(twins),
         *_sections("heads", "Head by head, at the end", _maps(twins)),
         *_sections("scores", "The scores, at the end", _each(twins, "densities")),
@@ -45,20 +45,15 @@ def _method(twins: Twins) -> Section:
 
 
 def _notes(twins: Twins) -> Iterator[Note]:
-    """Loss, gradient and spread of every run, as their numbers say."""
-    losses = {run.name: [loss for _, loss in run.losses if math.isfinite(loss)] for run in twins.runs}
-    known = {name: values for name, values in losses.items() if values}
-    if known:
-        ends = "; ".join(f"{name}: from {values[0]:.3f} to {values[-1]:.3f}" for name, values in known.items())
-        yield Note("fact", "loss", f"{ends}.")
-    for statistic in (STATISTICS["gradient_gain"], STATISTICS["spread"]):
-        ends = "; ".join(
-            f"{run.name}: {_told(run.records[0], statistic)} at first, {_told(run.records[-1], statistic)} at the end"
-            for run in twins.runs
-            if run.records
-        )
-        if ends:
-            yield Note("fact", statistic.long, f"{ends}.", place="mean of the layers")
+    """What rows of every run let through; losses and spreads stand under their curves."""
+    statistic = STATISTICS["gradient_gain"]
+    told = "; ".join(
+        f"{run.name}: {_told(run.records[0], statistic)} at first, {_told(run.records[-1], statistic)} at the end"
+        for run in twins.runs
+        if run.records
+    )
+    if told:
+        yield Note("fact", statistic.long, f"{told}.", place="mean of the layers")
 
 
 def _told(record: Record, statistic: Statistic) -> str:
@@ -69,6 +64,26 @@ def _learning(twins: Twins) -> Iterator[Section]:
     runs = [(run.name, run.losses) for run in twins.runs if run.losses]
     if runs:
         yield Section("learning", "Learning", ((learning_curves("losses", runs),),))
+
+
+def _received(twins: Twins) -> Iterator[Section]:
+    """Which queries received the gradient, before the first step."""
+    runs = [(run.name, run.received) for run in twins.runs if run.received]
+    if runs:
+        lines = (
+            Series(name, [x for x, _ in curve], [y for _, y in curve], mode="both", tone=tone)
+            for tone, (name, curve) in enumerate(runs)
+        )
+        even = Series("all alike", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
+        chart = Chart(
+            (*lines, even),
+            Axis("share of the queries, quietest first"),
+            Axis("share of the gradient", range=(0.0, 1.0)),
+            "A line along the floor that rises at the end: most queries receive little, a few nearly all.",
+        )
+        yield Section(
+            "received", "Who receives the gradient, before the first step", ((Figure("shares", {"": chart}),),)
+        )
 
 
 def _course(twins: Twins) -> Iterator[Section]:

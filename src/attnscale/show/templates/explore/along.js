@@ -10,7 +10,7 @@ function drawAlong(shown) {
     x: { domain: [1, 1024], log: true, ticks: [1, 4, 16, 64, 256, 1024], format: plain, label: "dₖ" },
     y: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: plain },
   });
-  const other = ruleNamed(data, rule.name === "unscaled" ? "inverse_sqrt" : "unscaled");
+  const other = besideRule(data, rule);
   const beside = other && ((d) => spreadOf(other, { ...settings, d }));
   const lines = [...(beside ? [["beside", beside]] : []), ["", (d) => spreadAt({ d })]];
   svg.append(element("line", { class: "chosen", x1: px(settings.d), x2: px(settings.d), y1: top, y2: bottom }));

@@ -2,7 +2,7 @@
 
 const data = JSON.parse(byId("explore-data").textContent);
 const REST = 250; // milliseconds without a change
-const PANELS = [drawSpread, drawWeights, drawJacobian, drawAlong, drawFreezing, drawOwn, drawProof];
+const PANELS = [drawSpread, drawWeights, drawJacobian, drawReceived, drawAlong, drawFreezing, drawVectors, drawOwn, drawProof];
 const FREE_NUMBERS = { dim: { name: "dim", low: LIMITS.dim[0], high: LIMITS.dim[1], start: FREE.dim, integer: true } };
 
 let settings, resting;
@@ -61,7 +61,7 @@ function showControls() {
       if (document.activeElement !== input || Number(input.value) !== value) input.value = value;
     }
   }
-  if (document.activeElement !== byId("scores")) byId("scores").value = settings.scores;
+  for (const name of Object.keys(TYPED)) if (document.activeElement !== byId(name)) byId(name).value = settings[name];
   byId("dim-value").textContent = settings.dim;
 }
 
@@ -89,7 +89,7 @@ function readAddress() {
   clearTimeout(resting);
   const read = fromAddress(data, location.hash);
   settings = read.settings;
-  byId("scores").value = settings.scores;
+  for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
   showControls();
   redraw();
   tellNotes(read.notes);
@@ -116,7 +116,9 @@ function listen() {
       });
     }
   }
-  byId("scores").addEventListener("input", (event) => change({ scores: event.target.value.slice(0, 600) }));
+  for (const name of Object.keys(TYPED)) {
+    byId(name).addEventListener("input", (event) => change({ [name]: event.target.value.slice(0, 600) }));
+  }
   byId("presets").addEventListener("click", ({ target }) => {
     const preset = target.closest("button");
     if (!preset) return;
@@ -126,7 +128,7 @@ function listen() {
   byId("again").addEventListener("click", () => change({ seed: settings.seed % LIMITS.seed[1] + 1 }));
   byId("reset").addEventListener("click", () => {
     change(startSettings(data));
-    byId("scores").value = settings.scores;
+    for (const name of Object.keys(TYPED)) byId(name).value = settings[name];
   });
   const toStep = (step) => change({ step: clamped(step, ...LIMITS.step) });
   byId("proof-back").addEventListener("click", () => toStep(settings.step - 1));
@@ -160,7 +162,7 @@ readAddress();
 
 // For a console, and for the tests that hold these numbers to the library's.
 window.attnscale = {
-  data, softmax, softmaxJacobian, rowStatistics, freezingPoint, scoreVariance, scoreDensity, fromAddress, toAddress, parseScores,
+  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, freezingPoint, scoreVariance, scoreDensity, fromAddress, toAddress, parseScores,
   expectedSoftmax: (spread, keys) => expectedSoftmax(spread, keys, data.limits),
   regime: (spread, keys) => regime(spread, keys, data.limits),
   at: (changed) => {

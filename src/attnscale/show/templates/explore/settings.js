@@ -1,6 +1,7 @@
 // What the page shows is one object of settings; the address holds it, and no value from there is trusted.
 
-const FREE = { scores: "14, 10, 12", dim: 3, step: 1, seed: 1 };
+const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1" };
+const FREE = { ...TYPED, dim: 3, step: 1, seed: 1 };
 const LIMITS = { dim: [1, 8], step: [1, 7], seed: [1, 9999] };
 const MANY_SCORES = 48;
 
@@ -64,7 +65,7 @@ function fromAddress(data, hash) {
     settings[control.name] = value;
     if (note) notes.push(note);
   }
-  if (Object.hasOwn(asked, "scores")) settings.scores = asked.scores.slice(0, 600);
+  for (const name of Object.keys(TYPED)) if (Object.hasOwn(asked, name)) settings[name] = asked[name].slice(0, 600);
   return { settings, notes };
 }
 

@@ -1,0 +1,63 @@
+// Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query with scale ·
+// σ_k · √d times the length of that: drawn for many queries, sorted, and summed.
+
+const DRAWN_QUERIES = 160;
+const KEYS_A_QUERY = 512;
+
+function passedBack(weights, pulls) {
+  let mean = 0, square = 0;
+  weights.forEach((p, j) => { mean += p * pulls[j]; });
+  weights.forEach((p, j) => { square += (p * (pulls[j] - mean)) ** 2; });
+  return Math.sqrt(square);
+}
+
+function queryGradients(rule, settings) {
+  const { d, k, n, seed } = settings, keys = Math.min(n, KEYS_A_QUERY), spread = spreadOf(rule, settings);
+  const z = drawnOnce(`queries ${seed}`, () => normals(40000 + seed, DRAWN_QUERIES * KEYS_A_QUERY));
+  const pulls = drawnOnce(`pulls ${seed}`, () => normals(60000 + seed, DRAWN_QUERIES * KEYS_A_QUERY));
+  const squares = drawnOnce(`lengths ${seed} ${d}`, () => chiSquares(50000 + seed, d, DRAWN_QUERIES));
+  const size = totalScale(rule, settings) * k * Math.sqrt(d);
+  return Float64Array.from(squares, (square, i) => {
+    const own = Math.sqrt(square / d) * spread, scores = new Float64Array(keys);
+    for (let j = 0; j < keys; j++) scores[j] = own * z[i * KEYS_A_QUERY + j];
+    return size * passedBack(softmax(scores), pulls.subarray(i * KEYS_A_QUERY, i * KEYS_A_QUERY + keys));
+  }).sort();
+}
+
+function shared(sizes) {
+  const total = sizes.reduce((a, b) => a + b, 0), curve = [0];
+  for (const size of sizes) curve.push(curve.at(-1) + (total ? size / total : 0));
+  const at = (share) => curve[Math.round(share * sizes.length)];
+  return {
+    curve, half: at(0.5), tenth: 1 - at(0.9), median: sizes[sizes.length >> 1],
+    rms: Math.sqrt(sizes.reduce((a, b) => a + b * b, 0) / sizes.length),
+  };
+}
+
+const besideRule = (data, rule) => ruleNamed(data, rule.name === "unscaled" ? "inverse_sqrt" : "unscaled");
+
+function drawReceived({ data, settings, rule }) {
+  const other = besideRule(data, rule), own = shared(queryGradients(rule, settings));
+  const beside = other && shared(queryGradients(other, settings));
+  const share = (value) => `${plain(100 * value)}%`;
+  const { svg, px, py } = plot(byId("received-plot"), {
+    label: `Shares of the gradient over queries under ${rule.name}`, height: 280, left: 48,
+    x: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share, label: "of the queries, quietest first" },
+    y: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share },
+  });
+  const line = (curve) => path(curve.map((value, i) => [px(i / (curve.length - 1)), py(value)]));
+  svg.append(element("line", { class: "limit", x1: px(0), y1: py(0), x2: px(1), y2: py(1) }));
+  if (beside) svg.append(element("path", { class: "line second", d: line(beside.curve) }));
+  svg.append(element("path", { class: "line first", d: line(own.curve) }));
+  show("received-half", own.half, percent(own.half));
+  show("received-tenth", own.tenth, percent(own.tenth));
+  byId("received-rule").textContent = rule.name;
+  byId("received-beside").hidden = !beside;
+  if (!beside) return;
+  byId("received-other").textContent = other.name;
+  show("received-other-half", beside.half, percent(beside.half));
+  show("received-other-tenth", beside.tenth, percent(beside.tenth));
+  show("received-times", beside.rms / own.rms);
+  show("received-evenness", own.median / own.rms);
+  show("received-other-evenness", beside.median / beside.rms);
+}
