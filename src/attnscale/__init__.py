@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_weights
     from attnscale.train import Monitor
+    from attnscale.visibility import Visibility
     from attnscale.watching import watch
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "MultiheadAttention",
     "ScoreMoments",
     "ScoreStats",
+    "Visibility",
     "attention",
     "attention_weights",
     "attention_with_stats",
@@ -44,6 +46,7 @@ __all__ = [
 _HOME = {
     "AttnscaleError": "attnscale.errors",
     "MultiheadAttention": "attnscale.modules",
+    "Visibility": "attnscale.visibility",
     "attention": "attnscale.operator",
     "attention_weights": "attnscale.operator",
     "ScoreMoments": "attnscale.measure",

@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.errors import ShapeError
+from attnscale.errors import InputError, ShapeError
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
 from attnscale.rules.apply import Scale
 from attnscale.torch_internals import keep_off_the_fast_path
+from attnscale.visibility import Mask, is_plain_mask
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -63,7 +64,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Mask = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -107,30 +108,38 @@ class MultiheadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor,
         key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        attn_mask: Mask,
         is_causal: bool,
-    ) -> tuple[Tensor | None, bool]:
+    ) -> tuple[Mask, bool]:
         """Both masks as the one that attention() takes, or none and the word that it is causal."""
         batch, _, q_len, _ = query.shape
         kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
+        hidden = attn_mask if is_plain_mask(attn_mask) else None
+        if hidden is not attn_mask:
+            if key_padding_mask is not None or appends:
+                raise InputError(
+                    f"Expected attn_mask as a tensor beside key_padding_mask, add_bias_kv or add_zero_attn, got a "
+                    f"{type(attn_mask).__name__}; write it out."
+                )
+            return attn_mask, False
         if is_causal and key_padding_mask is None and not appends:
             return None, True
-        if is_causal and attn_mask is None:
-            attn_mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
-        if attn_mask is not None and attn_mask.dim() == 3:
-            _expect_shape("attn_mask", attn_mask, (batch * self.num_heads, q_len, kv_len))
-            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
-        elif attn_mask is not None:
-            _expect_shape("attn_mask", attn_mask, (q_len, kv_len))
+        if is_causal and hidden is None:
+            hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
+        if hidden is not None and hidden.dim() == 3:
+            _expect_shape("attn_mask", hidden, (batch * self.num_heads, q_len, kv_len))
+            hidden = hidden.unflatten(0, (batch, self.num_heads))
+        elif hidden is not None:
+            _expect_shape("attn_mask", hidden, (q_len, kv_len))
         if key_padding_mask is not None:
             padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask.unsqueeze(0)
             _expect_shape("key_padding_mask", padding, (batch, kv_len))
             key_padding_mask = padding[:, None, None, :]
-        return _merged(attn_mask, key_padding_mask, query.dtype), False
+        return _merged(hidden, key_padding_mask, query.dtype), False
 
     def _append_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """The learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
         if self.bias_k is not None and self.bias_v is not None:
             key, value = (
@@ -141,13 +150,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         if self.add_zero_attn:
             key, value = (F.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
-        if attn_mask is not None:
+        if is_plain_mask(attn_mask):
             visible = True if attn_mask.dtype == torch.bool else 0.0
             attn_mask = F.pad(attn_mask, (0, key.shape[-2] - attn_mask.shape[-1]), value=visible)
         return query, key, value, attn_mask
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         dropout_p = self.dropout if self.training else 0.0
         if not need_weights:

@@ -12,14 +12,14 @@ from attnscale.inputs import check_inputs
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
-from attnscale.visibility import Visibility
+from attnscale.visibility import Mask, Visibility
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: Scale = None,
@@ -46,7 +46,7 @@ def attention(
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     is_causal: bool = False,
     scale: Scale = None,
     enable_gqa: bool = False,
@@ -74,6 +74,8 @@ def scaled_call(
     dropout_p: float = 0.0,
 ) -> Call:
     """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
+
+    visibility = visibility.within(query.shape[-2], key.shape[-2])
 
     def counts() -> Tensor | None:
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)

@@ -29,7 +29,7 @@ from attnscale.numerics import without_autocast
 from attnscale.operator import run, scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
-from attnscale.visibility import Visibility
+from attnscale.visibility import Mask, Visibility
 
 
 def score_stats(
@@ -37,7 +37,7 @@ def score_stats(
     key: Tensor,
     *,
     scale: Scale = None,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
     softcap: float | None = None,
@@ -67,7 +67,7 @@ def score_moments(
     scale: Scale = None,
     is_causal: bool = False,
     enable_gqa: bool = False,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     softcap: float | None = None,
 ) -> ScoreMoments:
     """Count, mean, variance and variance within rows of scale · q·k, over all visible pairs, in O((n + m) d²).
@@ -104,7 +104,7 @@ def attention_with_stats(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: Scale = None,
