@@ -22,5 +22,5 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     batch, heads, rows, _ = left.shape
     if heads == right.shape[1]:
         return left @ right
-    grouped = left.reshape(batch, right.shape[1], -1, left.shape[-1]) @ right
+    grouped = left.reshape(batch, right.shape[1], heads // right.shape[1] * rows, left.shape[-1]) @ right
     return grouped.reshape(batch, heads, rows, right.shape[-1])
