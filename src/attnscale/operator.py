@@ -10,9 +10,9 @@ from attnscale.attending.choosing import run, run_sequences
 from attnscale.attending.nested import any_nested, even_parts, nested_call
 from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
 from attnscale.attending.sequences import as_tokens
-from attnscale.attending.weights import row_weights
+from attnscale.attending.weights import weights_of
 from attnscale.inputs import check_inputs
-from attnscale.numerics import uncompiled, wide_dtype, without_autocast
+from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
 from attnscale.visibility import Mask, Visibility
@@ -65,12 +65,12 @@ def attention_weights(
     """
     if any_nested(query, key):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
-        matrices = [_weights(call).squeeze(0) for call in ragged.calls()]
+        matrices = [weights_of(call).squeeze(0) for call in ragged.calls()]
         return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     shape = scores_shape(query, key, enable_gqa)
     call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
-    return _weights(call).reshape(shape)
+    return weights_of(call).reshape(shape)
 
 
 def attention_varlen(
@@ -127,13 +127,6 @@ def _attend_nested(
         return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap))
     ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
     return wrap(run_sequences(ragged))
-
-
-def _weights(call: Call) -> Tensor:
-    with without_autocast(call.query):
-        query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
-        bias = call.visibility.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
-        return row_weights(query, key, bias, call.scale, call.softcap).to(call.query.dtype)
 
 
 def scaled_call(

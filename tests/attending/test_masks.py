@@ -80,6 +80,13 @@ def test_masks_compile_into_one_graph(name):
     torch.testing.assert_close(compiled(query, key, value, passed), attention(query, key, value, passed))
 
 
+def test_a_single_precision_mask_of_a_double_precision_query_is_read_right():
+    """SDPA's kernel for CPUs is off by as much as the output from some forty keys on, in torch 2.11 to 2.13."""
+    query, key, value = (torch.randn(1, 2, length, 8, dtype=torch.float64) for length in (40, 41, 41))
+    mask = torch.randn(40, 41)
+    torch.testing.assert_close(attention(query, key, value, mask), attention(query, key, value, mask.double()))
+
+
 def test_a_causal_bias_compiles():
     query, key, value = qkv()
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal_lower_right(Q_LEN, KV_LEN)), backend="aot_eager")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attnscale import (
     AttnscaleError,
+    MultiheadAttention,
     Visibility,
     attention,
     attention_varlen,
@@ -318,3 +319,42 @@ def test_what_does_not_fit_gets_a_sentence():
             call()
     assert issubclass(ShapeError, RuntimeError)
     assert issubclass(InputError, ValueError)
+
+
+@OTHERS_MAY_WARN
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": "QKNorm"}, {"softcap": 2.0}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_the_module_gives_a_sequence_what_it_gives_it_alone(options, need_weights):
+    layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, **options)
+    tokens = torch.randn(15, 12, dtype=torch.float64, requires_grad=True)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    causal = "add_bias_kv" not in options
+    jagged = torch.nested.nested_tensor_from_jagged(tokens, starts)
+    output, weights = layer(jagged, jagged, jagged, need_weights=need_weights, is_causal=causal)
+    parts = tokens.split(LENGTHS)
+    expected = [layer(part, part, part, need_weights=need_weights, is_causal=causal) for part in parts]
+    torch.testing.assert_close(output.values(), torch.cat([each for each, _ in expected]))
+    learning = [tokens, *layer.parameters()]
+    ours, theirs = (
+        torch.autograd.grad(each.sin().sum(), learning, allow_unused=True)
+        for each in (output.values(), torch.cat([each for each, _ in expected]))
+    )
+    torch.testing.assert_close(ours, theirs)
+    if need_weights:
+        for own, (_, alone) in zip(weights.unbind(), expected, strict=True):
+            torch.testing.assert_close(own, alone)
+    strided = torch.nested.as_nested_tensor([part.detach() for part in parts])
+    again, _ = layer(strided, strided, strided, need_weights=False, is_causal=causal)
+    torch.testing.assert_close(torch.cat(again.unbind()), output.values())
+
+
+def test_the_module_says_what_a_ragged_batch_lacks():
+    jagged = torch.nested.nested_tensor_from_jagged(torch.randn(5, 12), torch.tensor([0, 2, 5]))
+    with pytest.raises(InputError, match="batch_first=True"):
+        MultiheadAttention(12, 3)(jagged, jagged, jagged)
+    with pytest.raises(InputError, match="no mask beside nested tensors"):
+        MultiheadAttention(12, 3, batch_first=True)(jagged, jagged, jagged, attn_mask=torch.ones(3, 3).bool())
+    with pytest.raises(InputError, match="no causality beside add_bias_kv"):
+        MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)(jagged, jagged, jagged, is_causal=True)

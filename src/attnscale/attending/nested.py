@@ -28,13 +28,7 @@ def nested_call(
     dropout_p: float = 0.0,
 ) -> tuple[Ragged, Wrapping]:
     """An attention over the sequences of nested tensors, and what makes a row of results nested as they are."""
-    check_one_mask(attn_mask, is_causal)
-    seen = Visibility.of(attn_mask, is_causal)
-    if is_plain_mask(attn_mask) or seen.mask is not None or seen.documents is not None:
-        raise InputError(
-            "Expected no mask beside nested tensors, whose sequences see themselves alone, got one; pass "
-            "is_causal=True or Visibility.causal(…), or padded tensors with the mask."
-        )
+    seen = sequences_see(attn_mask, is_causal)
     own, theirs, values = (
         unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))
     )
@@ -42,6 +36,18 @@ def nested_call(
     ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p)
     like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
     return ragged, wrapping(query, like, ragged.rows)
+
+
+def sequences_see(attn_mask: Mask, is_causal: bool) -> Visibility:
+    """What every sequence sees of itself; a mask of numbers would be of one length."""
+    check_one_mask(attn_mask, is_causal)
+    seen = Visibility.of(attn_mask, is_causal)
+    if is_plain_mask(attn_mask) or seen.mask is not None or seen.documents is not None:
+        raise InputError(
+            "Expected no mask beside nested tensors, whose sequences see themselves alone, got one; pass "
+            "is_causal=True or Visibility.causal(…), or padded tensors with the mask."
+        )
+    return seen
 
 
 def even_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], Wrapping] | None:

@@ -65,6 +65,13 @@ class Sequences:
     tokens: Tensor
     layout: Layout
 
+    def with_another(self, token: Tensor) -> "Sequences":
+        """The same with one more token, (1, heads, 1, width), behind every sequence."""
+        parts = self.tokens.split(self.layout.lengths, dim=-2)
+        longer = [length + 1 for length in self.layout.lengths]
+        tokens = torch.cat([piece for part in parts for piece in (part, token)], dim=-2) if parts else self.tokens
+        return Sequences(tokens, Layout.of(longer, self.tokens.device))
+
     def repeated(self, times: int) -> "Sequences":
         """A batch of one sequence, for so many that share it."""
         if times == len(self.layout):
