@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.shapes import broadcast, broadcasts_to, scores_shape
-from attnscale.visibility import Mask, Visibility
+from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
 def check_inputs(
@@ -42,6 +42,11 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
     """Causality is said once; in SDPA's words, which callers look for."""
     if attn_mask is not None and is_causal:
+        if isinstance(attn_mask, Tensor) and not is_plain_mask(attn_mask):
+            raise InputError(
+                "Expected attn_mask or is_causal, got both: CausalBias should not be used with causal=True; "
+                "it says the same already."
+            )
         raise InputError(
             "Expected attn_mask or is_causal, got both: Explicit attn_mask should not be set when is_causal=True; "
             "put the causal triangle into the mask, or pass Visibility(last=0, mask=attn_mask)."

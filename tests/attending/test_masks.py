@@ -114,8 +114,10 @@ def test_what_does_not_fit_gets_a_sentence():
     query, key, value = qkv()
     with pytest.raises(ShapeError, match=r"causal_lower_right\(5, 7\) for so many rows and keys, got .*\(7, 9\)"):
         attention(query, key, value, causal_lower_right(7, 9))
-    with pytest.raises(InputError, match="Explicit attn_mask should not be set when is_causal=True"):
+    with pytest.raises(InputError, match="CausalBias should not be used with causal=True"):
         attention(query, key, value, causal_upper_left(Q_LEN, KV_LEN), is_causal=True)
+    with pytest.raises(InputError, match="Explicit attn_mask should not be set when is_causal=True"):
+        attention(query, key, value, Visibility.causal(), is_causal=True)
     with pytest.raises(ShapeError, match=r"document of each key, broadcasting to \(2, 7\), got \(2, 5\)"):
         score_stats(query, key, attn_mask=Visibility.of_documents(OWN))
 

@@ -22,8 +22,11 @@ def serves(ragged: Ragged) -> bool:
     fits = row.query.is_cuda and row.softcap is None and row.query.dtype in KERNEL_DTYPES and widest <= WIDEST_HEAD
     if not fits or not row.query.numel() or not row.key.numel():
         return False
-    takes_windows = row.query.dtype in HALF_DTYPES and row.dropout_p == 0.0
-    return _is_plain(ragged) or (takes_windows and _window(ragged) is not None)
+    half = row.query.dtype in HALF_DTYPES
+    flash, efficient = torch.backends.cuda.flash_sdp_enabled() and half, torch.backends.cuda.mem_efficient_sdp_enabled()
+    if _is_plain(ragged):
+        return flash or efficient
+    return flash and row.dropout_p == 0.0 and _window(ragged) is not None
 
 
 def attend(ragged: Ragged) -> Tensor:
