@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import attnscale
@@ -189,3 +190,53 @@ def test_strided_nested_tensors_of_a_kernel_are_their_sequences():
     calls = list(kernel_calls(Ledger(lambda tensor: None), "aten::_scaled_dot_product_flash_attention", given))
     assert [call.query.shape[-2] for call in calls] == LENGTHS
     assert all(call.visibility.is_causal and call.scale == 0.5 for call in calls)
+
+
+AT = torch.arange(sum(LENGTHS))
+DOCUMENT = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+AHEAD = AT.unsqueeze(-1) - AT
+BLOCK_MASKS = {
+    "documents": (
+        lambda b, h, row, key: (DOCUMENT[row] == DOCUMENT[key]) & (row >= key),
+        DOCUMENT[:, None] == DOCUMENT,
+    ),
+    "a window": (lambda b, h, row, key: (row >= key) & (row - key < 4), AHEAD < 4),
+    "a prefix": (lambda b, h, row, key: (key < 4) | (row >= key), None),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_block_masks_are_the_masks_they_mean(name):
+    mask_mod, within = BLOCK_MASKS[name]
+    written = (AT < 4) | (AHEAD >= 0) if within is None else within & (AHEAD >= 0)
+    blocks = create_block_mask(mask_mod, None, None, len(AT), len(AT), device="cpu")
+
+    def flex(*tokens):
+        return as_tokens(flex_attention(*(as_one_row(each) for each in tokens), block_mask=blocks))
+
+    def masked(*tokens):
+        return as_tokens(attnscale.attention(*(as_one_row(each) for each in tokens), written))
+
+    model, plain = Model(flex).eval(), Model(masked).eval()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.randn(len(AT), HEADS * HEAD_DIM)
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen, attnscale.watch(plain, rows=None) as wanted:
+        model(tokens)
+        plain(tokens)
+    (ours,), (theirs,) = seen.layers.values(), wanted.layers.values()
+    for statistic in (*NAMES, "rows", "count"):
+        torch.testing.assert_close(getattr(ours.stats, statistic), getattr(theirs.stats, statistic), equal_nan=True)
+
+
+def test_a_training_step_on_packed_tokens_is_recorded():
+    model = Model(packed(None))
+    monitor = attnscale.Monitor(model, every=1, rows=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
+        (layer,) = monitor.last.layers.values()
+        assert layer.rows == sum(LENGTHS) * HEADS
+    monitor.close()

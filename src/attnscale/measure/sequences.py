@@ -42,7 +42,7 @@ def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
     if row.query.device.type != "cpu":
         return _on_device(ragged, rows)
     calls = list(ragged.calls()) or [row]
-    sample = None if rows is None else _sample(ragged, calls, rows)
+    sample = None if rows is None else _sample(ragged, rows)
     if sample is None:
         return _stats(ragged, _joined([measure_rows(call) for call in calls]))
     found, bound = alone(lambda: (_look(ragged, calls, sample), _bound(calls)))
@@ -87,24 +87,18 @@ def _joined(parts: Sequence[RowSums]) -> RowSums:
     return RowSums(*(torch.cat([getattr(part, each.name) for part in parts], -1) for each in fields(RowSums)))
 
 
-def _sample(ragged: Ragged, calls: list[Call], rows: int) -> Sample | None:
+def _sample(ragged: Ragged, rows: int) -> Sample | None:
     """Rows of all sequences, in strata of neighbouring positions in their sequence; `positions` are of the one row."""
     total = ragged.row.query.shape[-2]
     if rows >= total:
         return None
-    foreseen = torch.cat([_foreseen(call) for call in calls], dim=-1)
+    foreseen = foreseen_variance(ragged.row) if ragged.row.key.numel() else None  # as if keys of all were alike
     at = torch.cat([torch.arange(length) for length in ragged.rows.lengths])
     order = at.argsort(stable=True)
-    drawn = sample_rows(rows, 1, total, True, foreseen[..., order])
+    drawn = sample_rows(rows, 1, total, True, None if foreseen is None else foreseen[..., order])
     if drawn is None:
         return None
     return Sample(order[drawn.positions], drawn.stratum, drawn.sizes, None, drawn.foreseen)
-
-
-def _foreseen(call: Call) -> Tensor:
-    if call.query.numel() and call.key.numel():
-        return foreseen_variance(call)
-    return torch.zeros(call.query.shape[:-1], dtype=torch.float64)
 
 
 def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
