@@ -26,7 +26,7 @@ from attnscale.rules import RULES
 from tests.attending.test_memory import LargestTensor
 from tests.measure.oracle import NAMES
 from tests.others import OTHERS_MAY_WARN
-from tests.ragged import batch, batches
+from tests.ragged import SEEN, batch, batches
 from tests.rules.oracle import EXAMPLES
 
 LENGTHS = [3, 0, 7, 1, 4]
@@ -289,6 +289,46 @@ def test_what_a_gpu_would_run_is_the_same_where_a_cpu_has_it():
     given = layouts(ragged.query, *ragged.starts, None, None, None)
     call = packed_call(*ragged.tensors, *given, Visibility(), None, False, None, 0.0)
     torch.testing.assert_close(as_tokens(varlen.attend(call)), alone(ragged, Visibility()))
+
+
+@pytest.fixture
+def flash_on_a_cpu():
+    """The kernel behind torch's varlen_attn as flash-attn documents it, written out: windows are aligned to the end."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def flash(query, key, value, starts_q, starts_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
+        outputs = []
+        sequences = (tokens.split(starts.diff().tolist()) for tokens, starts in (
+            (query, starts_q), (key, starts_k), (value, starts_k)
+        ))  # fmt: skip
+        for q, k, v in zip(*sequences, strict=True):
+            scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * options["scale"]
+            ahead = torch.arange(len(k)) - (torch.arange(len(q)).unsqueeze(-1) + len(k) - len(q))
+            left, right = options["window_size_left"], 0 if is_causal else options["window_size_right"]
+            hidden = ((ahead > right) & (right >= 0)) | ((ahead < -left) & (left >= 0))
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num()
+            outputs.append((weights @ v.transpose(0, 1)).transpose(0, 1))
+        nothing = query.new_zeros(0)
+        return torch.cat(outputs), query.new_zeros(query.shape[1], len(query)), nothing, nothing, nothing
+
+    library.impl("_flash_attention_forward", flash, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("flash_on_a_cpu")
+@pytest.mark.parametrize("seen", SEEN[2:])
+@pytest.mark.parametrize("kv_lens", [[3, 7, 1], [4, 9, 5]])
+def test_the_windows_given_to_a_gpu_mean_the_same(seen, kv_lens):
+    ragged = batch([3, 7, 1], kv_lens, heads=4, kv_heads=2, head_dim=8, value_dim=8)
+    given = layouts(ragged.query, *ragged.starts, None, None, None)
+    call = packed_call(*ragged.tensors, *given, seen, None, True, None, 0.0)
+    if varlen._is_plain(call):
+        pytest.skip("is given to SDPA as jagged tensors, which has no causal one on a CPU")
+    if varlen._window(call) is None:
+        assert kv_lens != ragged.q_lens  # and it counts from the start
+        return
+    torch.testing.assert_close(as_tokens(varlen.attend(call)), alone(ragged, seen))
 
 
 def test_what_does_not_fit_gets_a_sentence():

@@ -65,7 +65,7 @@ def scaled_sequences(
         query.tokens,
         key.tokens,
         lambda: (query.layout.lengths, key.layout.lengths),
-        query.layout.sequence_of(tokens),
+        lambda: query.layout.sequence_of(tokens),
         lambda: visible_keys(query.layout, key.layout, visibility, tokens),
     )
     folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]

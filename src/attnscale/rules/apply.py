@@ -39,7 +39,7 @@ def apply_scale_to_sequences(
     query: Tensor,
     key: Tensor,
     lengths: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]],
-    sequence: Tensor,
+    sequence: Callable[[], Tensor],
     visible: Callable[[], Tensor],
 ) -> Scaled:
     """The same for sequences laid end to end, (1, heads, total, head_dim); `sequence` is that of each row.
@@ -47,7 +47,7 @@ def apply_scale_to_sequences(
     A rule from elsewhere is given one sequence after the other; those of the catalogue, all rows at once.
     """
     if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
-        return apply_scale(scale[sequence, :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
+        return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return apply_scale(scale, query, key, visible)
     rule = get_rule(scale)
