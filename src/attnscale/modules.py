@@ -10,6 +10,7 @@ from attnscale.attending.ragged import scaled_sequences
 from attnscale.attending.sequences import Sequences, as_one_row, as_tokens, unnested, wrapping
 from attnscale.attending.weights import weights_of
 from attnscale.errors import InputError, ShapeError
+from attnscale.inputs import check_settings
 from attnscale.numerics import uncompiled
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
@@ -103,6 +104,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         own, theirs, values = self._project_sequences(query, key, value, seen)
         dropout_p = self.dropout if self.training else 0.0
+        check_settings(dropout_p, self.softcap)
         ragged = scaled_sequences(own, theirs, values, seen, self.rule, False, self.softcap, dropout_p)
         weights: list[Tensor] = []
         if need_weights:

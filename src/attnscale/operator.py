@@ -64,9 +64,8 @@ def attention_weights(
     Of nested tensors, a nested tensor of the matrices of each sequence.
     """
     if any_nested(query, key):
-        ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
-        matrices = [weights_of(call).squeeze(0) for call in ragged.calls()]
-        return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
+        options = attn_mask, is_causal, scale, enable_gqa, softcap
+        return uncompiled(_nested_weights)(query, key, *options)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     shape = scores_shape(query, key, enable_gqa)
     call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
@@ -103,6 +102,12 @@ def attention_varlen(
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
     return uncompiled(_attend_packed)(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p)
+
+
+def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
+    ragged, _ = nested_call(query, key, key, *options)
+    matrices = [weights_of(call).squeeze(0) for call in ragged.calls()]
+    return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, sequences: Given, *options: Any) -> Tensor:

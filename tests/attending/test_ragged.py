@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attnscale import (
     AttnscaleError,
@@ -152,6 +153,15 @@ def test_a_scale_may_be_a_tensor_of_heads_or_of_sequences():
 def test_where_sdpa_takes_nested_tensors_ours_is_the_same():
     q, k, v = batch(LENGTHS[2:], [4, 2, 6]).nested()
     torch.testing.assert_close(attention(q, k, v).values(), F.scaled_dot_product_attention(q, k, v).values())
+
+
+def test_a_causal_bias_is_aligned_in_every_sequence():
+    q, k, v = batch([3, 5], [4, 7]).nested()
+    for bias, seen in (
+        (causal_upper_left(5, 7), Visibility.causal()),
+        (causal_lower_right(5, 7), Visibility.causal(from_the_end=True)),
+    ):
+        torch.testing.assert_close(attention(q, k, v, bias).values(), attention(q, k, v, seen).values())
 
 
 def test_the_output_adds_to_the_query_and_layers_go_on():

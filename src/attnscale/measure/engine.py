@@ -74,7 +74,7 @@ def score_moments(
     True
     """
     if any_nested(query, key):
-        return nested.score_moments(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
+        return uncompiled(nested.score_moments)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         return moments_of(scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap))
