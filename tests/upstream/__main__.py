@@ -1,6 +1,8 @@
 """Run PyTorch's own tests of attention with ours in place, and tell what fails that plain SDPA passes.
 
 Ends with status 1 where something fails that reasons.py does not know. Arguments go to pytest: `-k nested`, `-n 2`.
+`ours` or `plain` before them runs that alone, and compares with what the other left behind, if it did. On a machine
+without a network, bring build/upstream along.
 """
 
 import os
@@ -13,13 +15,17 @@ from tests.upstream.fetching import WANTED, fetched
 from tests.upstream.reasons import reason_for
 
 ROOT = Path(__file__).parents[2]
+WAYS = ["ours", "plain"]
 FOLDER = ROOT / "build" / "upstream"
 
 
 def main(arguments: list[str]) -> int:
     """Both runs, and the difference."""
     tests = fetched(FOLDER)
-    ours, plain = (_outcomes(tests, way, arguments) for way in ("ours", "plain"))
+    wanted = [arguments.pop(0)] if arguments and arguments[0] in WAYS else WAYS
+    for way in wanted:
+        _run(tests, way, arguments)
+    ours, plain = (_outcomes(way) for way in WAYS)
     for way, outcomes in (("attnscale.attention", ours), ("plain SDPA", plain)):
         counts = {kind: sum(found == kind for found in outcomes.values()) for kind in ("passed", "failed", "skipped")}
         print(f"{way}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
@@ -31,8 +37,7 @@ def main(arguments: list[str]) -> int:
     return 1 if unknown or not ours else 0
 
 
-def _outcomes(tests: Path, way: str, arguments: list[str]) -> dict[str, str]:
-    """passed, failed or skipped, of each test."""
+def _run(tests: Path, way: str, arguments: list[str]) -> None:
     report = FOLDER / f"{way}.xml"
     report.unlink(missing_ok=True)
     plugin = ["-p", "tests.upstream.replacing"] if way == "ours" else []
@@ -42,7 +47,13 @@ def _outcomes(tests: Path, way: str, arguments: list[str]) -> dict[str, str]:
     environment = os.environ | {"PYTHONPATH": paths}
     with (FOLDER / f"{way}.txt").open("w") as said:
         subprocess.run(command, cwd=tests, env=environment, stdout=said, stderr=said, check=False)
-    return {_name(case): _outcome(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def _outcomes(way: str) -> dict[str, str]:
+    """passed, failed or skipped, of each test."""
+    report = FOLDER / f"{way}.xml"
+    cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+    return {_name(case): _outcome(case) for case in cases}
 
 
 def _name(case: ElementTree.Element) -> str:
