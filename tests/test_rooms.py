@@ -16,8 +16,8 @@ SRC = Path(attnscale.__file__).parent
 # A room imports only what stands before it.
 ROOMS = (
     "plain", "errors", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
-    "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "diagnose", "acting",
-    "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
+    "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside", "diagnose",
+    "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
 )  # fmt: skip
 
 
@@ -76,8 +76,8 @@ def test_training_loads_nothing_that_only_shows():
 
 def test_the_public_names():
     assert sorted(attnscale.__all__) == [
-        "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "ScoreMoments", "ScoreStats",
-        "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
+        "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "QKClip", "ScoreMoments",
+        "ScoreStats", "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
         "attention_with_stats", "audit", "calibrate_", "clip_qk_",
         "reference", "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip

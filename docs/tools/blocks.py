@@ -145,7 +145,7 @@ def same(shown: str, printed: str, tolerance: float = RELATIVE) -> bool:
 def _plain(text: str, tolerance: float) -> str:
     """Without colours, and with rules and boxes of any width alike; where numbers may differ, so may a forecast."""
     plain = re.sub(r"[─━═]+", "─", re.sub(r"\x1b\[[0-9;]*m", "", text))
-    return plain if tolerance < math.inf else re.sub(r"\d+ at \d+|–(?=\s)", "0", plain)
+    return plain if tolerance < math.inf else re.sub(r"[\d,]+ at \d+|–(?=\s)", "0", plain)
 
 
 def _match(shown: list[str], printed: list[str], tolerance: float) -> bool:

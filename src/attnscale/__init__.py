@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from attnscale.modules import MultiheadAttention
     from attnscale.operator import attention, attention_varlen, attention_weights
-    from attnscale.train import Monitor
+    from attnscale.train import Monitor, QKClip
     from attnscale.visibility import Visibility
     from attnscale.watching import watch
 
@@ -29,6 +29,7 @@ __all__ = [
     "Finding",
     "Monitor",
     "MultiheadAttention",
+    "QKClip",
     "ScoreMoments",
     "ScoreStats",
     "Visibility",
@@ -74,6 +75,7 @@ _HOME = {
     "clip_qk_": "attnscale.acting",
     "rescale_": "attnscale.acting",
     "Monitor": "attnscale.train",
+    "QKClip": "attnscale.train",
 }
 
 

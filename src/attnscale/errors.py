@@ -72,6 +72,10 @@ class NotFollowedWarning(AttnscaleWarning):
     """Operations or modules that watching could not follow, and left out."""
 
 
+class NotInsideWarning(AttnscaleWarning):
+    """Attention that cannot be measured inside a model's own run, and is watched from outside, which costs more."""
+
+
 class NotRecordedWarning(AttnscaleWarning):
     """A training step, or a part of one, that is not in its record."""
 

@@ -19,9 +19,11 @@ def log(tmp_path):
     for step in range(0, 1000, 50):
         layers = {
             f"blocks.{index}.attention": LayerRecord(
-                64, {name: [0.5, 0.5] for name in logged()} | {"max": [largest, 1.0], "max_bound": [2 * largest, 2.0]}
+                64,
+                {name: [0.5, 0.5] for name in logged()}
+                | {"max": [largest, 1.0], "max_above_mean": [largest, 1.0], "max_bound": [2 * largest, 2.0]},
             )
-            for index, largest in enumerate((5.0, 5.0 * math.exp(0.004 * step)))
+            for index, largest in enumerate((5.0, 5.0 * math.exp(0.005 * step)))
         }
         alarm = Finding(
             "blocks.1.attention", 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it."
@@ -33,21 +35,23 @@ def log(tmp_path):
 def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
     result = run("watch-log", str(log))
     assert result.returncode == 0, result.stderr
-    table = result.stdout.split("step 750")[0]
+    table = result.stdout.split("note exploding")[0]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
-    assert rows["0"] == ["5", "5", "×", "1", "0.5", "0.50", "0.50", "–"]
-    assert rows["1"] == ["5", "224", "×", "54.6", "0.5", "0.50", "0.50", "1000", "at", "1325"]
-    assert "step 750 note exploding  blocks.1.attention, head 0" in result.stdout
-    assert "1 alarm; blocks.1.attention will be the first to pass 1,000, about step 1325" in " ".join(
-        result.stdout.split()
-    )
+    assert rows["0"] == ["5", "5", "×", "1", "in", "950", "0.5", "0.50", "0.50", "–"]
+    assert rows["1"] == ["5", "578", "×", "116", "in", "950", "0.5", "0.50", "0.50", "1,000", "at", "1128"]
+    assert "note exploding  blocks.1.attention, head 0 · step 750" in result.stdout
+    assert (
+        "1 alarm; if its growth goes on, blocks.1.attention will be the first to pass 1,000, about step 1128 and not "
+        "before 1088."
+    ) in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_its_json_is_the_run(log):
     plain = json.loads(run("watch-log", str(log), "--json").stdout)
     assert (plain["first_step"], plain["last_step"], plain["records"], plain["worst"]) == (0, 950, 20, "note")
-    assert plain["layers"][1]["crossing"]["step"] == pytest.approx(math.log(200) / 0.004, abs=1)
+    assert plain["layers"][1]["crossing"]["step"] == pytest.approx(1128, abs=1)
+    assert plain["raised"][0]["steps"] == [750]
     assert plain["layers"][0]["crossing"] is None
     assert plain["alarms"][0]["step"] == 750
 
@@ -56,7 +60,7 @@ def test_thinning_rewrites_the_log(log):
     before = len(read_log(log).records)
     result = run("watch-log", str(log), "--thin", "--json")
     assert json.loads(result.stdout)["records"] == len(read_log(log).records) < before
-    assert json.loads(result.stdout)["layers"][1]["highest"] == pytest.approx(5 * math.exp(3.8), rel=1e-4)
+    assert json.loads(result.stdout)["layers"][1]["highest"] == pytest.approx(5 * math.exp(4.75), rel=1e-4)
 
 
 def test_an_error_among_the_alarms_ends_with_status_one(log):

@@ -35,15 +35,17 @@ def checked(names=("blocks.0.attention", "blocks.1.attention"), title="a model",
     return Checked(title, "random tokens", "cpu", rows, (), audit)
 
 
-def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.004, steps=range(0, 1000, 50), alarm=True):
-    """A run whose last layer grows by exp(rate) a step and passes 100 at step 750."""
+def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.005, steps=range(0, 1000, 50), alarm=True):
+    """A run whose last layer grows by exp(rate) a step and passes 100 at step 600; an alarm is told at 750."""
     found = []
     for step in steps:
         growing = 5.0 * math.exp(rate * step)
         maxima = [5.0] * (len(names) - 1) + [growing]
         layers = {
             name: LayerRecord(
-                64, {key: [0.5, 0.25] for key in logged()} | {"max": [value, 1.0], "max_bound": [2 * value, 2.0]}
+                64,
+                {key: [0.5, 0.25] for key in logged()}
+                | {"max": [value, 1.0], "max_above_mean": [value, 1.0], "max_bound": [2 * value, 2.0]},
             )
             for name, value in zip(names, maxima, strict=True)
         }

@@ -299,7 +299,7 @@ def test_growth_that_a_soft_cap_or_a_qk_norm_stops_is_not_warned_of(options, war
     """Queries that grow by half a step: without either the scores follow, and will pass 1,000."""
     model, raised = small_model(**options), []
     monitor = Monitor(model, every=1, rows=8, on_alarm=raised.append)
-    for _ in range(14):
+    for _ in range(18):
         loss_of(model, batch()).backward()
         monitor.step()
         with torch.no_grad():

@@ -122,8 +122,7 @@ def clip_qk_(
     >>> bool(seen.layers["MultiheadAttention"].stats.max[0] <= 100)
     True
     """
-    if not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
-        raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
+    check_threshold(threshold)
     layers = seen.layers
     axes = axes_of(model, group)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -140,7 +139,7 @@ def clip_qk_(
     if not over and not axes:
         return ClipReport(threshold, (), tuple(left))
     folding = Folding(model, layers)
-    aims = {name: threshold * (1 - max(ROUNDING, torch.finfo(folding.dtype(name)).eps)) for name in layers}
+    aims = {name: aim_of(threshold, folding.dtype(name)) for name in layers}
     wanted: dict[Head, float] = {}
     for head, known in over.items():
         maximum, bias, sink, aim = known[decides], known[2], known[3], aims[head[0]]
@@ -163,8 +162,19 @@ def clip_qk_(
             clipped.append(ClippedHead(name, each.head, known[decides], known[1], measured, each.factor, each.touched))
         note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed.items()))
     report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
-    _log(report)
+    log(report)
     return report
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse what no score can be held to."""
+    if isinstance(threshold, bool) or not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
+        raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
+
+
+def aim_of(threshold: float, dtype: torch.dtype) -> float:
+    """What a head with parameters of this dtype is clipped to."""
+    return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))
 
 
 def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | None = None) -> float:
@@ -210,7 +220,8 @@ def _limits(layer: Layer, maxima: torch.Tensor) -> NDArray[np.float64]:
     return limits
 
 
-def _log(report: ClipReport) -> None:
+def log(report: ClipReport) -> None:
+    """Each head that was clipped, with its maximum before, and each that could not be."""
     for head in report.heads:
         LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
     for left in report.left:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscale.acting.replicas import Axis
+from attnscale.acting.uses import Floats
 
-Floats = NDArray[np.float64]
 FLAG = ("", ())  # by which ranks tell each other something that belongs to no row
 
 

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from attnscale.acting.common import Block, Common, Floats
+from attnscale.acting.common import Block, Common
 from attnscale.acting.replicas import Axis, Changes, agreed_changes
+from attnscale.acting.uses import Floats, Indices, Shares, Uses, extremes, groups
 from attnscale.acting.writing import Change, Touched, held_as
 from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 from attnscale.watching.layer import Layer
 
-Indices = NDArray[np.int64]
 Head = tuple[str, int]  # layer, head
+BROKEN = "what makes its queries makes its keys, or values, in part"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Folding:
             main.append(first)
             partner.append(second)
             values.append(value)
-        self._main, self._partner = _Uses.joined(main), _Uses.joined(partner)
+        self._main, self._partner = Uses.joined(main), Uses.joined(partner)
         self._of_values = np.zeros(self._rows, dtype=bool)
         self._of_values[np.concatenate([*values, np.zeros(0, dtype=np.int64)])] = True
 
@@ -92,39 +93,67 @@ class Folding:
         common = Common([axis for axis in axes if axis.cut], list(self._blocks.values()), self._rows)
         factors = np.array([wanted.get(head, 1.0) for head in self._heads])
         own = self._families()
-        for members in _groups(own):
+        for members in groups(own):
             factors[members] = merge(factors[members].tolist())
         families, factors = self._linked(common, own, factors)
-        halved, broken = self._halved(families, common)
-        for number in np.flatnonzero(broken & (factors != 1.0)):
-            left.append(Left(*self._heads[number], "what makes its queries makes its keys, or values, in part"))
-        factors[broken] = 1.0
-        factors[[number for head, number in self._number.items() if head[0] in self._reasons]] = 1.0
-        by_row = np.ones(self._rows)
-        for uses, share in ((self._main, np.where(halved, 0.5, 1.0)), (self._partner, np.where(halved, 0.5, 0.0))):
-            moved = factors[uses.head] != 1.0
-            feature = uses.feature[moved]
-            by_row[uses.row[moved]] = factors[uses.head[moved]] ** share[feature]
+        shares = self._shares(families, common)
+        left += (Left(*self._heads[number], BROKEN) for number in np.flatnonzero(shares.broken & (factors != 1.0)))
+        factors[shares.fixed] = 1.0
+        by_row = shares.by_row(factors)
         for name, change in agreed_changes(axes, self._changes(by_row), len(self._heads)).items():
             change.apply_(self._parameters[name])
-        return list(self._told(factors, by_row)), left
+        return list(self.told(factors, by_row)), left
 
-    def _follow(self, layer: Layer) -> "tuple[_Uses, _Uses, Indices]":
+    @property
+    def heads(self) -> list[Head]:
+        """All heads, in the order in which factors are given."""
+        return self._heads
+
+    def blocks(self) -> Iterator[tuple[Block, int]]:
+        """The parameters that make them, each with the number behind its last row."""
+        yield from zip(
+            self._blocks.values(), [*(block.first for block in self._blocks.values()), self._rows][1:], strict=True
+        )
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter of this name."""
+        return self._parameters[name]
+
+    def why_fixed(self, number: int) -> str:
+        """Why a head that cannot be multiplied cannot."""
+        return self._reasons.get(self._heads[number][0], BROKEN)
+
+    def shares(self, axes: Sequence[Axis] = ()) -> Shares:
+        """Which rows take which share of whose factor, whatever the factors are; along the axes all ranks take part."""
+        common = Common([axis for axis in axes if axis.cut], list(self._blocks.values()), self._rows)
+        families, _ = self._linked(common, self._families(), np.ones(len(self._heads)))
+        return self._shares(families, common)
+
+    def _shares(self, families: Floats, common: Common) -> Shares:
+        halved, broken = self._halved(families, common)
+        unknown = np.array([name in self._reasons for name, _ in self._heads], dtype=bool)
+        head, exponent = np.full(self._rows, -1), np.zeros(self._rows)
+        for uses, share in ((self._main, np.where(halved, 0.5, 1.0)), (self._partner, np.where(halved, 0.5, 0.0))):
+            takes = share[uses.feature] > 0
+            head[uses.row[takes]], exponent[uses.row[takes]] = uses.head[takes], share[uses.feature[takes]]
+        return Shares(families, broken, broken | unknown, head, exponent)
+
+    def _follow(self, layer: Layer) -> "tuple[Uses, Uses, Indices]":
         """Uses by queries, uses by keys, and rows of values; the keys' first where only they can be followed."""
         query, key, value = (self._side(layer, side) for side in ("query", "key", "value"))
         if isinstance(query, UntraceableError):
             if isinstance(key, UntraceableError):
                 raise query
-            query, key = key, _Uses.joined([])
+            query, key = key, Uses.joined([])
         if isinstance(key, UntraceableError) or isinstance(value, UntraceableError):  # perhaps made as the keys are
-            key = _Uses.joined([])
-        return query, key, _Uses.joined([]).row if isinstance(value, UntraceableError) else value.row
+            key = Uses.joined([])
+        return query, key, Uses.joined([]).row if isinstance(value, UntraceableError) else value.row
 
-    def _side(self, layer: Layer, side: str) -> "_Uses | UntraceableError":
+    def _side(self, layer: Layer, side: str) -> "Uses | UntraceableError":
         """What makes the queries, keys or values of every call."""
         origins = [getattr(call, side) for call in layer.origins]
         try:
-            return _Uses.joined([self._uses(layer, self._known(origin), origin) for origin in origins])
+            return Uses.joined([self._uses(layer, self._known(origin), origin) for origin in origins])
         except UntraceableError as error:
             return error
 
@@ -145,7 +174,7 @@ class Folding:
                 raise UntraceableError(f"{source.parameter} is used in two ways")
         return sources
 
-    def _uses(self, layer: Layer, sources: Iterable[Source], origin: Origin) -> "_Uses":
+    def _uses(self, layer: Layer, sources: Iterable[Source], origin: Origin) -> "Uses":
         """Numbers of rows, heads and features; a key head that stands for several query heads counts for each."""
         shared = max(1, layer.heads // origin.heads)
         found = []
@@ -154,8 +183,8 @@ class Folding:
             self._dtypes.setdefault(layer.name, self._parameters[source.parameter].dtype)
             number = self._number[(layer.name, 0)] + (source.heads[:, None] * shared + np.arange(shared)).ravel()
             feature = np.repeat(source.features, shared)
-            found.append(_Uses(block.first + np.repeat(source.rows, shared), number, number * self._widest + feature))
-        return _Uses.joined(found)
+            found.append(Uses(block.first + np.repeat(source.rows, shared), number, number * self._widest + feature))
+        return Uses.joined(found)
 
     def _block(self, source: Source) -> Block:
         key = (id(self._parameters[source.parameter]), source.shape, source.across)
@@ -168,7 +197,7 @@ class Folding:
         """One number for all heads that share a row which makes queries."""
         makes_queries = np.zeros(self._rows, dtype=bool)
         makes_queries[self._main.row] = True
-        every = _Uses.joined([self._main, self._partner])
+        every = Uses.joined([self._main, self._partner])
         chosen = makes_queries[every.row]
         row, head = every.row[chosen], every.head[chosen]
         family = np.arange(len(self._heads))
@@ -189,7 +218,7 @@ class Folding:
         main, changed = self._main, True
         while changed:
             before = here.copy()
-            by_row = [_extremes(values[main.head], main.row, self._rows)[0] for values in (here, factors)]
+            by_row = [extremes(values[main.head], main.row, self._rows)[0] for values in (here, factors)]
             for values, least in zip((here, factors), common.least(*by_row)[0], strict=True):
                 of_family = np.full(len(values), np.inf)
                 np.minimum.at(of_family, families[main.head], least[main.row])
@@ -200,14 +229,14 @@ class Folding:
     def _halved(self, families: Floats, common: Common) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Features whose keys take half of the factor, and heads that cannot be multiplied at all."""
         main, partner = self._main, self._partner
-        every = _Uses.joined([main, partner])
-        low, high = _extremes(families[every.head], every.row, self._rows)
+        every = Uses.joined([main, partner])
+        low, high = extremes(families[every.head], every.row, self._rows)
         (low, high, values), _ = common.least(low, -high, np.where(self._of_values, -1.0, np.inf))
         own, of_values = (low == -high) & (values >= 0), values < 0
         halved = np.zeros(len(self._heads) * self._widest, dtype=bool)
         halved[partner.feature] = True
         halved[partner.feature[~own[partner.row]]] = False
-        low, high = _extremes(halved[every.feature].astype(np.float64), every.row, self._rows)
+        low, high = extremes(halved[every.feature].astype(np.float64), every.row, self._rows)
         (low, high), _ = common.least(low, -high)
         torn = self._of_families(families, every.head[low[every.row] != -high[every.row]], common)
         halved &= ~np.repeat(torn, self._widest)
@@ -217,24 +246,23 @@ class Folding:
     def _of_families(self, families: Floats, heads: Indices, common: Common) -> NDArray[np.bool_]:
         """All heads of the families of these, and of those of other ranks."""
         chosen = np.isin(families, families[heads])
-        _, high = _extremes(chosen[self._main.head].astype(np.float64), self._main.row, self._rows)
+        _, high = extremes(chosen[self._main.head].astype(np.float64), self._main.row, self._rows)
         (low,), _ = common.least(-high)
         everywhere: NDArray[np.bool_] = np.isin(families, families[self._main.head[low[self._main.row] < 0]])
         return chosen | everywhere
 
     def _changes(self, by_row: Floats) -> Changes:
         found: Changes = {}
-        bounds = [block.first for block in self._blocks.values()] + [self._rows]
-        for block, last in zip(self._blocks.values(), bounds[1:], strict=True):
+        for block, last in self.blocks():
             rows = np.flatnonzero(by_row[block.first : last] != 1.0)
             if len(rows):
                 factors = by_row[block.first + rows]
                 found[block.name] = Change(block.shape, block.across, block.offset, rows, factors)
         return found
 
-    def _told(self, factors: Floats, by_row: Floats) -> Iterator[Folded]:
+    def told(self, factors: Floats, by_row: Floats) -> Iterator[Folded]:
         """Of every head that was multiplied, the rows of each parameter that took one factor."""
-        every = _Uses.joined([self._main, self._partner])
+        every = Uses.joined([self._main, self._partner])
         moved = (factors[every.head] != 1.0) & (by_row[every.row] != 1.0)
         head, row = np.divmod(np.unique(every.head[moved] * self._rows + every.row[moved]), self._rows)
         blocks = list(self._blocks.values())
@@ -254,35 +282,3 @@ class Folding:
         bounds = np.searchsorted(head[starts], [numbers, numbers + 1]).T.tolist()
         for number, factor, (first, last) in zip(numbers.tolist(), factors[numbers].tolist(), bounds, strict=True):
             yield Folded(*self._heads[number], factor, tuple(touched[first:last]))
-
-
-@dataclass(frozen=True)
-class _Uses:
-    """Row `row[i]` takes part in feature `feature[i]` of head `head[i]`."""
-
-    row: Indices
-    head: Indices
-    feature: Indices
-
-    @staticmethod
-    def joined(parts: "Sequence[_Uses]") -> "_Uses":
-        """All uses of several parts."""
-        none = np.zeros(0, dtype=np.int64)
-        names = ("row", "head", "feature")
-        return _Uses(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names))
-
-
-def _extremes(values: Floats, at: Indices, size: int) -> tuple[Floats, Floats]:
-    """The lowest and the highest of the values at each of `size` places; ∞ and −∞ where there is none."""
-    low, high = np.full(size, np.inf), np.full(size, -np.inf)
-    np.minimum.at(low, at, values)
-    np.maximum.at(high, at, values)
-    return low, high
-
-
-def _groups(numbers: Indices) -> Iterator[Indices]:
-    """Where each number that is met more than once is met."""
-    order = np.argsort(numbers, kind="stable")
-    bounds = np.flatnonzero(np.diff(numbers[order], prepend=-1, append=-1))
-    for group in np.flatnonzero(np.diff(bounds) > 1):
-        yield order[bounds[group] : bounds[group + 1]]

@@ -118,6 +118,25 @@ def multiply_rows_(
             by_row.copy_(changed[0])
 
 
+def rows_held(parameter: Tensor, shape: tuple[int, ...], across: tuple[int, ...]) -> tuple[Tensor, Indices] | None:
+    """What this rank holds of a parameter that was watched with this shape, and the number of each row in that.
+
+    −1 for rows of another part; the numbers have the shape of what is held, and 1 for the axes that rows run along.
+    """
+    found = held_as(parameter, shape)
+    if found is None:
+        return None
+    whole, begins = found
+    local, start = _held(whole)
+    numbers = np.zeros((1,) * local.dim(), dtype=np.int64)
+    outside = np.zeros_like(numbers, dtype=bool)
+    for axis in (axis for axis in range(local.dim()) if axis not in across):
+        at = np.arange(local.shape[axis]) + start[axis] - begins[axis]
+        at = at.reshape([-1 if each == axis else 1 for each in range(local.dim())])
+        numbers, outside = numbers * shape[axis] + at, outside | (at < 0) | (at >= shape[axis])
+    return local, np.where(outside, -1, numbers)
+
+
 def _held(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The part of a parameter that this rank holds, and where in the whole it begins."""
     if not is_sharded(parameter):

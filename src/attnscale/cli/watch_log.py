@@ -25,12 +25,13 @@ def watch_log(
     html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Show a recorded training run: growth of the largest score by layer, alarms, and when it will pass a threshold.
+    """Show a recorded training run: growth of the largest score by layer, alarms, and where it goes if this goes on.
 
-    Per layer: the largest score at the first and at the last record, by what it is multiplied in 1,000 steps (a
-    robust fit to its logarithm over the latest records), and, where that growth is certain, the next of 100, 1,000
-    and 10,000 that it will pass and the step. A log may hold several runs: they are listed, and one is shown. Lines
-    that are no records are left out, counted and told. Ends with status 1 if an alarm is an error.
+    Per layer: the largest score at the first and at the last record, by what it was multiplied over the latest
+    records (a robust fit to its logarithm), and the next of 100, 1,000 and 10,000 that it will pass if its growth goes
+    on, where that is a few records ahead. Alarms are told by cause, each once, with the layers and steps. A log may
+    hold several runs: they are listed, and one is shown. Lines that are no records are left out, counted and told.
+    Ends with status 1 if an alarm is an error.
     """
     from attnscale.train.room import rewrite_thinned
     from attnscale.train.survey import survey

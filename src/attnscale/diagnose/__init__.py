@@ -5,7 +5,8 @@ from attnscale.diagnose.audit import Audit, diagnose
 from attnscale.diagnose.auditing import audit, audited
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
-from attnscale.diagnose.forecast import Crossing, Growth, growth
+from attnscale.diagnose.forecast import Crossing, Outlook, outlook
+from attnscale.diagnose.growth import Growth, growth
 from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
@@ -21,6 +22,7 @@ __all__ = [
     "Finding",
     "Growth",
     "Outcome",
+    "Outlook",
     "Thresholds",
     "Verdict",
     "Vital",
@@ -36,5 +38,6 @@ __all__ = [
     "is_trained",
     "layer_verdict",
     "next_threshold",
+    "outlook",
     "what_if",
 ]

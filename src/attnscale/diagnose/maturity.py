@@ -34,7 +34,8 @@ def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module in model.modules():
         if "norm" not in type(module).__name__.lower():
             continue
-        for name, values in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            values = _here(parameter)
             if values.dim() <= 1 and values.numel() and not values.is_meta:
                 yield name, values
 
@@ -51,7 +52,15 @@ def _scaled_biases(model: nn.Module) -> Iterator[Tensor]:
     """Biases of linear layers in units of 1/√fan_in, within which nn.Linear draws them."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is not None and not module.bias.is_meta:
-            yield module.bias.double() * module.in_features**0.5
+            bias = _here(module.bias)
+            if bias.numel():
+                yield bias.double() * module.in_features**0.5
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """What this rank holds of it: ranks are not asked to meet for this."""
+    shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return shard
 
 
 def _is_as_drawn(bias: Tensor) -> bool:

@@ -5,11 +5,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.finding import Finding, severity_rank
+from attnscale.diagnose.grouped import grouped
 from attnscale.diagnose.verdict import worst_code
 from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import printable
-from attnscale.show.check import STYLES
+from attnscale.show.check import STYLES, place
 from attnscale.show.numbers import number
 from attnscale.train.record import Record
 
@@ -18,18 +19,20 @@ UNTOLD = "–"  # a record does not say how many keys rows see, so without an al
 
 
 class LiveTable:
-    """One row a layer, redrawn at every sampled step; the alarms below it, the newest last."""
+    """One row a layer, redrawn at every sampled step; the alarms below it, by what they say, the worst first."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(), auto_refresh=False)
-        self._alarms: list[Finding] = []
+        self._alarms: dict[tuple[str, str], Finding] = {}  # by layer and code, the latest
 
     def __call__(self, record: Record) -> None:
         """Draw the table anew."""
         if record.rank:
             return
         self._live.start()
-        self._alarms = (self._alarms + record.alarms)[-SHOWN_ALARMS:]
+        for alarm in record.alarms:
+            self._alarms.pop((alarm.layer, alarm.code), None)
+            self._alarms[alarm.layer, alarm.code] = alarm
         self._live.update(self._table(record), refresh=True)
 
     def close(self) -> None:
@@ -37,7 +40,8 @@ class LiveTable:
         self._live.stop()
 
     def _table(self, record: Record) -> Table:
-        worst = {alarm.layer: alarm.severity for alarm in self._alarms}
+        alarms = list(self._alarms.values())
+        worst = {alarm.layer: alarm.severity for alarm in sorted(alarms, key=lambda one: severity_rank(one.severity))}
         table = Table(title=f"step {record.step}", box=None, pad_edge=False, title_justify="left")
         table.add_column("layer", overflow="fold")
         statistics = in_place(Place.LIVE)
@@ -47,10 +51,13 @@ class LiveTable:
         for name, layer in record.layers.items():
             style = STYLES.get(worst.get(name, ""), "")
             numbers = (number(layer.whole(one.name)) for one in statistics)
-            word = worst_code(name, self._alarms) or UNTOLD
+            word = worst_code(name, alarms) or UNTOLD
             table.add_row(Text(printable(name), style=style), *numbers, Text(printable(word), style=style))
         table.caption = Text(
-            "\n".join(printable(f"{alarm.severity}: {alarm.place}: {alarm.message}") for alarm in self._alarms)
+            "\n".join(
+                printable(f"{group.first.severity}: {place(group)}: {group.first.message}")
+                for group in grouped(alarms[::-1])[:SHOWN_ALARMS]
+            )
         )
         table.caption_justify = "left"
         return table

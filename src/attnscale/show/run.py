@@ -9,21 +9,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnose.alarm import told
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.alarm import when
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
 from attnscale.plain import printable
-from attnscale.show.check import STYLES
+from attnscale.show.check import STYLES, place
 from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern
 from attnscale.show.numbers import number
-from attnscale.train.run import LayerRun, Run
+from attnscale.train.run import LayerRun, Raised, Run
 from attnscale.train.survey import Entry
 
 LISTED = 20  # runs of a log
-STEPS = 1000  # a growth is told over
-LAST = EXPLODING[0][0]  # published threshold
+LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
 
 
 def show_run(run: Run) -> None:
@@ -32,12 +30,12 @@ def show_run(run: Run) -> None:
     console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records", style="bold"))
     _print_damage(run, console)
     layers = {layer.name: layer for layer in run.layers}
-    worst = {alarm.layer: alarm.severity for _, alarm in run.alarms}
+    worst = {layer: raised.group.first.severity for raised in reversed(run.raised) for layer in raised.group.layers}
     for title, members in by_pattern(layers):
         _print_layers(title, [(index, layers[name]) for index, name in members], worst, console)
-    for step, alarm in run.alarms:
+    for raised in run.raised:
         console.print()
-        _print_alarm(step, alarm, console)
+        _print_raised(raised, console)
     console.print()
     console.print(Text(conclusion(run), style=f"bold {STYLES.get(run.worst or '', 'green')}"))
 
@@ -72,15 +70,37 @@ def _print_damage(run: Run, console: Console) -> None:
 
 def conclusion(run: Run) -> str:
     """One sentence on the run."""
-    crossings = {layer.name: layer.crossing for layer in run.layers if layer.crossing is not None}
-    alarms = f"{len(run.alarms)} alarms" if len(run.alarms) != 1 else "1 alarm"
-    if not crossings:
-        growing = sum(layer.growth is not None and layer.growth.is_growing for layer in run.layers)
-        if not growing:
-            return f"{alarms}; no layer's largest score is certain to grow."
-        return f"{alarms}; the largest score of {growing} of {len(run.layers)} layers is past {LAST:,.0f} and growing."
-    name, crossing = min(crossings.items(), key=lambda found: found[1].step)
-    return f"{alarms}; {printable(name)} will be the first to pass {crossing.threshold:,.0f}, {told(crossing)}."
+    kinds = sum(len(raised.group.findings) for raised in run.raised)
+    alarms = f"{kinds} alarms" if kinds != 1 else "1 alarm"
+    highest = max((layer.felt for layer in run.layers if math.isfinite(layer.felt)), default=0.0)
+    crossings = {
+        layer.name: layer.crossing
+        for layer in run.layers
+        if layer.crossing is not None and layer.crossing.threshold > highest
+    }
+    if crossings:
+        name, crossing = min(crossings.items(), key=lambda found: found[1].step)
+        return (
+            f"{alarms}; if its growth goes on, {printable(name)} will be the first to pass {crossing.threshold:,.0f}, "
+            f"{when(crossing)}."
+        )
+    growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
+    past = sum(layer.felt >= LAST for layer in growing)
+    if past:
+        return f"{alarms}; the largest score of {past} of {len(run.layers)} layers is past {LAST:,.0f} and growing."
+    held = sum(layer.is_clipped for layer in run.layers)
+    if held:
+        return f"{alarms}; QK-Clip holds {held} of {len(run.layers)} layers where they are."
+    if highest >= FIRST:
+        leading = next(layer for layer in run.layers if layer.felt == highest)
+        how = "grows" if leading in growing else "does not grow any more"
+        return f"{alarms}; the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}."
+    if growing:
+        return (
+            f"{alarms}; the largest score of {len(growing)} of {len(run.layers)} layers grows, and none comes near a "
+            "threshold."
+        )
+    return f"{alarms}; no layer's largest score is certain to grow."
 
 
 def columns() -> list[Column[LayerRun]]:
@@ -88,9 +108,9 @@ def columns() -> list[Column[LayerRun]]:
     return [
         Column("max\nat first", "max at first", lambda layer: number(layer.first_max)),
         Column("max\nnow", "max now", lambda layer: number(layer.last_max)),
-        Column("in 1,000\nsteps", "in 1,000 steps", _factor),
+        Column("grew\nlately", "grew lately", _factor),
         *(_column(entry) for entry in in_place(Place.RUN)),
-        Column("will pass", "will pass", _crossing),
+        Column("if it goes on,\nwill pass", "if it goes on, will pass", _crossing),
     ]
 
 
@@ -99,11 +119,14 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 
 def _factor(layer: LayerRun) -> str:
-    return "–" if layer.growth is None else f"× {layer.growth.factor(STEPS):.3g}"
+    """Over the samples that it was fitted to, and no more."""
+    return "–" if layer.growth is None else f"× {number(layer.growth.grown)} in {layer.growth.span:.0f}"
 
 
 def _crossing(layer: LayerRun) -> str:
-    return "–" if layer.crossing is None else f"{layer.crossing.threshold:g} at {layer.crossing.step:.0f}"
+    if layer.is_clipped:
+        return "held by QK-Clip"
+    return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"
 
 
 def _print_layers(title: str, members: list[tuple[str, LayerRun]], worst: dict[str, str], console: Console) -> None:
@@ -118,13 +141,14 @@ def _print_layers(title: str, members: list[tuple[str, LayerRun]], worst: dict[s
     console.print(table)
 
 
-def _print_alarm(step: int, alarm: Finding, console: Console) -> None:
-    style = STYLES[alarm.severity]
+def _print_raised(raised: Raised, console: Console) -> None:
+    first = raised.group.first
+    style = STYLES[first.severity]
     console.print(
         Text.assemble(
-            (f"step {step} {alarm.severity} ", style),
-            (printable(alarm.code), f"bold {style}"),
-            f"  {printable(alarm.place)}",
+            (f"{first.severity} ", style),
+            (printable(first.code), f"bold {style}"),
+            f"  {printable(place(raised.group))} · {raised.when}",
         )
     )
-    console.print(Padding(Text(printable(f"{alarm.message} {alarm.advice}")), (0, 0, 0, 2), expand=False))
+    console.print(Padding(Text(printable(f"{first.message} {first.advice}")), (0, 0, 0, 2), expand=False))

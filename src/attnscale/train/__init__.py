@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnscale.train.log import Log, read_log
 from attnscale.train.monitor import Monitor
+from attnscale.train.qk_clip import QKClip
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.run import LayerRun, Run, summarise
 from attnscale.train.sinks.jsonlines import JsonLines
@@ -19,6 +20,7 @@ __all__ = [
     "LightningScoreCallback",
     "Log",
     "Monitor",
+    "QKClip",
     "Record",
     "Run",
     "ScoreCallback",

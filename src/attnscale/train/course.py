@@ -35,6 +35,7 @@ def _of_layers(record: Record) -> Record:
             {number: [layer.whole(number)] for number in layer.numbers},
             layer.broken,
             layer.softcap,
+            None if layer.clipped is None else [layer.lowered],
         )
         for name, layer in record.layers.items()
     }

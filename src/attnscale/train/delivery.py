@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.grouped import grouped
 from attnscale.errors import AttnscaleWarning, SinkWarning
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink
@@ -30,12 +31,11 @@ class Delivery:
                 self.tell(SinkWarning(told))
 
     def alarm(self, record: Record, *, is_logged: bool) -> None:
-        """Raise its alarms."""
-        for alarm in record.alarms:
-            if is_logged:
-                LOGGER.warning("step %d: %s", record.step, alarm)
-            if self.on_alarm is None:
-                continue
+        """Raise its alarms; the log tells those that say the same of many layers once."""
+        for group in grouped(record.alarms) if is_logged else ():
+            LOGGER.warning("step %d: %s", record.step, group)
+        for alarm in record.alarms if self.on_alarm is not None else ():
+            assert self.on_alarm is not None  # asked just above
             try:
                 self.on_alarm(alarm)
             except Exception as error:

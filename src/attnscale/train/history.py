@@ -6,26 +6,40 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from attnscale.diagnose.alarm import Thresholds, Vital, alarms
+from torch import nn
+
+from attnscale.diagnose.alarm import Began, Thresholds, Vital, raised, stands
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Ceiling, Growth
+from attnscale.diagnose.forecast import Ceiling
+from attnscale.diagnose.growth import Growth
+from attnscale.diagnose.maturity import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
 from attnscale.train.trend import Sample, latest, trend
 
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
+MOVED = 0.1  # of a logarithm: a factor that grew by less is not what moved
 
 
 class History:
-    """The largest score of every layer over time, where each layer began, and the alarms that stand."""
+    """The largest score of every layer over time, where each layer began, and the alarms that stand.
 
-    def __init__(self, limits: Thresholds) -> None:
-        self.limits = limits
+    Of a model that came `trained`, each layer is judged by what it was like when it was first seen.
+    """
+
+    def __init__(self, limits: Thresholds, trained: bool = False) -> None:
+        self.limits, self.trained = limits, trained
         self._series: dict[str, list[Sample]] = {}
         self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
-        self._standing: set[tuple[str, str, str]] = set()
+        self._baseline: dict[str, Began] = {}  # of a trained model
+        self._standing: set[tuple[str, str]] = set()  # layer and reason
+
+    @classmethod
+    def of(cls, model: nn.Module, limits: Thresholds) -> "History":
+        """That of a model, trained or not, before its first step."""
+        return cls(limits, is_trained(model))
 
     def add(
         self, step: int, layers: dict[str, LayerRecord], seen: Mapping[str, ScoreStats] = MappingProxyType({})
@@ -34,17 +48,21 @@ class History:
 
         `seen` are the statistics of the layers, which know how far sampled numbers may be off.
         """
-        standing, new = set(), []
+        new = []
         for name, layer in layers.items():
             self._series[name] = latest([*self._series.get(name, ()), Sample.of(step, layer)])
+            if name not in self._began and self.trained:
+                self._baseline[name] = Began(layer.felt[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain"))
             self._began.setdefault(name, _factors(layer))
             found = trend(self._series[name], layer.softcap)
-            for alarm in alarms(self._vital(name, layer, found.ceiling, seen.get(name)), found.growth, self.limits):
-                key = (name, alarm.code, f"{alarm.severity} {alarm.expected}")
-                standing.add(key)
-                if key not in self._standing:
-                    new.append(alarm)
-        self._standing = standing
+            vital = self._vital(name, layer, found.ceiling, seen.get(name))
+            before = {reason for place, reason in self._standing if place == name}
+            after = {reason for reason in before if stands(reason, vital, found.ahead, self.limits)}
+            for alarm in raised(vital, found.ahead, self.limits):
+                new += [] if before.issuperset(alarm.reasons) else [alarm.finding]
+                after.update(alarm.reasons)
+            self._standing = {entry for entry in self._standing if entry[0] != name}
+            self._standing |= {(name, reason) for reason in after}
         return new
 
     def growth(self, layer: str) -> Growth | None:
@@ -56,33 +74,50 @@ class History:
         return {
             "series": {name: [list(entry) for entry in series] for name, series in self._series.items()},
             "began": {name: list(factors) for name, factors in self._began.items()},
+            "baseline": {name: list(vars(began).values()) for name, began in self._baseline.items()},
             "standing": [list(key) for key in sorted(self._standing)],
+            "trained": self.trained,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What state_dict() gave, also by way of JSON."""
-        self._series = {
-            name: [Sample(int(step), float(value), float(*bound or [math.nan])) for step, value, *bound in entries]
-            for name, entries in state["series"].items()
-        }
+        self._series = {name: [_sample(*entry) for entry in entries] for name, entries in state["series"].items()}
         self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
-        self._standing = {(layer, code, level) for layer, code, level in state["standing"]}
+        self._baseline = {name: Began(*map(float, numbers)) for name, numbers in state.get("baseline", {}).items()}
+        self._standing = {(key[0], key[1]) for key in state["standing"] if len(key) == 2}
+        self.trained = bool(state.get("trained", self.trained))
 
     def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: ScoreStats | None) -> Vital:
-        largest = layer.numbers["max"]
-        known = [head for head, value in enumerate(largest) if not math.isnan(value)]
+        largest, head = layer.felt
         change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
         return Vital(
             name,
-            layer.whole("max"),
-            max(known, key=lambda head: largest[head], default=0),
+            largest,
+            head,
             layer.whole("entropy_ratio"),
             layer.whole("gradient_gain"),
             layer.broken,
             "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
             ceiling,
             partial(_error, seen),
+            _moved(change),
+            self._baseline.get(name),
+            layer.clipped is not None,
+            layer.numbers["max"][head],
         )
+
+
+def _moved(change: Change) -> str:
+    """The factor that grew most, where one did."""
+    grown = {
+        "multiplier": change.multiplier, "norms": change.query_norm + change.key_norm, "alignment": change.alignment
+    }  # fmt: skip
+    name = max(grown, key=lambda factor: grown[factor] if math.isfinite(grown[factor]) else -math.inf)
+    return name if grown[name] > MOVED else ""
+
+
+def _sample(step: float, largest: float, bound: float = math.nan, lowered: float = 1.0) -> Sample:
+    return Sample(int(step), float(largest), float(bound), float(lowered))
 
 
 def _error(stats: ScoreStats | None, name: str) -> float:

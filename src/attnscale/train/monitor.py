@@ -16,8 +16,10 @@ from torch import nn
 
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Growth
+from attnscale.diagnose.growth import Growth
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.inside.places import Places
+from attnscale.inside.watching import watched_inside
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
@@ -105,7 +107,7 @@ class Monitor:
         self.sinks = [sink_from(sink) for sink in sinks]
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
         limits = limits or Thresholds()
-        self._history = History(limits)
+        self._history = History.of(model, limits)
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None
@@ -117,6 +119,7 @@ class Monitor:
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._known: KnownModel | None = None
+        self._goes_inside = True  # until something was missed there
         self._sampled = 0  # steps
         self._resumed = 0  # how often a state was loaded
         self._told: set[tuple[type[AttnscaleWarning], str]] = set()
@@ -154,11 +157,19 @@ class Monitor:
     def _begin_watching(self) -> None:
         modules = list(self.model.modules())
         if [known() for known in self._modules] != modules:
-            self._known = None  # some were replaced, and are to be followed
+            self._known, self._goes_inside = None, True  # some were replaced, and are to be followed
         self._modules = [weakref.ref(module) for module in modules]
-        watch = watched(self.model, replace(self._settings, seed=self._seed, known=self._known))
+        watch = self._watched(replace(self._settings, seed=self._seed, known=self._known))
         self._seen = watch.__enter__()
         self._watch = watch
+
+    def _watched(self, settings: Settings) -> AbstractContextManager[Seen]:
+        """From outside, or inside the run of a model that is known."""
+        if settings.known is not None and settings.known.is_compiled and self._goes_inside:
+            places = Places(self.model, settings.known)
+            if places.are_complete:
+                return watched_inside(places, settings)
+        return watched(self.model, settings)
 
     @property
     def _moment(self) -> Moment:
@@ -244,6 +255,7 @@ class Monitor:
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
+            self._goes_inside &= not seen.is_inside
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
         if seen.without_gradients:
@@ -254,7 +266,9 @@ class Monitor:
                 )
             )
         self._sampled += 1
-        self._known = seen.known_model if self._sampled % FOLLOWED else None
+        self._goes_inside &= not seen.is_inside or seen.known_model is not None
+        is_kept = seen.is_inside or self._sampled % FOLLOWED
+        self._known = seen.known_model if is_kept else None
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:

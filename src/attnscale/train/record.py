@@ -12,6 +12,7 @@ from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
 from attnscale.train.schema import LARGEST, LATEST, LONGEST_NAME, Fields, LineError
 
+VERSION = 1  # of the format of a line; lines from before there were versions have none
 FORMAT = "%.5g"  # of a number in a log
 LARGEST_BEGINS = "e+30"  # how exponents from LARGEST on begin
 OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
@@ -34,6 +35,23 @@ class LayerRecord:
     numbers: Mapping[str, list[float]]
     broken: int = 0  # heads whose scores are NaN or infinite
     softcap: float | None = None  # which no score passes
+    clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
+
+    @property
+    def lowered(self) -> float:
+        """What clipping did to the head that it lowered most since the record before; 1 where it did nothing."""
+        return min((factor for factor in self.clipped or () if factor > 0), default=1.0)
+
+    @property
+    def felt(self) -> tuple[float, int]:
+        """What softmax sees of the largest score, as far as that is known, and the head that has it.
+
+        That is what it is above the mean of its row, and never more than it is. NaN where no head has a score.
+        """
+        largest = self.numbers.get("max", ())
+        above = self.numbers.get("max_above_mean", largest)
+        seen = [(min(pair), head) for head, pair in enumerate(zip(largest, above, strict=True)) if pair[0] == pair[0]]
+        return max(seen, key=lambda found: found[0], default=(math.nan, 0))
 
     def whole(self, name: str) -> float:
         """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""
@@ -66,7 +84,7 @@ class Record:
 
     def to_json(self) -> str:
         """The record as one line of JSON: numbers of five digits, null for one that is NaN or infinite."""
-        head: dict[str, Any] = {"step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
+        head: dict[str, Any] = {"version": VERSION, "step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
         head |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
         layers = ",".join(f"{_json(name)}:{_layer_json(layer)}" for name, layer in self.layers.items())
         alarms = _json([plain(asdict(alarm)) for alarm in self.alarms])
@@ -79,14 +97,17 @@ class Record:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Record":
-        """The record that to_dict() gave, every field checked; numbers that were null are NaN."""
+        """The record that to_dict() gave, every field checked; numbers that were null are NaN.
+
+        Of a record whose version is newer than this program's, what is not known is left out.
+        """
         line = Fields(given, "a record")
-        step, names = line.whole("step"), logged()
+        step, is_newer = line.whole("step"), "version" in line and line.whole("version", least=1) > VERSION
         return cls(
             step,
             line.number("time", -LATEST, LATEST),
-            {name: _layer(Fields(layer, "a layer"), names) for name, layer in line.entries("layers").items()},
-            [_alarm(Fields(alarm, "an alarm")) for alarm in line.items("alarms")],
+            _layers(line.entries("layers"), is_newer),
+            _alarms(line.items("alarms"), is_newer),
             line.whole("ranks", least=1) if "ranks" in line else 1,
             line.optional("rank", line.whole),
             line.optional("until", line.whole, least=step),
@@ -95,12 +116,32 @@ class Record:
         )
 
 
+def _layers(given: Mapping[str, Any], is_newer: bool) -> dict[str, LayerRecord]:
+    found, names = dict[str, LayerRecord](), logged()
+    for name, plain_layer in given.items():
+        try:
+            found[name] = _layer(Fields(plain_layer, "a layer"), names)
+        except LineError:
+            if not is_newer:
+                raise
+    if given and not found:
+        raise LineError("expected layers that can be read, and of this newer version none can")
+    return found
+
+
 def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
     numbers = _of_one_meaning({name: layer.numbers(name) for name in names if name in layer})
-    if len(set(map(len, numbers.values()))) > 1:
+    clipped = layer.optional("clipped", layer.numbers)
+    if len({len(values) for values in (*numbers.values(), clipped) if values is not None}) > 1:
         raise LineError("expected as many numbers in every list of a layer as it has heads, and some have fewer")
     broken = layer.whole("broken") if "broken" in layer else 0
-    return LayerRecord(layer.whole("rows"), numbers, broken, layer.optional("softcap", layer.number))
+    return LayerRecord(
+        layer.whole("rows"),
+        numbers,
+        broken,
+        layer.optional("softcap", layer.number),
+        clipped,
+    )
 
 
 def _of_one_meaning(numbers: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -110,8 +151,20 @@ def _of_one_meaning(numbers: dict[str, list[float]]) -> dict[str, list[float]]:
     return numbers
 
 
-def _alarm(alarm: Fields) -> Finding:
-    alarm.only([field.name for field in fields(Finding)])
+def _alarms(given: list[Any], is_newer: bool) -> list[Finding]:
+    found = []
+    for plain_alarm in given:
+        try:
+            found.append(_alarm(Fields(plain_alarm, "an alarm"), is_newer))
+        except LineError:
+            if not is_newer:
+                raise
+    return found
+
+
+def _alarm(alarm: Fields, is_newer: bool) -> Finding:
+    if not is_newer:
+        alarm.only([field.name for field in fields(Finding)])
     return Finding(
         alarm.text("layer"),
         alarm.optional("head", alarm.whole),
@@ -131,7 +184,8 @@ def _layer_json(layer: LayerRecord) -> str:
     head: dict[str, Any] = {"rows": layer.rows}
     head |= {"broken": layer.broken} if layer.broken else {}
     head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
-    numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in layer.numbers.items())
+    lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
+    numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
     return f"{_json(head)[:-1]}{''.join(numbers)}}}"
 
 

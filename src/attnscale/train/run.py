@@ -7,13 +7,33 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
-from attnscale.diagnose.finding import Finding, worst
-from attnscale.diagnose.forecast import Crossing, Growth, forecast
+from attnscale.diagnose.finding import Finding, severity_rank, worst
+from attnscale.diagnose.forecast import Crossing, Outlook, forecast
+from attnscale.diagnose.grouped import Group, grouped
+from attnscale.diagnose.growth import Growth
 from attnscale.errors import InputError
 from attnscale.measure.statistics import logged
 from attnscale.plain import plain
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.trend import WINDOW, Sample, trend
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Alarms that say the same, of one layer or of several, over a run: the latest of the worst speaks for all."""
+
+    group: Group
+    steps: tuple[int, ...]  # at which one of them was raised
+
+    @property
+    def when(self) -> str:
+        """The step, or the first and the last of several."""
+        first, last = self.steps[0], self.steps[-1]
+        return f"step {first}" if len(self.steps) == 1 else f"{len(self.steps)} steps from {first} to {last}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {**self.group.first.to_dict(), "layers": list(self.group.layers), "steps": list(self.steps)}
 
 
 @dataclass(frozen=True)
@@ -24,9 +44,12 @@ class LayerRun:
     first_max: float
     last_max: float
     highest: float  # the largest score of the whole run
+    felt: float  # what softmax sees of the largest score at the last record
     numbers: dict[str, float]  # at the last record, over its heads
     growth: Growth | None
-    crossing: Crossing | None  # of the next published threshold, where it is growing
+    ahead: Outlook | None  # where it may be going
+    crossing: Crossing | None  # of the next published threshold, where that is within reach
+    is_clipped: bool = False  # QK-Clip keeps it down
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,11 @@ class Run:
         """The worst severity among its alarms."""
         return worst(alarm for _, alarm in self.alarms)
 
+    @property
+    def raised(self) -> tuple[Raised, ...]:
+        """Its alarms by layer and cause, those that say the same of several layers together; the worst first."""
+        return raised_alarms(self.alarms)
+
     def to_dict(self) -> dict[str, Any]:
         """The run as JSON takes it."""
         return {
@@ -59,7 +87,23 @@ class Run:
             "worst": self.worst,
             "layers": [plain(asdict(layer)) for layer in self.layers],
             "alarms": [{"step": step, **alarm.to_dict()} for step, alarm in self.alarms],
+            "raised": [raised.to_dict() for raised in self.raised],
         }
+
+
+def raised_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[Raised, ...]:
+    """Alarms with their steps, grouped: of one layer and code one, and those of one code and severity together."""
+    spoken, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
+    for step, alarm in alarms:
+        key = alarm.layer, alarm.code
+        before = spoken.get(key)
+        if before is None or severity_rank(alarm.severity) >= severity_rank(before.severity):
+            spoken[key] = alarm
+        steps.setdefault(key, set()).add(step)
+    return tuple(
+        Raised(group, tuple(sorted({step for layer in group.layers for step in steps[layer, group.first.code]})))
+        for group in grouped(list(spoken.values()))
+    )
 
 
 class Summary:
@@ -99,24 +143,27 @@ class _Following:
     """What is kept of one layer while its records go by."""
 
     def __init__(self) -> None:
-        self._first: Sample | None = None
+        self._first_max: float | None = None
         self._samples: deque[Sample] = deque(maxlen=WINDOW)
         self._highest = math.nan
         self._last = LayerRecord(0, {})
 
     def add(self, step: int, layer: LayerRecord) -> None:
-        sample = Sample.of(step, layer)
-        self._first = self._first or sample
+        largest = layer.whole("max")
+        self._first_max = largest if self._first_max is None else self._first_max
         while self._samples and self._samples[-1].step >= step:
             self._samples.pop()
-        self._samples.append(sample)
-        self._highest = max(sample.largest, self._highest) if self._highest == self._highest else sample.largest
+        self._samples.append(Sample.of(step, layer))
+        self._highest = max(largest, self._highest) if self._highest == self._highest else largest
         self._last = layer
 
     def concluded(self, name: str) -> LayerRun:
-        assert self._first is not None  # it was seen
-        last_max = self._samples[-1].largest
-        found = trend(self._samples, self._last.softcap)
+        assert self._first_max is not None  # it was seen
+        last_max, felt = self._last.whole("max"), self._samples[-1].largest
+        found = trend(list(self._samples), self._last.softcap)
         numbers = {number: self._last.whole(number) for number in logged() if number in self._last.numbers}
-        crossing = forecast(found.growth, found.ceiling, next_threshold(last_max))
-        return LayerRun(name, self._first.largest, last_max, self._highest, numbers, found.growth, crossing)
+        crossing = forecast(found.ahead, found.ceiling, next_threshold(felt, self._last.clipped is not None))
+        return LayerRun(
+            name, self._first_max, last_max, self._highest, felt, numbers, found.growth,
+            found.ahead, crossing, found.ceiling.is_clipped,
+        )  # fmt: skip

@@ -78,7 +78,15 @@ def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord
         return found
     names = dict.fromkeys([*first.numbers, *second.numbers])
     numbers = {name: _extremes(name, first.numbers.get(name), second.numbers.get(name)) for name in names}
-    return LayerRecord(first.rows + second.rows, numbers, max(first.broken, second.broken), second.softcap)
+    broken, clipped = max(first.broken, second.broken), _multiplied(first.clipped, second.clipped)
+    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped)
+
+
+def _multiplied(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:
+    """What was clipped between two records, and again between the second and the next."""
+    if first is None or second is None or len(first) != len(second):
+        return second or first
+    return [one * other for one, other in zip(first, second, strict=True)]
 
 
 def _extremes(name: str, first: list[float] | None, second: list[float] | None) -> list[float]:

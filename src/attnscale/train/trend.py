@@ -1,10 +1,15 @@
-"""Trend: how the largest score of a layer grew over its latest samples, and what keeps it down."""
+"""Trend: how the largest score of a layer grew over its latest samples, and what keeps it down.
+
+Growth is what the optimiser does. What QK-Clip took off since is taken off earlier samples as well, so that a layer
+that is clipped back to its threshold again and again is seen to grow, and is not forecast to pass what holds it.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from attnscale.diagnose.forecast import Ceiling, Growth, growth
+from attnscale.diagnose.forecast import Ceiling, Outlook, outlook
+from attnscale.diagnose.growth import Growth, growth
 from attnscale.train.record import LayerRecord
 
 Entry = TypeVar("Entry")
@@ -12,23 +17,25 @@ WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes w
 
 
 class Sample(NamedTuple):
-    """The largest score of a layer at a step, and its upper bound."""
+    """What softmax feels of the largest score at a step, its upper bound, and what clipping multiplied it by."""
 
     step: int
     largest: float
     bound: float
+    lowered: float = 1.0
 
     @classmethod
     def of(cls, step: int, layer: LayerRecord) -> "Sample":
         """What a record has of it."""
-        return cls(step, layer.whole("max"), layer.whole("max_bound"))
+        return cls(step, layer.felt[0], layer.whole("max_bound"), layer.lowered)
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The growth of the largest score, None where too little is known, and what keeps it down."""
+    """How the largest score grew and where it may go, None where too little is known, and what keeps it down."""
 
     growth: Growth | None
+    ahead: Outlook | None
     ceiling: Ceiling
 
 
@@ -53,6 +60,25 @@ def without_repeats(entries: Iterable[Entry], step: Callable[[Entry], int]) -> l
 
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     """The trend of what latest() gave, under the soft-cap of the layer."""
-    steps = [sample.step for sample in samples]
-    bound = growth(steps, [sample.bound for sample in samples])
-    return Trend(growth(steps, [sample.largest for sample in samples]), Ceiling(softcap, bound))
+    steps, lowered = [sample.step for sample in samples], _lowered_since(samples)
+    largest = [sample.largest * factor for sample, factor in zip(samples, lowered, strict=True)]
+    bounds = [sample.bound * factor for sample, factor in zip(samples, lowered, strict=True)]
+    ceiling = Ceiling(softcap, outlook(steps, bounds), is_held(samples))
+    return Trend(growth(steps, largest), None if ceiling.is_clipped else outlook(steps, largest), ceiling)
+
+
+def is_held(samples: Sequence[Sample]) -> bool:
+    """Whether QK-Clip keeps a layer down: it acted just now, or has acted on scores as large as those seen last."""
+    acted = [index for index, sample in enumerate(samples) if sample.lowered < 1]
+    if not acted:
+        return False
+    clipped_at = max(sample.largest for index in acted for sample in samples[max(0, index - 1) : index + 1])
+    return acted[-1] == len(samples) - 1 or samples[-1].largest <= clipped_at
+
+
+def _lowered_since(samples: Sequence[Sample]) -> list[float]:
+    """By what clipping has multiplied each sample since it was seen; 1 for the last."""
+    since = [1.0]
+    for sample in reversed(samples[1:]):
+        since.append(since[-1] * sample.lowered)
+    return since[::-1] if samples else []

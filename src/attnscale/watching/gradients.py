@@ -21,6 +21,11 @@ class GradientSquares:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
 
+    def add(self, name: str, squares: Tensor) -> None:
+        """A gradient has passed, with these squares a head."""
+        before = getattr(self, name)
+        setattr(self, name, squares if before is None else before + squares)
+
     def follow(
         self,
         name: str,
@@ -34,8 +39,7 @@ class GradientSquares:
 
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
-                found, before = by_head(gradient.detach()), getattr(self, name)
-                setattr(self, name, found if before is None else before + found)
+                self.add(name, by_head(gradient.detach()))
             if meanwhile is not None:
                 meanwhile()
 
@@ -48,8 +52,11 @@ def of_kernel(query: Tensor, key: Tensor, meanwhile: Callable[[], None] | None =
     `meanwhile` is called whenever a gradient passes.
     """
     squares, group = GradientSquares(), query.shape[1] // max(key.shape[1], 1)
-    squares.follow("query", query, _by_head, meanwhile)
-    of_key = _by_head if group == 1 else lambda gradient: _by_head(gradient).repeat_interleave(group)
+    squares.follow("query", query, by_query_head, meanwhile)
+
+    def of_key(gradient: Tensor) -> Tensor:
+        return by_query_head(gradient, group)
+
     squares.follow("key", key, of_key, meanwhile)
     return squares
 
@@ -70,9 +77,11 @@ def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
     return squares
 
 
-def _by_head(gradient: Tensor) -> Tensor:
+def by_query_head(gradient: Tensor, group: int = 1) -> Tensor:
+    """Σ‖∂loss‖² of each head of (batch, heads, length, features), once for each query head that shares it."""
     lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=wide_dtype(gradient))
-    return lengths.square().sum(0, dtype=torch.float64)
+    squares = lengths.square().sum(0, dtype=torch.float64)
+    return squares if group == 1 else squares.repeat_interleave(group)
 
 
 def norm_over(calls: Sequence[GradientSquares], name: Literal["query", "key"]) -> Tensor | None:

@@ -78,6 +78,12 @@ class Layer:
         return NUMBER_AND_DEPTH.sub("", self.name)
 
     @property
+    def number(self) -> int:
+        """Which attention of its module it is, from 1 on."""
+        found = NUMBER_AND_DEPTH.search(self.name)
+        return int(found[1][1:]) if found and found[1] else 1
+
+    @property
     def scale_applied(self) -> float:
         """The slope of the softmax's input on q·k: over heads, the mean."""
         return float(self.scales.double().mean())

@@ -42,7 +42,7 @@ class Reporter:
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
             seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
-            self._recognition.saw(known_by, call, seen)
+            self._recognition.saw(known_by, call, seen, self._running.is_compiled())
         if seen is None:
             self._recognition.give_up()
             return None
@@ -82,12 +82,18 @@ class Reporter:
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:
         if self._settings.training and not torch.is_grad_enabled():
             self._seen.without_gradients = True
-        seed = self._settings.seed
-        with nullcontext() if seed is None else same_rows(seed):
-            seen = measure()
-        if seed is not None and seen is not None:
-            seen.shard = Shard.of(seen, *call.some())
-        return seen
+        return measured(self._settings, call, measure)
+
+
+def measured(
+    settings: Settings, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]
+) -> SeenCall | None:
+    """A call as it is measured where ranks share out keys, and anywhere else."""
+    with nullcontext() if settings.seed is None else same_rows(settings.seed):
+        seen = measure()
+    if settings.seed is not None and seen is not None:
+        seen.shard = Shard.of(seen, *call.some())
+    return seen
 
 
 def _common(first: tuple[str, ...], second: list[str]) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnscale.torch_internals import called_module, recorded_operations
+from attnscale.torch_internals import called_module, calls_compiled, recorded_operations
 
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
@@ -26,6 +27,11 @@ LIBRARIES = tuple(str(room) + os.sep for room in (Path(torch.__file__).parent, O
 def uncompiled(name: str) -> str:
     """A module path without the wrapper that torch.compile puts round a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+
+
+def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their path, those inside of what torch.compile puts round them."""
+    return {uncompiled(name): module for name, module in model.named_modules()}
 
 
 class Running:
@@ -101,6 +107,18 @@ class Running:
                 line = (frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return line
+
+    def is_compiled(self) -> bool:
+        """Whether the innermost module is called, directly or not, by what torch.compile made."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            module = called_module(frame)
+            if module is not None and self._names.get(id(module)) == self.stack[-1]:
+                break
+            frame = frame.f_back
+        while frame is not None and not calls_compiled(frame):
+            frame = frame.f_back
+        return frame is not None
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""

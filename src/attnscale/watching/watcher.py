@@ -103,9 +103,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         try:
             if self.recognition.known is None:
                 self.norms.ran(name, output)
-            found = self.recognition.ran(name, output, self.running.began[-1], self.running.is_watched)
+            began, depth = self.running.began[-1], self.running.depth(name)
+            found = self.recognition.ran(name, output, began, depth, self.running.is_watched)
             if found is not None:
-                self.seen.note_later(name, *found, self.running.depth(name))
+                self.seen.note_later(name, *found, depth)
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 

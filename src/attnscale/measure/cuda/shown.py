@@ -1,6 +1,5 @@
 """Statistics behind masks, biases, windows, documents and soft-caps on a CUDA device, by a pass of their own."""
 
-from collections.abc import Hashable
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.cuda.sampled import weights_of
 from attnscale.measure.cuda.spans import key_span
 from attnscale.measure.cuda.watched import looked_on
-from attnscale.measure.cuda.ways import layout_of
+from attnscale.measure.cuda.ways import kind_of, layout_of
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
@@ -43,7 +42,7 @@ def _every_row(call: Call) -> ScoreStats:
     from attnscale.measure.cuda import triton
 
     kv_len = call.key.shape[2]
-    sums = triton.shown_rows(call, None, kv_len, kind=_kind(call))[:, 0]
+    sums = triton.shown_rows(call, None, kv_len, kind=("shown", kind_of(call)))[:, 0]
     table = triton.finish_scored(sums, kv_len, False, ("shown", sums.shape, sums.device.index))
     pool = Unpooled(partial(_rows, sums), known=Table(table))
     return ScoreStats(call.query.shape[1], exact=True, pool=pool, refreshed=capturing())
@@ -54,7 +53,7 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
 
     (batch, heads, _, _), kv_len, span = call.query.shape, call.key.shape[2], key_span(call.query, call.key)
     drawn = layout_of(sample.positions)  # one of many draws in one tensor, aligned as it comes
-    sums = triton.shown_rows(call, sample.positions, span, kind=(_kind(call), drawn))
+    sums = triton.shown_rows(call, sample.positions, span, kind=("shown", kind_of(call), drawn))
     bound = max_bound(call).float().view(1, heads, 1).expand(batch, -1, -1)
     kind = "shown", sums.shape, sums.device.index, drawn
     table = triton.finish_sampled(
@@ -77,11 +76,3 @@ def _rows(sums: Tensor) -> RowSums:
 
 def _errors(sums: Tensor, sample: Sample, table: Tensor) -> Uncertainty:
     return uncertainty_of(_rows(sums).over_shards(), sample, table[:, NUMBERS.index("mean")])
-
-
-def _kind(call: Call) -> Hashable:
-    """All that the kernel's compilation depends on."""
-    seen = call.visibility
-    given = [tensor for tensor in (seen.mask, *(seen.documents or ())) if tensor is not None]
-    flags = seen.mask is None, seen.documents is None, seen.first is None, seen.last is None, call.softcap is None
-    return "shown", *(layout_of(tensor) for tensor in (call.query, call.key, *given)), *flags

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from attnscale.attending.call import Call
+
 HOPPER = (9, 0)  # the compute capability its kernel is written for
 ENOUGH_PROGRAMS = 100  # of a decoding step: a program a key head; fewer leave most of a GPU idle
 ALIGNMENT = 16  # bytes, of what is loaded at once
@@ -45,6 +47,15 @@ def way_of(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: b
 def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """All that a kernel's compilation depends on of a tensor: layout, type, place and alignment."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
+
+
+def kind_of(call: Call, *written: Tensor) -> Hashable:
+    """All that the compilation of a pass over what rows see depends on, where it writes to these."""
+    seen = call.visibility
+    given = [tensor for tensor in (seen.mask, *(seen.documents or ())) if tensor is not None]
+    flags = seen.mask is None, seen.documents is None, seen.first is None, seen.last is None, call.softcap is None
+    places = (tensor.data_ptr() % ALIGNMENT for tensor in written)
+    return *(layout_of(tensor) for tensor in (call.query, call.key, *given)), *flags, *places
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Kernel:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from attnscale.diagnose.forecast import Growth
+from attnscale.diagnose.forecast import Outlook
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Statistic
 from attnscale.show.numbers import number
@@ -17,6 +17,8 @@ CURVES = 6  # layers with a curve of their own: more could not be told apart
 POINTS = 300  # of a curve
 FORECAST = 25  # points of a forecast
 MARGIN = 1.02  # of an axis, so that a curve at its end is seen
+SAME = 0.9  # of the largest score: where softmax feels less of it, the curve is not the one that is forecast
+LOG_LARGEST = 700.0  # of a number that a float holds
 BEYOND = 1.5  # times the highest score: limits up to there are shown
 Reduce = Callable[[Sequence[float]], float]
 
@@ -105,22 +107,19 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterable[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        if layer.growth is not None and layer.crossing is not None:
-            yield _forecast(
-                f"{short(labels[layer.name])}: forecast, 90% interval", layer.growth, layer.crossing.step, tone
-            )
+        if layer.ahead is not None and layer.crossing is not None and layer.felt >= SAME * layer.last_max:
+            yield _forecast(f"{short(labels[layer.name])}: if it goes on, 90% interval", layer.ahead, tone)
 
 
-def _forecast(name: str, growth: Growth, crossing: float, tone: int) -> Series:
-    """To the crossing, but no further than as many steps as the growth was watched for."""
-    reach = min(crossing - growth.step, growth.span)
-    ahead = [reach * point / FORECAST for point in range(FORECAST + 1)]
+def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
+    """As far as the samples bear."""
+    points = [ahead.reach * point / FORECAST for point in range(FORECAST + 1)]
     return Series(
         name,
-        [growth.step + steps for steps in ahead],
-        [math.exp(growth.level + growth.rate * steps) for steps in ahead],
-        [math.exp(growth.level - growth.noise + growth.low * steps) for steps in ahead],
-        [math.exp(growth.level + growth.noise + growth.high * steps) for steps in ahead],
+        [ahead.step + steps for steps in points],
+        [math.exp(min(ahead.likely(steps), LOG_LARGEST)) for steps in points],
+        [math.exp(min(ahead.lowest(steps), LOG_LARGEST)) for steps in points],
+        [math.exp(min(ahead.highest(steps), LOG_LARGEST)) for steps in points],
         tone=tone,
         dashed=True,
     )
@@ -146,7 +145,7 @@ def _growth_notice(run: Run) -> str:
     assert first.growth is not None  # it is growing
     return (
         f"{len(growing)} of {len(run.layers)} layers grow for certain; fastest {first.name}, × "
-        f"{first.growth.factor(first.growth.span):.3g} over the last {first.growth.span:,.0f} steps, now at "
+        f"{first.growth.grown:.3g} over the last {first.growth.span:,.0f} steps, now at "
         f"{number(first.last_max)}."
     )
 

@@ -44,12 +44,11 @@ def facts_of_run(run: Run) -> Iterator[Note]:
     if growing:
         fastest = max(growing, key=lambda layer: layer.growth.rate if layer.growth else 0.0)
         assert fastest.growth is not None
-        low, high = (1000 * rate for rate in (fastest.growth.low, fastest.growth.high))
-        certain = "certain to grow" if fastest.growth.is_growing else "not certain to grow"
+        now = "still grows" if fastest.growth.lately > 0 else "does not grow any more"
         yield Note(
             "fact", "growth",
-            f"The largest score that grows fastest is multiplied by {fastest.growth.factor(1000):.3g} in 1,000 steps "
-            f"({_factor(low)}–{_factor(high)}), which makes it {certain}.",
+            f"The largest score that grew fastest was multiplied by {number(fastest.growth.grown)} in the last "
+            f"{fastest.growth.span:,.0f} steps, and {now}.",
             place=fastest.name,
         )  # fmt: skip
     if not run.layers:
@@ -65,10 +64,6 @@ def facts_of_run(run: Run) -> Iterator[Note]:
 
 def _or(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
-
-
-def _factor(logarithm: float) -> str:
-    return f"{math.exp(min(logarithm, 700.0)):.3g}"
 
 
 def _largest(score: float) -> str:

@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-from attnscale.checking.grouped import grouped
-from attnscale.diagnose.alarm import told
-from attnscale.diagnose.finding import Finding
 from attnscale.show.check import place
 from attnscale.show.naming import by_pattern
 from attnscale.show.report.check import unbroken
@@ -43,19 +40,11 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
 
 
 def _notes(run: Run) -> tuple[Note, ...]:
-    """Alarms that say the same, once, with the steps they were raised at; the latest speaks for all."""
-    latest = [alarm for _, alarm in reversed(run.alarms)]
-    steps: dict[tuple[str, str], list[int]] = {}
-    for step, alarm in run.alarms:
-        steps.setdefault((alarm.code, alarm.severity), []).append(step)
-    found = []
-    for group in grouped(latest):
-        first: Finding = group.first
-        raised = steps[first.code, first.severity]
-        when = f"step {raised[0]}" if len(raised) == 1 else f"{len(raised)} times, steps {raised[0]} to {raised[-1]}"
-        where = f"{place(group)} · {when}"
-        found.append(Note(first.severity, first.severity, first.message, first.code, where, first.advice))
-    return tuple(found)
+    """Alarms that say the same, once, with the steps they were raised at; the latest of the worst speaks for all."""
+    return tuple(
+        Note(first.severity, first.severity, first.message, first.code, where, first.advice)
+        for first, where in ((raised.group.first, f"{place(raised.group)} · {raised.when}") for raised in run.raised)
+    )
 
 
 def _table(run: Run) -> Table:
@@ -64,12 +53,12 @@ def _table(run: Run) -> Table:
         (title, tuple(_row(index or "·", layers[name]) for index, name in members))
         for title, members in by_pattern(layers)
     )
-    return Table(("layer", *map(unbroken, columns()), "90% interval of the step"), groups)
+    return Table(("layer", *map(unbroken, columns()), "not before step"), groups)
 
 
 def _row(index: str, layer: LayerRun) -> Row:
-    interval = "–" if layer.crossing is None else told(layer.crossing).partition("(")[2].rstrip(")")
-    return Row((index, *(column.cell(layer) for column in columns()), interval), layer.name)
+    earliest = "–" if layer.crossing is None else f"{layer.crossing.earliest:.0f}"
+    return Row((index, *(column.cell(layer) for column in columns()), earliest), layer.name)
 
 
 def _method(run: Run, records: Sequence[Record]) -> Section:
@@ -87,9 +76,11 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
     known = [bound for bound in bounds if bound == bound]
     sentences += [f"At the last step no score of any row is above {max(known):.4g}."] if known else []
     forecast = (
-        "Growth is a Theil–Sen line through the logarithm of the largest score over the latest records; the band about "
-        "a forecast is its 90% interval. A forecast says where the present growth leads, not that it will go on. A log "
-        "keeps no scores and no lengths, so there are no histograms and no freezing point here."
+        "Growth is a Theil–Sen line through the logarithm of what softmax feels of the largest score, over the latest "
+        "records. A forecast is their damped trend, at most eight records ahead and half as many as were seen; its "
+        "band, a 90% interval, reaches from growth that ends to growth that goes on. Growth may end at any time, so a "
+        "threshold has a step before which it is not expected to be passed, and none after. A log keeps no scores and "
+        "no lengths, so there are no histograms and no freezing point here."
     )
     return Section("method", "How it was measured", (" ".join(sentences), forecast, words_of_logs()))
 

@@ -1,5 +1,6 @@
 """Records as TensorBoard curves, one a layer and number."""
 
+from attnscale.diagnose.grouped import grouped
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import scalars
@@ -23,8 +24,8 @@ class TensorBoard:
             return
         for tag, value in scalars(record):
             self._writer.add_scalar(tag, value, record.step)
-        for alarm in record.alarms:
-            self._writer.add_text("attnscale/alarms", str(alarm), record.step)
+        for group in grouped(record.alarms):
+            self._writer.add_text("attnscale/alarms", str(group), record.step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from attnscale.diagnose.grouped import grouped
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import scalars
@@ -24,5 +25,5 @@ class WeightsAndBiases:
         if run is None:
             raise SettingError("The sink 'wandb' needs an open run; call wandb.init() before training.")
         run.log({**dict(scalars(record)), "attnscale/step": record.step}, commit=False)
-        for alarm in record.alarms:
-            run.alert(title=f"attnscale: {alarm.code} in {alarm.place}", text=str(alarm))
+        for group in grouped(record.alarms):
+            run.alert(title=f"attnscale: {group.first.code} in {group.first.place}", text=str(group))

@@ -15,6 +15,7 @@ from attnscale.measure.pooled import Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.orders import Order
 from attnscale.watching.known.traces import Signature, Trace
 from attnscale.watching.known.waiting import WaitingCall, measured_again
 from attnscale.watching.running import Line
@@ -34,11 +35,29 @@ class KnownModel:
     calls: dict[Signature, SeenCall]
     unused_norms: dict[str, tuple[str, ...]]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
+    orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether any of it is called by what torch.compile made."""
+        return any(order.is_compiled for order in self.orders.values())
 
     @cached_property
     def attending(self) -> frozenset[str]:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
+
+    def fits(self, kernel: KernelCall, known_by: Signature) -> bool:
+        """Whether a call has the heads that are known of its kernel, for which keys may be copied and heads filled up.
+
+        A query head has a key head of its own there where several share one in the call, and a width of eights.
+        """
+        known = self.calls[known_by]
+        (_, heads, _, width), keys = kernel.query.shape, kernel.key.shape[1]
+        known_keys = 0 if known.factors is None else len(known.factors[1])
+        of_eights = -(-width // 8) * 8
+        alike = kernel.kind == known.kind and heads == known.heads and known_by[-1] in (width, of_eights)
+        return alike and bool(known_keys) and (known_keys % keys == 0 or keys % known_keys == 0)
 
     def again(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> SeenCall | None:
         """The same call on other tensors; None where it is not known."""
@@ -60,6 +79,7 @@ def remembered(
     seen: dict[Signature, SeenCall],
     unused_norms: Callable[[str], tuple[str, ...]],
     traces: Mapping[str, Trace],
+    orders: Mapping[str, Order],
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
     if not all(call.factors is not None and not call.biased for call in seen.values()):
@@ -77,7 +97,8 @@ def remembered(
         )
         for place, call in seen.items()
     }
-    return KnownModel(frozenset(called), calls, {str(path): unused_norms(str(path)) for path, *_ in seen}, traces)
+    unused = {str(path): unused_norms(str(path)) for path, *_ in seen}
+    return KnownModel(frozenset(called), calls, unused, traces, orders)
 
 
 def _forgotten(heads: int) -> ScoreStats:

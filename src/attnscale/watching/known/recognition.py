@@ -9,6 +9,7 @@ from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.graph import is_legible, kernels_behind
 from attnscale.watching.known.known_model import KnownModel, remembered
+from attnscale.watching.known.orders import Orders
 from attnscale.watching.known.traces import Signature, Traces
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.running import Line
@@ -24,7 +25,7 @@ class Recognition:
         self._attending = frozenset() if self.known is None else self.known.attending
         self._can_be_known = True  # so far: all attention was kernels
         self._calls: dict[Signature, SeenCall] = {}  # kernels that were followed
-        self._traces = Traces()
+        self._traces, self._orders = Traces(), Orders()
 
     def give_up(self) -> None:
         """Something ran that the model cannot be known by: all of it is followed the next time."""
@@ -43,10 +44,11 @@ class Recognition:
             return False  # its kernel is read from the graph when it has run
         return self.only_known or name not in self.known.called
 
-    def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None) -> None:
-        """A kernel was followed."""
+    def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None, is_compiled: bool) -> None:
+        """A kernel was followed, in a module that runs compiled where nobody follows it."""
         if call is not None:
             self._calls[known_by] = call
+            self._orders.saw(known_by, is_compiled)
             if self._settings.reads_graph:
                 self._traces.saw(known_by, kernel)
 
@@ -54,8 +56,9 @@ class Recognition:
         """A known call on other tensors; None where it is not known."""
         return None if self.known is None else self.known.again(kernel, known_by, self._settings.rows)
 
-    def ran(self, name: str, output: Any, began: int, is_watched: bool) -> tuple[Line, WaitingCall] | None:
+    def ran(self, name: str, output: Any, began: int, depth: int, is_watched: bool) -> tuple[Line, WaitingCall] | None:
         """A module has run; the line and the call of its kernel, where the graph alone tells of it."""
+        self._orders.ran(name, depth)
         if not self._settings.reads_graph:
             return None
         if self.known is None:
@@ -85,5 +88,6 @@ class Recognition:
         if not self._can_be_known:
             return None
         if self.known is None:
-            return remembered(called, self._calls, unused_norms, self._traces.legible)
+            traces, orders = self._traces.legible, self._orders.known
+            return remembered(called, self._calls, unused_norms, traces, orders)
         return None if self._calls else self.known  # something new is followed with all the rest, the next time

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from attnscale.numerics import without_autocast
 from attnscale.torch_internals import version_of
-from attnscale.watching.call import SeenCall
+from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.kernel_call import projected_norm
 
@@ -45,10 +46,16 @@ def _versions(kernel: KernelCall) -> list[int]:
     return [version_of(tensor) for tensor in (kernel.query, kernel.key, kernel.visibility.mask) if tensor is not None]
 
 
+def _of_heads(factors: Factors, heads: int) -> Factors:
+    """Those of so many key heads, where each stands for several others or several for one."""
+    shared = max(1, len(factors) // max(heads, 1))
+    return np.repeat(factors, max(1, heads // max(len(factors), 1)))[::shared]
+
+
 def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> SeenCall:
     """A call that was seen before, with the numbers of this time."""
     assert call.factors is not None
-    query, key = call.factors
+    query, key = call.factors[0], _of_heads(call.factors[1], kernel.key.shape[1])
     group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
     kernel = replace(kernel, attends_itself=call.attends_itself)
     every = rows is None

@@ -3,7 +3,7 @@
 from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
-from attnscale.measure.cuda.triton.showing import shown_rows
+from attnscale.measure.cuda.triton.showing import raise_largest_, shown_rows
 from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "fill",
     "finish_sampled",
     "finish_scored",
+    "raise_largest_",
     "sample_rows",
     "sample_tiles",
     "score_rows",

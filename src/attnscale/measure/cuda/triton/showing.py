@@ -1,4 +1,4 @@
-"""The host's side of the pass over rows that see some of the keys."""
+"""The host's side of the passes over rows that see some of the keys: their sums, or their largest score alone."""
 # mypy: disable-error-code="import-untyped"
 
 from collections.abc import Hashable
@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cuda.triton.largest import largest_kernel, longest_kernel
 from attnscale.measure.cuda.triton.launch import LEAST_WIDTH, unit_stride
 from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
 from attnscale.measure.cuda.triton.shown import ADDED, BOOLEAN, NO_MASK, shown_kernel
-from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles
+from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles, tiles
 
 PLANES = 7  # SCORED, and the number of visible keys
+CHUNK, MOST_CHUNKS = 1024, 64  # keys whose longest one program looks for, and programs a head
+LENGTHS_AT_ONCE = 64  # keys
 
 
 def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = None, kind: Hashable = None) -> Tensor:
@@ -54,6 +57,54 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
             kind,
         )
     return sums
+
+
+def raise_largest_(
+    largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None, slack: float,
+    cut: Tiles | None = None, kind: Hashable = None,
+) -> None:  # fmt: skip
+    """Lift `largest`, a float32 a head, to the largest score of every head that has one above the limit.
+
+    `added` is the most that is added to a score; rounding lifts none by more than `slack`. `calls` goes up by one.
+    """
+    query, key = unit_stride(call.query), unit_stride(call.key)
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, seen = key.shape[2], call.visibility
+    chunks = min(MOST_CHUNKS, padded_width(-(-kv_len // CHUNK), 1))
+    longest = torch.empty(batch * key.shape[1] * chunks, dtype=torch.float32, device=key.device)
+    mask, mask_strides = _mask(seen.mask, query)
+    own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
+    theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
+    cut = tiles(head_dim, query.dtype, capability(query.device.index)) if cut is None else cut
+    width = padded_width(head_dim, LEAST_WIDTH)
+    with on_device(query):
+        launch(
+            longest_kernel,
+            (longest.numel(),),
+            (key, longest, *key.stride()[:3], key.shape[1], kv_len, -(-kv_len // chunks)),
+            (chunks, head_dim, width, LENGTHS_AT_ONCE),
+            (4, 2),
+            None if kind is None else (kind, chunks),
+        )
+        launch(
+            largest_kernel,
+            (-(-q_len // cut.rows) * batch * heads,),
+            (
+                *(query, key, mask, own, theirs, longest, limit if added is None else added, limit, largest, calls),
+                *(*query.stride()[:3], *key.stride()[:3], *mask_strides, *own_strides, *their_strides),
+                *(heads, heads // key.shape[1], q_len, kv_len, seen.first or 0, seen.last or 0),
+                *(float(call.scale), float(call.softcap or 1.0)),
+            ),
+            (
+                *(slack, chunks, head_dim, width, cut.rows, cut.keys),
+                (NO_MASK if seen.mask is None else BOOLEAN if seen.bias is None else ADDED).value,
+                mask_strides[2] != 0,
+                *(seen.first is not None, seen.last is not None, seen.documents is not None),
+                *(call.softcap is not None, precision(query)),
+            ),
+            (cut.warps, cut.stages),
+            None if kind is None else (kind, chunks),
+        )
 
 
 def _mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:

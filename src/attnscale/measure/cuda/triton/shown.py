@@ -108,7 +108,7 @@ def shown_kernel(
         key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if CAPPED:
-            scores = softcap * _tanh(scores / softcap)
+            scores = softcap * tanh(scores / softcap)
         visible = (column < end)[None, :] & kept[:, None]
         if LAST:
             visible = visible & (column[None, :] <= position[:, None] + last)
@@ -123,11 +123,7 @@ def shown_kernel(
                 inside = tl.load(tile_at + (mask_rows[:, None] + offset[None, :] * mask_key), mask=visible, other=0)
             else:
                 inside = tl.load(tile_at + offset * mask_key, mask=column < end, other=0)[None, :]
-            if MASK == BOOLEAN:
-                visible = visible & (inside != 0)
-            else:
-                visible = visible & (inside != float("-inf"))
-                scores += inside.to(tl.float32)
+            scores, visible = masked(scores, visible, inside, MASK)
         scores = tl.where(visible, scores, float("-inf"))
 
         # moments about the mean so far, then about that of both (Chan et al. 1979)
@@ -162,7 +158,15 @@ def shown_kernel(
 
 
 @triton.jit
-def _tanh(x: tl.tensor) -> tl.tensor:
+def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Scores with what a mask adds to them, and which of them it shows."""
+    if MASK == BOOLEAN:
+        return scores, visible & (inside != 0)
+    return scores + inside.to(tl.float32), visible & (inside != float("-inf"))
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
     """1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
     squared = x * x
     near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))

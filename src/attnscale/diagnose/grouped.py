@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnscale.diagnose import Finding
-from attnscale.diagnose.finding import severity_rank
+from attnscale.diagnose.finding import Finding, severity_rank
+from attnscale.plain import printable
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Group:
         by_head = any(finding.head is not None for finding in self.findings)
         what = f"{more} more {'head' if by_head else 'layer'}{'s' if more > 1 else ''}"
         return f"and {what}" if not by_head or len(self.layers) == 1 else f"and {what}, in {len(self.layers)} layers"
+
+    def __str__(self) -> str:
+        first = self.first
+        place = f"{first.place}{f' {self.others}' if self.others else ''}"
+        return printable(f"{first.severity}: {place}: {first.code}: {first.message} {first.advice}")
 
     def where(self, layers: int) -> str:
         """The layer and its heads where it is one, else of how many of all layers it is."""

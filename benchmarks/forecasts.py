@@ -1,0 +1,190 @@
+"""Do forecasts and alarms come true? `python benchmarks/forecasts.py`
+
+Replays the runs that benchmarks/forecast_runs.py recorded, record by record, and asks at each what a monitor and
+`attnscale watch-log` would say then: how often the 90% interval of a forecast held what the run then showed, how often
+a layer of a healthy run was said to pass a threshold and did not within the forecast's reach, and how many diverging
+runs were told of, truly, before their loss departed. Damping and widths were chosen on the first seeds; the figures of
+those set aside are printed beside them.
+"""
+
+import argparse
+import json
+import lzma
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attnscale.diagnose import Finding
+from attnscale.diagnose.alarm import Thresholds, next_threshold
+from attnscale.diagnose.forecast import Crossing, forecast
+from attnscale.train import LayerRecord, Record
+from attnscale.train.history import History
+from attnscale.train.trend import Sample, latest, trend
+
+RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
+TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds
+BY_HEAD = ("max", "max_above_mean")
+
+
+@dataclass(frozen=True)
+class Said:
+    """That a layer will pass a threshold, and when it did."""
+
+    step: int
+    layer: str
+    crossing: Crossing
+    passed: float  # step of the first record at or above the threshold; inf: never
+
+    reach: float  # steps that the samples bore
+
+    @property
+    def is_true(self) -> bool:
+        """Whether the run came to pass it within the reach of the forecast."""
+        return self.passed <= self.step + self.reach
+
+
+@dataclass
+class Replayed:
+    """A recorded run, and what was said at each of its records."""
+
+    case: str
+    seed: int
+    departs: int | None
+    records: list[Record]
+    trained: bool
+    said: list[Said] = field(default_factory=list)
+    covered: list[tuple[float, bool]] = field(default_factory=list)  # samples ahead; inside?
+    alarms: list[tuple[int, Finding]] = field(default_factory=list)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether its loss stayed with what the settings can reach."""
+        return self.departs is None
+
+    @cached_property
+    def told_at(self) -> int | None:
+        """The first record at which something was said that came true."""
+        return min((said.step for said in self.said if said.is_true), default=None)
+
+    @property
+    def falsely_told(self) -> set[int]:
+        """Records at which something was said that did not."""
+        return {said.step for said in self.said if not said.is_true}
+
+
+def read_runs(path: Path = RESULTS, seeds: Iterable[int] | None = None) -> Iterator[Replayed]:
+    """The recorded runs, not looked at yet."""
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        for line in file:
+            plain = json.loads(line)
+            if seeds is None or plain["seed"] in seeds:
+                yield Replayed(plain["case"], plain["seed"], plain["departs"], list(records(plain)), plain["trained"])
+
+
+def records(plain: dict[str, Any]) -> Iterator[Record]:
+    """What a log of the run would hold, one number a layer where that is all that is kept."""
+    softcap = plain["settings"]["softcap"]
+    for at, step in enumerate(plain["steps"]):
+        layers = {}
+        for name, columns in plain["layers"].items():
+            numbers = {
+                number: [math.nan if value is None else value for value in of_heads(column[at])]
+                for number, column in columns.items()
+                if number not in ("broken", "clipped")
+            }
+            clipped = columns["clipped"][at] if "clipped" in columns else None
+            layers[name] = LayerRecord(64, numbers, columns["broken"][at], softcap, clipped)
+        yield Record(step, 0.0, layers)
+
+
+def of_heads(value: Any) -> list[Any]:
+    """One number a head, or one for all."""
+    return value if isinstance(value, list) else [value]
+
+
+def replay(run: Replayed) -> Replayed:
+    """Ask at every record what is forecast, and look what came."""
+    history = History(Thresholds(), run.trained)
+    for record in run.records:
+        run.alarms += [(record.step, alarm) for alarm in history.add(record.step, dict(record.layers))]
+    for name in run.records[0].layers:
+        samples = [Sample.of(record.step, record.layers[name]) for record in run.records if name in record.layers]
+        for count in range(1, len(samples) + 1):
+            _ask(run, name, samples[:count], samples[count:])
+    return run
+
+
+def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
+    layer = run.records[len(known) - 1].layers[name]
+    found, now = trend(latest(known), layer.softcap), known[-1]
+    if found.ahead is None:
+        return
+    crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest, layer.clipped is not None))
+    if crossing is not None:
+        passed = next((sample.step for sample in ahead if sample.largest >= crossing.threshold), math.inf)
+        run.said.append(Said(now.step, name, crossing, passed, found.ahead.reach))
+    for sample in ahead:
+        steps = sample.step - now.step
+        if steps > found.ahead.reach or not sample.largest > 0:
+            break
+        inside = found.ahead.lowest(steps) <= math.log(sample.largest) <= found.ahead.highest(steps)
+        run.covered.append((steps / found.ahead.spacing, inside))
+
+
+def share(parts: Iterable[bool]) -> float:
+    """Of how many it holds; NaN of none."""
+    found = list(parts)
+    return sum(found) / len(found) if found else math.nan
+
+
+def figures(runs: Sequence[Replayed]) -> dict[str, float]:
+    """What is held by a test."""
+    healthy = [run for run in runs if run.is_healthy]
+    diverging = [run for run in runs if not run.is_healthy]
+    samples = sum(len(run.records) for run in healthy)
+    return {
+        "healthy runs": len(healthy),
+        "samples of healthy runs": samples,
+        "samples with a false 'will pass'": sum(len(run.falsely_told) for run in healthy),
+        "false share": sum(len(run.falsely_told) for run in healthy) / max(samples, 1),
+        "coverage of 90% intervals": share(inside for run in runs for _, inside in run.covered),
+        "coverage in healthy runs": share(inside for run in healthy for _, inside in run.covered),
+        "coverage in diverging runs": share(inside for run in diverging for _, inside in run.covered),
+        "forecasts that a threshold is passed": sum(len(run.said) for run in runs),
+        "of these passed within reach": share(said.is_true for run in runs for said in run.said),
+        "of these passed in the run": share(math.isfinite(said.passed) for run in runs for said in run.said),
+        "of these not before the earliest": share(
+            said.passed >= said.crossing.earliest for run in runs for said in run.said
+        ),
+        "diverging runs": len(diverging),
+        "told before the loss departs": share(
+            run.told_at is not None and run.departs is not None and run.told_at < run.departs for run in diverging
+        ),
+        "healthy runs with a warning": sum(any(alarm.severity != "note" for _, alarm in run.alarms) for run in healthy),
+    }
+
+
+def main() -> None:
+    """Print the figures of the seeds that were tuned on, and of those set aside."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--runs", type=Path, default=RESULTS)
+    arguments.add_argument("--each", action="store_true", help="Print every run, too.")
+    given = arguments.parse_args()
+    for title, seeds in (("tuned on", TUNED), ("set aside", SET_ASIDE)):
+        runs = [replay(run) for run in read_runs(given.runs, seeds)]
+        print(f"seeds {title}: {', '.join(map(str, seeds))}")
+        for run in runs if given.each else ():
+            print(
+                f"  {run.case}, seed {run.seed}: departs {run.departs}, told {run.told_at}, false at "
+                f"{sorted(run.falsely_told)}, coverage {share(inside for _, inside in run.covered):.2f}, alarms "
+                f"{[(step, alarm.code, alarm.severity) for step, alarm in run.alarms]}"
+            )
+        for name, value in figures(runs).items():
+            print(f"  {name}: {value if isinstance(value, int) else f'{value:.3f}'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""QK-Clip of a model that is known, at every step: on the device, which is never waited for.
+
+Which rows of which parameters take which share of whose factor is worked out once. After that a step is a handful of
+operations on one number a head, and one product a parameter; a head that did not pass the threshold is multiplied by
+one, which changes no bit of it. What was clipped is told when the numbers have reached the host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attnscale.acting.clip import ClippedHead, ClipReport, aim_of, log
+from attnscale.acting.folding import Folding, Left
+from attnscale.acting.replicas import Axis, device_of
+from attnscale.acting.slots import Slots
+from attnscale.acting.uses import Floats
+from attnscale.acting.writing import rows_held
+from attnscale.watching.layer import Layer
+
+AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What this rank holds of a parameter; each row is multiplied by the factor at its place among all."""
+
+    held: Tensor
+    shape: tuple[int, ...]  # of its factors
+    offset: float
+
+    def multiply_(self, factors: Tensor) -> None:
+        """Multiply in place, rounded once; `offset` counts with the values."""
+        factors = factors.view(self.shape).to(torch.promote_types(self.held.dtype, torch.float32))
+        if not self.offset:
+            self.held.mul_(factors)
+            return
+        changed = (self.held.to(factors.dtype) + self.offset) * factors - self.offset
+        self.held.copy_(torch.where(factors == 1.0, self.held, changed.to(self.held.dtype)))
+
+
+class Clipper:
+    """Multiplies what makes the queries and keys of heads over the threshold; made once, by all ranks of the axes."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]) -> None:
+        self.threshold = threshold
+        self._folding, device = Folding(model, layers), device_of(model)
+        shares = self._shares = self._folding.shares(axes)
+        names = [name for name, _ in self._folding.heads]
+        aims = {name: aim_of(threshold, self._folding.dtype(name)) for name in layers}
+        caps = {name: np.inf if layer.softcap is None else layer.softcap for name, layer in layers.items()}
+        known = [[aims[name] for name in names], [caps[name] for name in names], shares.families, shares.fixed]
+        self.slots = Slots.of(axes, np.array(known, dtype=np.float64).reshape(4, len(names)))
+        _, families = np.unique(self.slots.known[FAMILY], return_inverse=True)
+        self._aims, self._caps, self._fixed = (
+            torch.from_numpy(self.slots.known[number]).to(device) for number in (AIM, SOFTCAP, FIXED)
+        )
+        self._is_capped = bool(np.isfinite(self.slots.known[SOFTCAP]).any())
+        self._families = torch.from_numpy(families.ravel()).to(device)
+        self._rows: list[_Rows] = []
+        self._place(device)
+
+    def _place(self, device: torch.device) -> None:
+        """Which slot and which exponent each row that is held takes; those of none take the last slot, of factor 1."""
+        shares, slots, exponents = self._shares, [], []
+        of_row = np.where(shares.head < 0, self.slots.count, shares.head + self.slots.own.start)
+        for block, last in self._folding.blocks():
+            held = rows_held(self._folding.parameter(block.name), block.shape, block.across)
+            if held is None or not held[0].numel() or (shares.head[block.first : last] < 0).all():
+                continue
+            local, numbers = held
+            at = np.where(numbers < 0, 0, numbers + block.first).ravel()
+            slots.append(np.where(numbers.ravel() < 0, self.slots.count, of_row[at]))
+            exponents.append(shares.exponent[at])
+            self._rows.append(_Rows(local, numbers.shape, block.offset))
+        nothing = np.zeros(0)
+        self._slot_of_row = torch.from_numpy(np.concatenate([nothing, *slots]).astype(np.int64)).to(device)
+        self._exponent_of_row = torch.from_numpy(np.concatenate([nothing, *exponents])).to(device)
+
+    def factors(self, maxima: Tensor) -> Tensor:
+        """What the scores of each slot are multiplied by, float64."""
+        largest = maxima.double()
+        wanted = self._aims / largest
+        if self._is_capped:
+            capped = torch.atanh(self._aims / self._caps) / torch.atanh(largest / self._caps)
+            wanted = torch.where(self._caps == torch.inf, wanted, capped)
+        can = (largest > self.threshold) & (largest < self._caps)  # ∞ is not
+        wanted = torch.where(can, wanted, 1.0)
+        of_families = torch.ones_like(wanted).scatter_reduce_(0, self._families, wanted, "amin")
+        return torch.where(self._fixed > 0, 1.0, of_families[self._families])
+
+    @torch.no_grad()
+    def multiply_(self, factors: Tensor) -> None:
+        """Multiply every parameter that this rank holds of what makes the heads."""
+        with_one = torch.cat([factors, factors.new_ones(1)])
+        by_row = with_one[self._slot_of_row] ** self._exponent_of_row
+        sizes = [int(np.prod(rows.shape)) for rows in self._rows]
+        for rows, own in zip(self._rows, by_row.split(sizes), strict=True):
+            rows.multiply_(own)
+
+    def report(self, maxima: Floats, factors: Floats) -> ClipReport | None:
+        """What was done of this rank's heads; None where none was over the threshold."""
+        largest, own = maxima[self.slots.own], factors[self.slots.own]
+        if (largest <= self.threshold).all() and (own == 1.0).all():
+            return None
+        heads, clipped = self._folding.heads, []
+        for folded in self._folding.told(own, self._shares.by_row(own)):
+            maximum = float(largest[heads.index((folded.layer, folded.head))])
+            clipped.append(
+                ClippedHead(folded.layer, folded.head, maximum, maximum, "exact", folded.factor, folded.touched)
+            )
+        over = np.flatnonzero(~(largest <= self.threshold) & (own == 1.0))
+        left = [Left(*heads[number], self._why_left(int(number), float(largest[number]))) for number in over]
+        report = ClipReport(self.threshold, tuple(clipped), tuple(left))
+        log(report)
+        return report
+
+    def _why_left(self, number: int, largest: float) -> str:
+        if self._shares.fixed[number]:
+            return self._folding.why_fixed(number)
+        cap = float(self.slots.known[SOFTCAP, self.slots.own][number])
+        if largest >= cap and np.isfinite(largest):
+            return f"its largest score is the soft-cap, {cap:.4g}, and what came before is not known"
+        return f"its largest score is {largest}"

@@ -1,0 +1,71 @@
+"""The largest score of each head since the last step, kept where the model runs: no host waits for it.
+
+Each module that attends carries a tape. Of every call in a run of the module there is a line on it: the largest score
+of each head that passed the limit, then the limit, whether queries and keys are of the same positions, and how often it
+was called.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call, fold
+from attnscale.inside.frames import LOOKS
+from attnscale.inside.given import Given
+from attnscale.measure.largest import raise_largest_
+from attnscale.torch_internals import in_backward
+from attnscale.visibility import Visibility
+from attnscale.watching.hiding import keys_nobody_sees
+
+LOOK = "largest"
+LIMIT, ATTENDS_ITSELF, CALLS = -3, -2, -1  # behind the heads
+BEHIND = 3
+
+
+def blank_tape(heads: int, limit: float, attends_itself: Sequence[bool], device: torch.device) -> Tensor:
+    """A tape on which nothing was noted."""
+    tape = torch.full((len(attends_itself), heads + BEHIND), -torch.inf, device=device)
+    tape[:, LIMIT], tape[:, CALLS] = limit, 0.0
+    tape[:, ATTENDS_ITSELF] = torch.tensor(attends_itself, dtype=tape.dtype)
+    return tape
+
+
+@torch.library.custom_op("attnscale::note_largest", mutates_args=("tape",))
+def note_largest(
+    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
+) -> None:
+    """Note the largest score of each head, inside a compiled graph."""
+    _note(query, key, mask, tape, scale, is_causal, number)
+
+
+@note_largest.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _note(
+    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
+) -> None:
+    """What a backward pass recomputes was noted before."""
+    if in_backward() or number >= len(tape):
+        return
+    line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
+    hidden = keys_nobody_sees(mask)
+    if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
+        seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
+    query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
+    call = Call(query, key, key, seen, 0.0, scale, None)
+    raise_largest_(line[: query.shape[1]], line[LIMIT], line[CALLS], call)
+
+
+def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
+    with torch.no_grad():
+        query, key = given.query.detach(), given.key.detach()
+        note = note_largest if is_traced else _note
+        note(query, key, given.mask, tape, given.scale, given.is_causal, number)
+    return given
+
+
+LOOKS[LOOK] = _look

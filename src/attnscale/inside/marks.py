@@ -1,0 +1,79 @@
+"""The two marks around what a module does.
+
+In a compiled model they are nodes of its graph. Dynamo asks them for shapes alone; when autograd traces the graph, or a
+backend runs it as it is, they put a mode in place that sees every function the graph calls, and lead names here for
+functions that are made of others. A mode that Dynamo itself would see is never left in place, so nothing else is
+compiled otherwise.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attnscale.inside.frames import FRAMES, Frame
+from attnscale.inside.given import READERS
+from attnscale.inside.names import TORCH_NAMES, hold, let_go
+from attnscale.torch_internals import is_fake
+
+
+class _Traced(Frame):
+    """A run that is traced."""
+
+    def __init__(self, names: str, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__(names, tensors, is_traced=True)
+        mode: Any = _Mode(self)
+        self._mode = mode
+        hold(TORCH_NAMES)
+        mode.__enter__()
+
+    def end(self) -> None:
+        """It is over."""
+        self._mode.__exit__(None, None, None)
+        let_go(TORCH_NAMES)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self._frame = frame
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in READERS:
+            return self._frame.attends(function, args, kwargs)
+        return function(*args, **kwargs)
+
+
+def begin(names: str, *tensors: Tensor) -> None:
+    """A module begins, in an eager run."""
+    FRAMES.open.append(Frame(names, tensors, is_traced=False))
+
+
+def end() -> None:
+    """It has run."""
+    FRAMES.open.pop()
+
+
+def begin_in_graph(names: str, *tensors: Tensor) -> None:
+    """A module begins, in a graph that is traced."""
+    if not is_fake((type(tensors[0]),)):  # then Dynamo asks for shapes
+        FRAMES.open.append(_Traced(names, tensors))
+
+
+def end_in_graph(*tensors: Tensor) -> None:
+    """It has run."""
+    if not is_fake((type(tensors[0]),)) and FRAMES.open:
+        frame = FRAMES.open.pop()
+        assert isinstance(frame, _Traced)
+        frame.end()
+
+
+@cache
+def stand_in_graphs() -> None:
+    """Let Dynamo put the marks into graphs as they are; it takes a second to load."""
+    for mark in (begin_in_graph, end_in_graph):
+        torch.fx.node.has_side_effect(mark)
+        torch.compiler.allow_in_graph(mark)

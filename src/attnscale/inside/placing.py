@@ -1,0 +1,79 @@
+"""Placing a look at a module: for as long as it is there the module has a class of its own, which Dynamo guards on."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.inside import marks
+
+PREFIX = "_attnscale_"
+
+
+def place(module: nn.Module, look: str, tensor: Tensor) -> str:
+    """Look at what a module attends with from now on; the name by which it is taken away again."""
+    names = _names(module)
+    number = next(number for number in range(len(names) + 1) if f"{look}{number}" not in names)
+    name = f"{look}{number}"
+    module.__dict__[PREFIX + name] = tensor
+    _change(module, (*names, name))
+    return name
+
+
+def take_away(module: nn.Module, name: str) -> None:
+    """Look no more."""
+    _change(module, tuple(each for each in _names(module) if each != name))
+    module.__dict__.pop(PREFIX + name, None)
+
+
+def can_be_placed(module: nn.Module) -> bool:
+    """Whether its class says what it does: not where its forward was replaced, nor where it has no room for a look."""
+    return "forward" not in vars(module) and hasattr(module, "__dict__")
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return getattr(type(module), "_attnscale_looks", ())
+
+
+def _change(module: nn.Module, names: tuple[str, ...]) -> None:
+    own = type(module)
+    if "_attnscale_plain" in vars(own):
+        own = vars(own)["_attnscale_plain"]
+    elif _names(module):
+        return  # wrapped since in another class of its own; without its tensor a look does nothing
+    module.__class__ = looked_at(own, names) if names else own  # type: ignore[arg-type]
+
+
+@cache
+def looked_at(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A class of modules that do the same between two marks; copies and pickles are of the plain one."""
+    marks.stand_in_graphs()
+    joined, attributes = " ".join(names), tuple(PREFIX + name for name in names)
+
+    class LookedAt(plain):  # type: ignore[misc, valid-type]
+        _attnscale_plain, _attnscale_looks = plain, names
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            tensors: list[Any] = [getattr(self, name, None) for name in attributes]
+            if any(tensor is None for tensor in tensors) or not (self.training or torch.is_grad_enabled()):
+                return super().forward(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                marks.begin_in_graph(joined, *tensors)
+                output = super().forward(*args, **kwargs)
+                marks.end_in_graph(*tensors)
+                return output
+            marks.begin(joined, *tensors)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                marks.end()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            make, given, state, *rest = super().__reduce_ex__(protocol)
+            state = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
+            return make, tuple(plain if each is type(self) else each for each in given), state, *rest
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(LookedAt, name, getattr(plain, name))
+    return LookedAt

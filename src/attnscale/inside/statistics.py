@@ -1,0 +1,121 @@
+"""The statistics of a sampled step, measured where a known model attends.
+
+Each module that attends carries a ticket: the number of its place, in the host's memory, so that the operator knows
+where it stands in whichever graph it runs. What a backward pass recomputes is not counted again.
+"""
+
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from attnscale.inside.frames import LOOKS
+from attnscale.inside.given import Given
+from attnscale.torch_internals import in_backward
+from attnscale.visibility import Visibility
+from attnscale.watching.gradients import GradientSquares, by_query_head, of_kernel
+from attnscale.watching.kernels import KernelCall
+
+LOOK = "statistics"
+
+
+class Recorder(Protocol):
+    """What calls at one place are handed to."""
+
+    def note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None, is_compiled: bool) -> None:
+        """A call of the module, this one in its run; None where no backward is to come."""
+        ...
+
+    def passing(self) -> GradientSquares | None:
+        """Those of the last call whose gradient did not pass yet."""
+        ...
+
+
+_PLACES: WeakValueDictionary[int, Recorder] = WeakValueDictionary()
+_NUMBERS = count()
+
+
+def ticket_of(recorder: Recorder) -> Tensor:
+    """The number of a place, and how often it was passed."""
+    number = next(_NUMBERS)
+    _PLACES[number] = recorder
+    return torch.tensor([number, 0])
+
+
+@torch.library.custom_op("attnscale::noted", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
+def noted(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    ticket: Tensor,
+    scale: float,
+    is_causal: bool,
+    number: int,
+    learns: bool,
+) -> None:
+    """Measure a call, inside a compiled graph."""
+    ticket[1] += 1
+    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
+    if recorder is not None:
+        squares = GradientSquares() if learns else None
+        recorder.note(number, _kernel(query, key, mask, scale, is_causal), squares, is_compiled=True)
+
+
+@noted.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+@torch.library.custom_op("attnscale::noted_gradient", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
+def noted_gradient(query: Tensor, key: Tensor, ticket: Tensor) -> None:
+    """Add up the gradients that reached the queries and keys of a call."""
+    ticket[1] += 1
+    recorder = _PLACES.get(int(ticket[0]))
+    squares = None if recorder is None else recorder.passing()
+    if squares is not None:
+        squares.add("query", by_query_head(query))
+        squares.add("key", by_query_head(key, query.shape[1] // max(key.shape[1], 1)))
+
+
+@noted_gradient.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+class _Followed(torch.autograd.Function):
+    """Queries and keys as they are, whose gradients are noted as they pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.ticket = ticket
+        return query.view_as(query), key.view_as(key)
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:
+        noted_gradient(query, key, ctx.ticket)
+        return query, key, None
+
+
+def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
+    query, key = given.query, given.key
+    learns = torch.is_grad_enabled() and query.requires_grad and key.requires_grad
+    if is_traced:
+        noted(query.detach(), key.detach(), given.mask, ticket, given.scale, given.is_causal, number, learns)
+        if learns:
+            query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
+        return replace(given, query=query, key=key)
+    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
+    if recorder is not None:
+        kernel = _kernel(query.detach(), key.detach(), given.mask, given.scale, given.is_causal)
+        recorder.note(number, kernel, of_kernel(query, key) if learns else None, is_compiled=False)
+    return given
+
+
+def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> KernelCall:
+    return KernelCall("sdpa", query, key, scale, visibility=Visibility.of(mask, is_causal))
+
+
+LOOKS[LOOK] = _look

@@ -1,0 +1,103 @@
+"""A known model, watched inside its run: its modules carry a look while that lasts, and each call becomes one seen."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from attnscale.declared import declared
+from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.inside.places import Places
+from attnscale.inside.statistics import LOOK, ticket_of
+from attnscale.numerics import without_autocast
+from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.kernels import KernelCall
+from attnscale.watching.known.known_model import KnownModel
+from attnscale.watching.known.orders import Order
+from attnscale.watching.reporter import measured
+from attnscale.watching.seen import Seen
+from attnscale.watching.settings import Settings
+
+
+@contextmanager
+def watched_inside(places: Places, settings: Settings) -> Iterator[Seen]:
+    """See every attention that runs in a known model, as watch() does."""
+    watching = _Watching(places.model, places.known, settings)
+    with places.looked_at(LOOK, lambda path: ticket_of(watching.place(path))):
+        yield watching.seen
+    watching.conclude()
+
+
+class _Watching:
+    """One sampled step."""
+
+    def __init__(self, model: nn.Module, known: KnownModel, settings: Settings) -> None:
+        root = type(model).__name__
+        self.known, self.settings = known, settings
+        self.seen = Seen(
+            lambda path: path or root,
+            lambda path, head_dim: declared(model, path, head_dim),
+            lambda path: known.unused_norms.get(path, ()),
+        )
+        self.failures: list[str] = []
+        self._places: list[_Place] = []
+
+    def place(self, path: str) -> "_Place":
+        """Where the module at this path hands its calls to."""
+        self._places.append(_Place(self, path, self.known.orders[path]))
+        return self._places[-1]
+
+    def conclude(self) -> None:
+        """Say what was missed; where nothing was seen at all, refuse."""
+        self.seen.is_inside = True
+        if not self.seen.calls and not self.failures:
+            raise InputError("Expected the model to run, but none of its attentions did.")
+        missed = [each.path for each in self._places if not each.runs]
+        failures = [*self.failures, *(f"{path}: it attended otherwise than before" for path in missed)]
+        self.seen.known_model = None if failures else self.known
+        if failures:
+            warnings.warn(
+                f"{len(failures)} attentions could not be measured inside the model, and will be followed from outside "
+                f"again; the first: {failures[0]}",
+                NotFollowedWarning,
+                stacklevel=4,
+            )
+
+
+class _Place:
+    """A module that attends: which of its calls is which."""
+
+    def __init__(self, watching: _Watching, path: str, order: Order) -> None:
+        self._watching, self.path, self._order = watching, path, order
+        self.runs = 0
+        self._to_pass: list[GradientSquares] = []  # of compiled calls
+
+    def note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None, is_compiled: bool) -> None:
+        """A call of the module, this one in its run; None where no backward is to come."""
+        self.runs += number == 0
+        if gradients is None:
+            self._watching.seen.without_gradients |= not is_compiled
+        elif is_compiled:
+            self._to_pass.append(gradients)
+        try:
+            self._note(number, kernel, gradients)
+        except Exception as error:  # a model that runs must go on running
+            self._watching.failures.append(f"{self.path}: {type(error).__name__}: {error}")
+
+    def _note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None) -> None:
+        seen, known, settings = self._watching.seen, self._watching.known, self._watching.settings
+        known_by = self._order.calls[number] if number < len(self._order.calls) else None
+        if known_by is None or not known.fits(kernel, known_by):
+            self._watching.failures.append(f"{self.path}: it attended otherwise than before")
+            return
+        with torch.no_grad(), without_autocast(kernel.query):
+            call = measured(settings, kernel, lambda: known.again(kernel, known_by, settings.rows))
+        assert call is not None
+        call.gradients = gradients
+        seen.note(self.path, known_by[1], call, (self.runs - 1) % self._order.depth)  # type: ignore[arg-type]
+
+    def passing(self) -> GradientSquares | None:
+        """Those of the last call whose gradient did not pass yet."""
+        return self._to_pass.pop() if self._to_pass else None

@@ -1,0 +1,76 @@
+"""The largest score of each head where it passes a limit, and nothing else: what QK-Clip asks of every step.
+
+No score of a row can be above ‖q‖ · max‖k‖ · scale. Rows for which that is within the limit are passed over, so a model
+whose scores are in range pays for reading its queries and keys once.
+"""
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call
+from attnscale.measure.cuda.attention import kernels_take
+from attnscale.measure.cuda.ways import kind_of
+from attnscale.numerics import wide_dtype
+
+SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow
+BLOCK_SCORES = 2**20  # of one head at a time, without the kernel
+
+
+def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) -> None:
+    """Lift `largest`, a float32 a query head, to the largest score of every head that has one above the limit.
+
+    A score that is no number counts as ∞. `calls` goes up by one.
+
+    >>> from attnscale.visibility import EVERYTHING
+    >>> query, key = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4)
+    >>> query[0, 1] *= 50
+    >>> largest, calls = torch.full((2,), -torch.inf), torch.zeros(())
+    >>> raise_largest_(largest, torch.tensor(100.0), calls, Call(query, key, key, EVERYTHING, 0.0, 1.0, None))
+    >>> largest.tolist()
+    [-inf, 200.0]
+    """
+    with torch.no_grad():
+        if kernels_take(call):
+            from attnscale.measure.cuda import triton
+
+            kind = "largest", kind_of(call, largest, limit, calls)
+            triton.raise_largest_(largest, limit, calls, call, _highest_added(call), SLACK, kind=kind)
+        else:
+            calls += 1.0
+            for entry, head, rows in _rows_that_may_pass(limit, call):
+                for some in rows.split(max(1, BLOCK_SCORES // call.key.shape[-2])):
+                    highest = _scores(call, entry, head, some).amax().nan_to_num(torch.inf, torch.inf, -torch.inf)
+                    largest[head] = torch.maximum(largest[head], highest.to(largest))
+
+
+def _highest_added(call: Call) -> Tensor | None:
+    """The most that is added to a score, never below 0; None where nothing is."""
+    bias = call.visibility.bias
+    return None if bias is None else bias.amax().float().clamp(min=0.0)
+
+
+def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tensor]]:
+    """Of each batch entry and head; all of them on a device that would have to be waited for."""
+    query, key = call.query, call.key
+    batch, heads, length, _ = query.shape
+    if not query.numel() or not key.numel():
+        return []
+    if query.device.type != "cpu":
+        every = torch.arange(length, device=query.device)
+        return [(entry, head, every) for entry in range(batch) for head in range(heads)]
+    longest = torch.linalg.vector_norm(key, dim=-1, dtype=wide_dtype(key)).amax(-1).repeat_interleave(call.group, 1)
+    reach = torch.linalg.vector_norm(query, dim=-1, dtype=wide_dtype(query)) * longest[..., None]
+    reach, added = reach * (abs(call.scale) * SLACK), _highest_added(call)
+    reach = reach if added is None else reach + added
+    passes = ~(reach <= limit)  # NaN does
+    found = passes.any(-1).nonzero().tolist()
+    return [(entry, head, passes[entry, head].nonzero()[:, 0]) for entry, head in found]
+
+
+def _scores(call: Call, entry: int, head: int, rows: Tensor) -> Tensor:
+    """Of these rows of a head; −∞ for keys that they do not see."""
+    query, key = call.query[entry, head, rows], call.key[entry, head // call.group]
+    scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale
+    scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+    added = call.visibility.at(entry, slice(head, head + 1)).added(rows, slice(0, key.shape[0]), scores)
+    return scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]

@@ -1,0 +1,86 @@
+"""QK-Clip where a model attends: maxima on tapes, factors on the device, reports as the numbers reach the host."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.acting.clip import ClipReport
+from attnscale.acting.clipper import Clipper
+from attnscale.acting.replicas import Axis, device_of
+from attnscale.inside.places import Places
+from attnscale.inside.tapes import Tapes
+from attnscale.watching.layer import Layer
+
+TRIAL = 1  # steps after which it is looked whether the model attends where it did
+MOST_WAITING = 64  # steps whose numbers may be on their way
+
+
+@dataclass(frozen=True, eq=False)
+class _Arriving:
+    """The maxima and factors of a step, on their way to the host."""
+
+    numbers: Tensor
+    event: "torch.cuda.Event | None"
+
+    @property
+    def is_here(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+class ClippedInside:
+    """A model whose modules carry tapes, until it is left."""
+
+    def __init__(
+        self, model: nn.Module, places: Places, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]
+    ) -> None:
+        self._axes, self._trial = axes, TRIAL
+        self._clipper = Clipper(model, layers, threshold, axes)
+        self._tapes = Tapes(places, layers, threshold, device_of(model))
+        self._arriving: list[_Arriving] = []
+        self._stack = ExitStack()
+        self._stack.enter_context(self._tapes.looked_at())
+
+    def leave(self) -> None:
+        """Take the tapes away."""
+        self._stack.close()
+
+    def misses(self) -> bool:
+        """Whether the model, or its part on another rank, attends where no tape is: asked of the first steps alone."""
+        if not self._trial:
+            return False
+        self._trial -= 1
+        misses = self._tapes.was_any_written() and not self._tapes.were_all_written()
+        for axis in self._axes:
+            misses = any(axis.gathered(misses))
+        return misses
+
+    def clip(self) -> list[ClipReport]:
+        """Clip what passed the threshold since the last step; reports of what is known by now."""
+        own = self._tapes.read()
+        self._tapes.wipe_()
+        maxima = self._clipper.slots.agreed(own)
+        is_here = maxima.device.type == "cpu"
+        if is_here and bool((maxima <= self._clipper.threshold).all()):
+            return []
+        factors = self._clipper.factors(maxima)
+        self._clipper.multiply_(factors)
+        numbers = torch.stack([maxima.double(), factors]).to("cpu", non_blocking=not is_here)
+        event = None if is_here or not maxima.is_cuda else torch.cuda.current_stream(maxima.device).record_event()
+        self._arriving.append(_Arriving(numbers, event))
+        return self.arrived(waits=len(self._arriving) > MOST_WAITING)
+
+    def arrived(self, waits: bool) -> list[ClipReport]:
+        """The reports of steps whose numbers have reached the host."""
+        found = []
+        while self._arriving and (waits or self._arriving[0].is_here):
+            arriving = self._arriving.pop(0)
+            if arriving.event is not None:
+                arriving.event.synchronize()
+            maxima, factors = arriving.numbers.numpy()
+            report = self._clipper.report(maxima, factors)
+            if report is not None:
+                found.append(report)
+        return found

@@ -1,0 +1,237 @@
+"""A compiled model is measured inside its graphs: the numbers of an eager run, and no further compilation."""
+
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import attnscale
+from attnscale import Monitor
+from attnscale.errors import NotFollowedWarning
+
+from .runs import VOCABULARY, Reused, monitored, small_model, tokens, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def whole(backend, **settings):
+    return lambda model: torch.compile(model, backend=backend, **settings)
+
+
+def each_block(backend):
+    def compiled(model):
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model
+
+    return compiled
+
+
+def the_step(backend):
+    return lambda model: torch.compile(lambda given: model(given), backend=backend)
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, which attends in a function of several."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, given):
+        mask = nn.Transformer.generate_square_subsequent_mask(given.shape[1])
+        return self.head(self.encoder(self.embedding(given), mask=mask, is_causal=True))
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are run again in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = small_model(), use_reentrant
+
+    def forward(self, given):
+        x = self.inner.embedding(given)
+        for block in self.inner.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.inner.head(self.inner.norm(x))
+
+
+def made(kind, *given):
+    def make():
+        torch.manual_seed(0)
+        return kind(*given)
+
+    return make
+
+
+MODELS = {
+    "transformer": small_model,
+    "torch's encoder": made(Encoder),
+    "an attention that runs again": made(Reused),
+    "checkpoints": made(Checkpointed, False),
+}
+WAYS = {
+    "aot_eager": whole("aot_eager"),
+    "fullgraph": whole("aot_eager", fullgraph=True),
+    "dynamic": whole("aot_eager", dynamic=True),
+    "no autograd": whole("eager"),
+    "the step": the_step("aot_eager"),
+}
+
+
+def assert_same(found, expected, tolerance):
+    assert [record.step for record in found] == [record.step for record in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert list(one.layers) == list(other.layers)
+        for name, layer in other.layers.items():
+            assert one.layers[name].rows == layer.rows
+            assert set(one.layers[name].numbers) == set(layer.numbers)
+            for number, values in layer.numbers.items():
+                assert one.layers[name].numbers[number] == pytest.approx(values, rel=tolerance, abs=1e-6), number
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_numbers_are_those_of_an_eager_run(model, way):
+    expected, plain = monitored(MODELS[model], lambda model: model, 5, every=2, micro=2)
+    found, losses = monitored(MODELS[model], WAYS[way], 5, every=2, micro=2)
+    assert torch.equal(losses, plain)
+    assert_same(found, expected, 1e-5)
+    assert counters["stats"]["unique_graphs"] > 0  # it ran compiled
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+@pytest.mark.parametrize("model", ["transformer", "checkpoints"])
+def test_the_numbers_are_those_of_an_eager_run_with_inductor(model, way):
+    compiled = whole("inductor") if way == "whole" or model == "checkpoints" else each_block("inductor")
+    expected, plain = monitored(MODELS[model], lambda model: model, 4, every=2)
+    found, losses = monitored(MODELS[model], compiled, 4, every=2)
+    assert torch.allclose(losses, plain, rtol=1e-4)
+    assert_same(found, expected, 1e-3)
+
+
+def test_sampled_and_plain_steps_alternate_with_no_further_compilation():
+    model = small_model()
+    run, graphs = torch.compile(model, backend="aot_eager", fullgraph=True), []
+    monitor = Monitor(model, every=2)
+    train(model, run, 12, after=lambda: (monitor.step(), graphs.append(counters["stats"]["unique_graphs"])))
+    monitor.close()
+    assert graphs == [0, 1, *[2] * 10]  # followed; the plain graph; that of sampled steps
+
+
+def test_one_graph_serves_all_blocks_that_are_compiled_alike():
+    model, graphs = small_model(layers=4), []
+    each_block("aot_eager")(model)
+    monitor = Monitor(model, every=2)
+    train(model, None, 6, after=lambda: (monitor.step(), graphs.append(counters["stats"]["unique_graphs"])))
+    monitor.close()
+    assert graphs[1] == graphs[2] / 2 == 1
+    assert set(graphs[2:]) == {2}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_is_not_counted_again_where_blocks_are_compiled(use_reentrant):
+    def compiled(model):
+        for block in model.inner.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+    make = made(Checkpointed, use_reentrant)
+    with pytest.warns(attnscale.errors.NotRecordedWarning) if use_reentrant else _nothing():
+        expected, _ = monitored(make, lambda model: model, 3)
+    with pytest.warns(attnscale.errors.NotRecordedWarning) if use_reentrant else _nothing():  # the first, from outside
+        found, _ = monitored(make, compiled, 3)
+    for one, other in zip(found, expected, strict=True):
+        for name, layer in other.layers.items():
+            assert one.layers[name].rows == layer.rows
+            assert one.layers[name].numbers["spread"] == pytest.approx(layer.numbers["spread"], rel=1e-5)
+    gradients = [layer.numbers["query_gradient"] for layer in found[-1].layers.values()]
+    assert (torch.tensor(gradients) > 0).all()
+
+
+def test_losses_of_200_steps_are_those_of_the_plain_loop():
+    plain, watched = small_model(), small_model()
+    losses = train(plain, torch.compile(plain, backend="aot_eager"), 200)
+    monitor = Monitor(watched, every=7)
+    assert torch.equal(train(watched, torch.compile(watched, backend="aot_eager"), 200, after=monitor.step), losses)
+    monitor.close()
+
+
+def test_an_evaluation_inside_a_sampled_step_is_no_part_of_it():
+    model, records = small_model(), []
+    run = torch.compile(model, backend="aot_eager")
+
+    def evaluate():
+        with torch.no_grad():
+            model.eval()
+            run(tokens(9, batch=7)[:, :-1])
+            model.train()
+
+    monitor = Monitor(model, 1, None, [records.append])
+    for step in range(3):
+        evaluate()
+        train(model, run, 1, batches=lambda *_, **__: tokens(step))
+        monitor.step()
+    monitor.close()
+    assert len({record.layers["blocks.0.attention"].rows for record in records}) == 1
+
+
+def test_a_model_that_attends_otherwise_than_before_is_followed_again():
+    model, records = small_model(), []
+    run = torch.compile(model, backend="aot_eager")
+    monitor = Monitor(model, 1, None, [records.append])
+    train(model, run, 2, after=monitor.step)
+    model.blocks[0].attention.forward = model.blocks[1].attention.forward  # no class says what it does now
+    with pytest.warns(NotFollowedWarning, match="attended otherwise"):
+        train(model, run, 1, after=monitor.step)
+    train(model, run, 2, after=monitor.step)
+    monitor.close()
+    assert len(records) == 5
+    assert list(records[-1].layers)
+
+
+def test_copies_and_pickles_of_a_model_that_is_looked_at_are_plain():
+    model = small_model()
+    run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1)
+    train(model, run, 2, after=monitor.step)
+    plain = type(small_model().blocks[0].attention)
+    assert type(model.blocks[0].attention) is not plain
+    assert str(model) == str(small_model())
+    for copy in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copy.blocks[0].attention) is plain
+        assert vars(copy.blocks[0].attention).keys() == vars(small_model().blocks[0].attention).keys()
+        assert torch.equal(copy(tokens(0)), model(tokens(0)))
+    monitor.close()
+    assert type(model.blocks[0].attention) is plain
+    assert vars(model.blocks[0].attention).keys() == vars(small_model().blocks[0].attention).keys()
+
+
+def test_two_monitors_look_at_one_model():
+    model, first, second = small_model(), [], []
+    run = torch.compile(model, backend="aot_eager")
+    monitors = [Monitor(model, 1, None, [records.append]) for records in (first, second)]
+    train(model, run, 3, after=lambda: [monitor.step() for monitor in monitors])
+    for monitor in monitors:
+        monitor.close()
+    assert_same(first, second, 1e-12)
+
+
+class _nothing:  # noqa: N801 (reads as a function)
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None

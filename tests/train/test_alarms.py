@@ -1,0 +1,141 @@
+"""Alarms of a run: by what softmax feels, from where a trained model began, each once, with advice that fits."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from attnscale import Monitor
+from attnscale.diagnose.alarm import Thresholds
+from attnscale.models import load_bundled
+from attnscale.train import LayerRecord, Record
+from attnscale.train.history import History
+from attnscale.train.run import raised_alarms
+
+FACTORS = {"scale": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
+
+
+def layer(largest, above=None, entropy=0.5, gain=0.5, **changed):
+    numbers = {
+        "max": [largest], "max_above_mean": [largest if above is None else above], "max_bound": [2 * largest],
+        "entropy_ratio": [entropy], "gradient_gain": [gain], **FACTORS,
+    }  # fmt: skip
+    numbers |= {name: [value] for name, value in changed.items() if name in FACTORS}
+    return LayerRecord(7, numbers, **{name: value for name, value in changed.items() if name not in FACTORS})
+
+
+def raised(layers, trained=False):
+    history, found = History(Thresholds(), trained), []
+    for step, one in enumerate(layers):
+        found += [(10 * step, alarm) for alarm in history.add(10 * step, {"layer": one})]
+    return found
+
+
+def test_a_score_that_shifts_its_whole_row_raises_no_alarm():
+    assert raised([layer(5.0), layer(80_000.0, above=48.0)]) == []
+    ((_, alarm),) = raised([layer(5.0), layer(80_000.0, above=1200.0)])
+    assert (alarm.severity, alarm.measured) == ("warning", 1200.0)
+    assert "The largest score is 8e+04, 1200 above the mean of its row;" in alarm.message
+    ((_, alarm),) = raised([layer(5.0), LayerRecord(7, {"max": [1200.0], **FACTORS})])  # of an older log
+    assert alarm.measured == 1200.0
+
+
+def test_a_trained_model_at_its_first_step_is_a_baseline_and_no_alarm():
+    sharp = layer(1500.0, entropy=0.03, gain=0.02)
+    assert raised([sharp] * 9, trained=True) == []
+    assert [alarm.code for _, alarm in raised([sharp] * 9)] == ["exploding", "saturated"]
+    assert [
+        (step, alarm.code, alarm.severity)
+        for step, alarm in raised([sharp, layer(1600.0, entropy=0.029, gain=0.019), layer(10_500.0, gain=0.001)], True)
+    ] == [(20, "exploding", "error"), (20, "saturated", "warning")]
+
+
+def test_a_trained_model_that_monitor_is_given_is_judged_from_where_it_begins(caplog):
+    model, tokens = load_bundled()
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight.mul_(30)  # sharp, as published models may be
+    monitor = Monitor(model, every=1)
+    model(tokens[:, :64]).sum().backward()
+    monitor.step()
+    assert monitor.last.layers["blocks.0.attention"].felt[0] > 100
+    assert monitor.last.alarms == []
+    assert not caplog.records
+    again = Monitor(model, every=1)
+    again.load_state_dict(monitor.state_dict())
+    model(tokens[:, :64]).sum().backward()
+    again.step()
+    assert again.last.alarms == []
+    monitor.close()
+    again.close()
+
+
+def test_one_layer_and_step_has_one_alarm_of_a_code():
+    growing = [
+        layer(5.0 * math.exp(0.5 * step), entropy=0.5 / (1 + step) ** 2, gain=0.5 / (1 + step) ** 2)
+        for step in range(16)
+    ]
+    found = raised(growing)
+    keys = [(step, alarm.code) for step, alarm in found]
+    assert len(set(keys)) == len(keys)
+    both = next(alarm for _, alarm in found if "will pass" in alarm.message and "QK-Clip would act" in alarm.message)
+    assert both.severity == "warning"
+    assert any("entropy" in alarm.message and "gradient" in alarm.message for _, alarm in found)
+
+
+def test_a_number_that_wavers_about_a_limit_raises_one_alarm():
+    assert len(raised([layer(95.0 + 10 * (step % 2)) for step in range(20)])) == 1
+    assert len(raised([layer(5.0, gain=0.045 + 0.01 * (step % 2)) for step in range(20)])) == 1
+    assert len(raised([layer(105.0 if step % 2 else 5.0) for step in range(4)])) == 2  # it was over in between
+
+
+@pytest.mark.parametrize(
+    ("moved", "advice"),
+    [
+        ({"query_norm": 800.0}, "clip the projections"),
+        ({"scale": 10.0}, "bound it"),
+        ({"alignment": 0.9}, "add a soft-cap"),
+        ({"query_norm": 800.0, "softcap": 2000.0}, "add a QK-norm"),
+        ({"query_norm": 800.0, "clipped": [0.1]}, "let it act at every step"),
+    ],
+)
+def test_the_advice_fits_what_moved_and_what_is_there(moved, advice):
+    ((_, alarm),) = raised([layer(5.0), layer(1200.0, **moved)])
+    assert advice in alarm.advice
+    assert not ("softcap" in moved and "add a soft-cap" in alarm.advice)
+
+
+def test_forecasts_say_if_this_goes_on_and_no_factor_that_was_not_seen():
+    found = [alarm for _, alarm in raised([layer(5.0 * math.exp(0.6 * step)) for step in range(9)])]
+    told = [alarm.message for alarm in found if "will pass" in alarm.message]
+    assert told
+    for message in told:
+        assert "if this goes on" in message
+        assert "fold in the last" in message
+        assert "1,000 steps" not in message
+
+
+def test_alarms_that_say_the_same_are_told_once_with_their_layers_and_steps():
+    history, alarms = History(Thresholds()), []
+    for step in range(12):
+        found = history.add(10 * step, {f"blocks.{index}.attention": layer(4.0 * 2**step) for index in range(3)})
+        alarms += [(10 * step, alarm) for alarm in found]
+    (told,) = raised_alarms(alarms)
+    assert told.group.layers == tuple(f"blocks.{index}.attention" for index in range(3))
+    assert told.group.first.severity == "warning"
+    assert len(alarms) > 3
+    assert told.when == f"{len(told.steps)} steps from {told.steps[0]} to {told.steps[-1]}"
+
+
+def test_the_log_tells_alarms_of_many_layers_in_one_line(caplog):
+    from attnscale.train.delivery import Delivery
+
+    history = History(Thresholds())
+    layers = {f"blocks.{index}.attention": layer(1200.0) for index in range(3)}
+    record = Record(0, 0.0, layers, history.add(0, layers))
+    told = []
+    with caplog.at_level(logging.WARNING, "attnscale"):
+        Delivery([], told.append, lambda warning: None).alarm(record, is_logged=True)
+    assert len(told) == 3
+    (line,) = caplog.messages
+    assert "blocks.0.attention, head 0 and 2 more heads, in 3 layers: exploding" in line
