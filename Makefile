@@ -50,7 +50,7 @@ $(OLD)/installed: pyproject.toml constraints.txt
 	touch $@
 
 # PyTorch's own tests of attention, fetched with apt-get from Debian's source package, with attnscale.attention in the
-# place of SDPA, and without: what fails that SDPA passes, and why. On a CPU most of an hour, nearly all of it one test
+# place of SDPA, and without: what fails that SDPA passes, and why. Hours on one busy core, nearly all of it one test
 # with 3,072 cases: UPSTREAM='-k "not mask_vs_math"' leaves it out. On a GPU: make upstream BIN=<folder of its python>.
 upstream:
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.upstream $(UPSTREAM)
