@@ -41,7 +41,7 @@ BAD = [
     (dict(query=torch.ones(batch, heads, q_len, head_dim, dtype=torch.int)), DtypeError, "floating-point .* query of"),
     (dict(key=torch.empty(batch, heads, kv_len, head_dim, device="meta")), DeviceError, "query on cpu and key on meta"),
     (dict(attn_mask=r(4, kv_len)), ShapeError, r"attn_mask to broadcast to \(2, 3, 5, 7\), .* got shape \(4, 7\)"),
-    (dict(attn_mask=r(kv_len)), ShapeError, "attn_mask to broadcast"),
+    (dict(attn_mask=r(4)), ShapeError, "attn_mask to broadcast"),
     (dict(attn_mask=r(batch, 2, q_len, kv_len)), ShapeError, "attn_mask to broadcast"),
     (dict(attn_mask=torch.ones(q_len, kv_len, dtype=torch.long)), DtypeError, "attn_mask as booleans .* or floats"),
     (dict(attn_mask=r(q_len, kv_len), is_causal=True), InputError, "attn_mask or is_causal, got both"),

@@ -319,6 +319,12 @@ def test_fully_masked_rows_give_zeros():
     assert attention_weights(query, key, nothing).abs().max() == 0
 
 
+def test_groups_of_rows_without_a_key_give_zeros():
+    query, key = torch.randn(1, 4, 3, 5), torch.randn(1, 2, 0, 5)
+    for softcap in (None, 2.0):
+        assert attention(query, key, key, enable_gqa=True, softcap=softcap).abs().sum() == 0
+
+
 def test_batches_and_single_heads_broadcast():
     query, key, value = tensors()
     ours = attention(query, key[:1, :1], value[:1, :1])

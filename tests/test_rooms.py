@@ -77,7 +77,8 @@ def test_training_loads_nothing_that_only_shows():
 def test_the_public_names():
     assert sorted(attnscale.__all__) == [
         "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "QKClip", "ScoreMoments",
-        "ScoreStats", "attention", "attention_weights", "attention_with_stats", "audit", "calibrate_", "clip_qk_",
+        "ScoreStats", "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
+        "attention_with_stats", "audit", "calibrate_", "clip_qk_",
         "reference", "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)

@@ -6,9 +6,9 @@ import torch
 
 from attnscale.attending import sdpa
 from attnscale.attending.call import Call
+from attnscale.attending.choosing import run
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.engine import measured
-from attnscale.operator import run
 from attnscale.reference import scaled_dot_product_attention
 from attnscale.visibility import Visibility
 from tests.measure.oracle import NAMES, expected_stats

@@ -8,10 +8,18 @@ if TYPE_CHECKING:
     from attnscale.acting import ClipReport, calibrate_, clip_qk_, rescale_
     from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
-    from attnscale.measure import ScoreMoments, ScoreStats, attention_with_stats, score_moments, score_stats
+    from attnscale.measure import (
+        ScoreMoments,
+        ScoreStats,
+        attention_varlen_with_stats,
+        attention_with_stats,
+        score_moments,
+        score_stats,
+    )
     from attnscale.modules import MultiheadAttention
-    from attnscale.operator import attention, attention_weights
+    from attnscale.operator import attention, attention_varlen, attention_weights
     from attnscale.train import Monitor, QKClip
+    from attnscale.visibility import Visibility
     from attnscale.watching import watch
 
 __version__ = "0.1.0"
@@ -24,7 +32,10 @@ __all__ = [
     "QKClip",
     "ScoreMoments",
     "ScoreStats",
+    "Visibility",
     "attention",
+    "attention_varlen",
+    "attention_varlen_with_stats",
     "attention_weights",
     "attention_with_stats",
     "audit",
@@ -45,10 +56,13 @@ __all__ = [
 _HOME = {
     "AttnscaleError": "attnscale.errors",
     "MultiheadAttention": "attnscale.modules",
+    "Visibility": "attnscale.visibility",
     "attention": "attnscale.operator",
+    "attention_varlen": "attnscale.operator",
     "attention_weights": "attnscale.operator",
     "ScoreMoments": "attnscale.measure",
     "ScoreStats": "attnscale.measure",
+    "attention_varlen_with_stats": "attnscale.measure",
     "attention_with_stats": "attnscale.measure",
     "score_moments": "attnscale.measure",
     "score_stats": "attnscale.measure",

@@ -6,7 +6,8 @@
     │   ├── DtypeError              a TypeError too
     │   └── DeviceError
     ├── ModelError                  a model that cannot be loaded, or not be run on an input made for it
-    └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for
+    └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for; a
+        │                           RuntimeError too, as SDPA raises for its dropout
         └── UnknownRuleError
 
 What is told and stops nothing, as a tree:
@@ -52,7 +53,7 @@ class ModelError(AttnscaleError):
     """A model cannot be loaded, or not be run on an input made for it."""
 
 
-class SettingError(AttnscaleError):
+class SettingError(AttnscaleError, RuntimeError):
     """A scale, a soft-cap or a parameter outside what its formula is defined for."""
 
 

@@ -1,19 +1,21 @@
 """What attention accepts: the checks that torch's kernels leave out or word badly, before any work is done."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.shapes import broadcast, broadcasts_to, scores_shape
+from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
 def check_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    attn_mask: Tensor | None,
+    attn_mask: Mask,
     is_causal: bool,
     enable_gqa: bool,
     softcap: float | None,
@@ -24,15 +26,38 @@ def check_inputs(
     _check_kind(tensors)
     _check_shapes(tensors, enable_gqa)
     if attn_mask is not None:
-        _check_mask(query, attn_mask, scores_shape(query, key, enable_gqa), is_causal)
+        check_one_mask(attn_mask, is_causal)
+        _check_mask(query, attn_mask, scores_shape(query, key, enable_gqa))
+    check_settings(dropout_p, softcap)
+
+
+def check_settings(dropout_p: float, softcap: float | None) -> None:
+    """Of every attention, whatever its tensors."""
     if not 0.0 <= dropout_p <= 1.0:
         raise SettingError(f"Expected dropout_p between 0 and 1, got {dropout_p}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise SettingError(f"Expected a positive, finite softcap, got {softcap}; pass None for no soft-cap.")
 
 
+def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
+    """Causality is said once; in SDPA's words, which callers look for."""
+    if attn_mask is not None and is_causal:
+        if isinstance(attn_mask, Tensor) and not is_plain_mask(attn_mask):
+            raise InputError(
+                "Expected attn_mask or is_causal, got both: CausalBias should not be used with causal=True; "
+                "it says the same already."
+            )
+        raise InputError(
+            "Expected attn_mask or is_causal, got both: Explicit attn_mask should not be set when is_causal=True; "
+            "put the causal triangle into the mask, or pass Visibility(last=0, mask=attn_mask)."
+        )
+
+
 def _check_kind(tensors: dict[str, Tensor]) -> None:
     query = tensors["query"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"Expected {name} as a tensor, got {type(tensor).__name__}; make it with torch.tensor().")
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise DtypeError(f"Expected floating-point tensors, got {name} of {tensor.dtype}; convert it first.")
@@ -89,17 +114,54 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
         raise ShapeError(f"Expected batch dimensions that broadcast, got {shapes}.") from None
 
 
-def _check_mask(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...], is_causal: bool) -> None:
-    if is_causal:
-        raise InputError("Expected attn_mask or is_causal, got both; put the causal triangle into the mask.")
+def _check_mask(query: Tensor, attn_mask: Mask, scores: tuple[int, ...]) -> None:
+    if isinstance(attn_mask, Visibility):
+        _check_documents(query, attn_mask, scores)
+        if attn_mask.mask is not None:
+            _check_mask(query, attn_mask.mask, scores)
+    elif getattr(attn_mask, "variant", None) is not None:
+        _check_causal_bias(attn_mask, scores)
+    elif not isinstance(attn_mask, Tensor):
+        raise DtypeError(f"Expected attn_mask as a tensor or a Visibility, got {type(attn_mask).__name__}.")
+    else:
+        _check_mask_tensor(query, attn_mask, scores)
+
+
+def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]) -> None:
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise DtypeError(
             f"Expected attn_mask as booleans (True: visible) or floats (added to the scores), got {attn_mask.dtype}."
         )
+    known = (torch.bool, torch.float32, query.dtype)
+    if attn_mask.dtype not in known and not torch.is_autocast_enabled(query.device.type):
+        raise DtypeError(
+            f"Expected attn_mask dtype to be bool, float32 or the query's, {query.dtype}, got {attn_mask.dtype}; "
+            "convert it with attn_mask.to(query.dtype)."
+        )
     if attn_mask.device != query.device:
         raise DeviceError(f"Expected attn_mask on the query's device, {query.device}, got {attn_mask.device}.")
-    if attn_mask.dim() < 2 or not broadcasts_to(attn_mask.shape, scores):
+    if attn_mask.is_nested or not broadcasts_to(attn_mask.shape, scores):
         raise ShapeError(
             f"Expected attn_mask to broadcast to {scores}, one entry a query and key, "
-            f"got shape {tuple(attn_mask.shape)}."
+            f"got {'a nested tensor' if attn_mask.is_nested else f'shape {tuple(attn_mask.shape)}'}."
         )
+
+
+def _check_causal_bias(bias: Any, scores: tuple[int, ...]) -> None:
+    """Aligned to the first key it means the same for every size; aligned to the last, only for its own."""
+    size = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "LOWER_RIGHT" and size != scores[-2:]:
+        raise ShapeError(
+            f"Expected causal_lower_right{scores[-2:]} for so many rows and keys, got causal_lower_right{size}."
+        )
+
+
+def _check_documents(query: Tensor, seen: Visibility, scores: tuple[int, ...]) -> None:
+    lead = scores[:-3]
+    for side, ids, length in zip(("row", "key"), seen.documents or (), scores[-2:], strict=False):
+        if not broadcasts_to(ids.shape, (*lead, length)) or ids.shape[-1:] != (length,):
+            raise ShapeError(
+                f"Expected the document of each {side}, broadcasting to {(*lead, length)}, got {tuple(ids.shape)}."
+            )
+        if ids.device != query.device:
+            raise DeviceError(f"Expected documents on the query's device, {query.device}, got {ids.device}.")

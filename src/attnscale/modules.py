@@ -4,11 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.errors import ShapeError
+from attnscale.attending.choosing import joined, run_sequences
+from attnscale.attending.nested import any_nested, sequences_see
+from attnscale.attending.ragged import scaled_sequences
+from attnscale.attending.sequences import Sequences, as_one_row, as_tokens, unnested, wrapping
+from attnscale.attending.weights import weights_of
+from attnscale.errors import InputError, ShapeError
+from attnscale.inputs import check_settings
+from attnscale.numerics import uncompiled
 from attnscale.operator import attention, attention_weights
 from attnscale.rules import get_rule
 from attnscale.rules.apply import Scale
 from attnscale.torch_internals import keep_off_the_fast_path
+from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -63,14 +71,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Mask = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As nn.MultiheadAttention: True in a boolean mask hides a key; weights are returned where they are asked for.
 
-        `is_causal` says that attn_mask is the causal one, and stands for it where attn_mask is None.
+        `is_causal` says that attn_mask is the causal one, and stands for it where attn_mask is None. Nested tensors,
+        (batch, length, embed_dim), give nested ones, their weights a matrix a sequence.
         """
+        if any_nested(query, key, value):
+            if key_padding_mask is not None or not self.batch_first:
+                raise InputError("Expected nested tensors with batch_first=True and without key_padding_mask.")
+            seen = sequences_see(attn_mask, is_causal and attn_mask is None)
+            return uncompiled(self._forward_nested)(query, key, value, seen, need_weights, average_attn_weights)
         if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
             raise ShapeError(f"Expected query, key and value of 2 or 3 dimensions each, got {shapes}.")
@@ -84,6 +98,46 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _forward_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        own, theirs, values = self._project_sequences(query, key, value, seen)
+        dropout_p = self.dropout if self.training else 0.0
+        check_settings(dropout_p, self.softcap)
+        ragged = scaled_sequences(own, theirs, values, seen, self.rule, False, self.softcap, dropout_p)
+        weights: list[Tensor] = []
+        if need_weights:
+            calls = list(ragged.calls())
+            weights = [F.dropout(weights_of(call), dropout_p, dropout_p > 0.0) for call in calls]
+            row = joined([each @ call.value for each, call in zip(weights, calls, strict=True)], ragged)
+        else:
+            row = run_sequences(ragged)
+        output = self.out_proj(as_tokens(row).flatten(1)).unsqueeze(1)
+        like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
+        nested = wrapping(query, like, ragged.rows)(as_one_row(output))
+        if not need_weights:
+            return nested, None
+        matrices = [each.squeeze(0).mean(0) if average else each.squeeze(0) for each in weights]
+        return nested, torch.nested.as_nested_tensor(matrices)
+
+    def _project_sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
+    ) -> tuple[Sequences, Sequences, Sequences]:
+        given = [unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))]
+        tokens = (each.tokens.squeeze(1) for each in given)
+        heads = zip(self._project(*tokens), given, strict=True)
+        own, theirs, values = (Sequences(tensor, each.layout) for tensor, each in heads)
+        empty = [each.tokens[:, :, :0] for each in (own, theirs, values)]
+        appended = self._append_keys(empty[0], empty[1], empty[2], None)[1:3]
+        if appended[0].shape[-2] and not seen.is_full:
+            raise InputError("Expected no causality beside add_bias_kv or add_zero_attn in nested tensors, got both.")
+        for at in range(appended[0].shape[-2]):
+            theirs, values = (
+                each.with_another(tensor[:, :, at : at + 1])
+                for each, tensor in zip((theirs, values), appended, strict=True)
+            )
+        return own, theirs, values
 
     def _batch_first(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
@@ -107,47 +161,55 @@ class MultiheadAttention(nn.MultiheadAttention):
         query: Tensor,
         key: Tensor,
         key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        attn_mask: Mask,
         is_causal: bool,
-    ) -> tuple[Tensor | None, bool]:
+    ) -> tuple[Mask, bool]:
         """Both masks as the one that attention() takes, or none and the word that it is causal."""
         batch, _, q_len, _ = query.shape
         kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
+        hidden = attn_mask if is_plain_mask(attn_mask) else None
+        if hidden is not attn_mask:
+            if key_padding_mask is not None or appends:
+                raise InputError(
+                    f"Expected attn_mask as a tensor beside key_padding_mask, add_bias_kv or add_zero_attn, got a "
+                    f"{type(attn_mask).__name__}; write it out."
+                )
+            return attn_mask, False
         if is_causal and key_padding_mask is None and not appends:
             return None, True
-        if is_causal and attn_mask is None:
-            attn_mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
-        if attn_mask is not None and attn_mask.dim() == 3:
-            _expect_shape("attn_mask", attn_mask, (batch * self.num_heads, q_len, kv_len))
-            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
-        elif attn_mask is not None:
-            _expect_shape("attn_mask", attn_mask, (q_len, kv_len))
+        if is_causal and hidden is None:
+            hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).triu(1)
+        if hidden is not None and hidden.dim() == 3:
+            _expect_shape("attn_mask", hidden, (batch * self.num_heads, q_len, kv_len))
+            hidden = hidden.unflatten(0, (batch, self.num_heads))
+        elif hidden is not None:
+            _expect_shape("attn_mask", hidden, (q_len, kv_len))
         if key_padding_mask is not None:
             padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask.unsqueeze(0)
             _expect_shape("key_padding_mask", padding, (batch, kv_len))
             key_padding_mask = padding[:, None, None, :]
-        return _merged(attn_mask, key_padding_mask, query.dtype), False
+        return _merged(hidden, key_padding_mask, query.dtype), False
 
     def _append_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """The learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
         if self.bias_k is not None and self.bias_v is not None:
             key, value = (
                 torch.cat(
-                    [rows, bias.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand_as(rows[:, :, :1])], -2
+                    [rows, bias.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).expand(len(rows), -1, -1, -1)], -2
                 )
                 for rows, bias in ((key, self.bias_k), (value, self.bias_v))
             )
         if self.add_zero_attn:
             key, value = (F.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
-        if attn_mask is not None:
+        if is_plain_mask(attn_mask):
             visible = True if attn_mask.dtype == torch.bool else 0.0
             attn_mask = F.pad(attn_mask, (0, key.shape[-2] - attn_mask.shape[-1]), value=visible)
         return query, key, value, attn_mask
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         dropout_p = self.dropout if self.training else 0.0
         if not need_weights:

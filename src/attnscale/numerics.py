@@ -1,10 +1,14 @@
 """What every room needs of floating point."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # what kernels of a GPU are written for
 
@@ -13,6 +17,11 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Autocast off for the tensor's device; a meta tensor's has none to turn off."""
     kind = tensor.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, uncompiled where torch.compile traces: what depends on lengths of sequences makes no graph."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -1,25 +1,28 @@
 """The operator: scaled dot-product attention with any scale rule and an optional soft-cap."""
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending import flex, row_blocks, sdpa
 from attnscale.attending.call import Call, fold
-from attnscale.attending.weights import row_weights
+from attnscale.attending.choosing import run, run_sequences
+from attnscale.attending.nested import any_nested, even_parts, nested_call
+from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
+from attnscale.attending.sequences import as_tokens
+from attnscale.attending.weights import weights_of
 from attnscale.inputs import check_inputs
-from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
-from attnscale.visibility import Visibility
+from attnscale.visibility import Mask, Visibility
 
 
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: Scale = None,
@@ -37,6 +40,9 @@ def attention(
     >>> attention(q, k, v, scale="unscaled", is_causal=True)[0, 0, 1].round(decimals=3)
     tensor([0.2690, 0.7310, 0.0000, 0.0000])
     """
+    if any_nested(query, key, value):
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap
+        return uncompiled(_attend_nested)(query, key, value, *options)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
@@ -46,21 +52,86 @@ def attention(
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Mask = None,
     is_causal: bool = False,
     scale: Scale = None,
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at."""
+    """softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at.
+
+    Of nested tensors, a nested tensor of the matrices of each sequence.
+    """
+    if any_nested(query, key):
+        options = attn_mask, is_causal, scale, enable_gqa, softcap
+        return uncompiled(_nested_weights)(query, key, *options)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     shape = scores_shape(query, key, enable_gqa)
     call = scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap)
-    with without_autocast(query):
-        query, key = call.query.to(wide_dtype(query)), call.key.to(wide_dtype(key))
-        bias = call.visibility.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
-        return row_weights(query, key, bias, call.scale, softcap).to(call.query.dtype).reshape(shape)
+    return weights_of(call).reshape(shape)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Scale = None,
+    enable_gqa: bool = False,
+    *,
+    softcap: float | None = None,
+    window_size: Window = NO_WINDOW,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """attention() over sequences laid end to end: tokens (total, heads, head_dim), each seeing its own sequence.
+
+    `cu_seqlens_q` says where sequences begin and the last ends, (sequences + 1,), or `document_ids` of which document
+    each token is; keys of other lengths have `cu_seqlens_k`. As in flash-attn and torch.nn.attention.varlen, causality
+    and the window, (left, right) with −1 for all, are aligned to the last key of a sequence.
+
+    >>> tokens = torch.randn(7, 2, 4)
+    >>> attention_varlen(tokens, tokens, tokens, torch.tensor([0, 3, 3, 7]), is_causal=True).shape
+    torch.Size([7, 2, 4])
+    """
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
+    seen = window_of(window_size, is_causal)
+    return uncompiled(_attend_packed)(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p)
+
+
+def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
+    ragged, _ = nested_call(query, key, key, *options)
+    matrices = [weights_of(call).squeeze(0) for call in ragged.calls()]
+    return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, sequences: Given, *options: Any) -> Tensor:
+    return as_tokens(run_sequences(packed_call(query, key, value, *layouts(query, *sequences), *options)))
+
+
+def _attend_nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+) -> Tensor:
+    even = even_parts(query, key, value)
+    if even is not None:
+        parts, wrap = even
+        query, key, value = parts
+        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap))
+    ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
+    return wrap(run_sequences(ragged))
 
 
 def scaled_call(
@@ -75,33 +146,10 @@ def scaled_call(
 ) -> Call:
     """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
 
+    visibility = visibility.within(query.shape[-2], key.shape[-2])
+
     def counts() -> Tensor | None:
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
     return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)
-
-
-def run(call: Call) -> Tensor:
-    """Choose the kernel: torch's fused ones wherever they serve, then FlexAttention, then blocks of rows."""
-    in_one_block = call.query.shape[-2] <= row_blocks.BLOCK_ROWS
-    if call.softcap is None and (in_one_block or not sdpa.materialises(call)):
-        return sdpa.attend(call)
-    call = _as_autocast(call)
-    with without_autocast(call.query):
-        return flex.attend(call) if flex.serves(call) else row_blocks.attend(call)
-
-
-def _as_autocast(call: Call) -> Call:
-    """What autocast does to SDPA's arguments, for the kernels it does not know."""
-    device = call.query.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return call
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    seen = call.visibility
-    seen = seen if seen.mask is None else replace(seen, mask=cast(seen.mask))
-    return replace(call, query=cast(call.query), key=cast(call.key), value=cast(call.value), visibility=seen)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 INTERNALS: list["Internal"] = []
+FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
 KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -144,7 +145,10 @@ def schema_of(function: Any) -> Any | None:
 
 def has_kernel(function: Any, key: str) -> bool:
     """Whether an operation has a kernel of its own for a dispatch key."""
-    return bool(_has_kernel(function.name(), key, otherwise=False))
+    try:
+        return bool(_has_kernel(function.name(), key, otherwise=False))
+    except RuntimeError:  # the sizes of a nested tensor are asked for by an operation that the dispatcher does not know
+        return False
 
 
 def in_backward() -> bool:
@@ -216,6 +220,18 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     """The module that this frame calls; None where it is no such call."""
     code = getattr(_module_call.found, "__code__", None)
     return frame.f_locals.get("self") if frame.f_code is code else None
+
+
+def inside_nested_tensors() -> bool:
+    """Whether what runs is a part of what a jagged tensor does; asked a few frames below it."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(FRAMES_OF_A_MODE):
+        if frame is None or frame.f_globals.get("__name__", "").startswith("torch.nested._internal"):
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None
 
 
 def calls_compiled(frame: FrameType) -> bool:

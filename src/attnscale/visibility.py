@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,26 +21,52 @@ HIDING_GAP = 50.0
 class Visibility:
     """Row i sees key j where i + first ≤ j ≤ i + last, in its own document, and where the mask shows it.
 
-    A limit of None is none. Key padding is a mask of one row, (batch, 1, 1, kv_len).
+    A limit of None is none. Key padding is a mask of one row, (batch, 1, 1, kv_len). Attention takes one of these in
+    the place of a mask. Limits `from_the_end` count from the last row and the last key, as a row of a KV cache does.
 
     >>> Visibility.causal(window=2).counts(q_len=4, kv_len=4, device="cpu").tolist()
     [1, 2, 2, 2]
+    >>> Visibility.causal(from_the_end=True).within(q_len=2, kv_len=5).counts(2, 5, "cpu").tolist()
+    [4, 5]
     """
 
     last: int | None = None  # 0: causal as SDPA's flag; kv_len − q_len: causal, the last row sees every key
     first: int | None = None
     mask: Tensor | None = None  # broadcasts to (…, q_len, kv_len): booleans, True is seen, or floats that are added
     documents: tuple[Tensor, Tensor] | None = None  # (…, q_len) and (…, kv_len): the document of each row and key
+    from_the_end: bool = False  # last and first are for a row and a key that are both the last
 
     @classmethod
-    def of(cls, attn_mask: Tensor | None, is_causal: bool) -> "Visibility":
+    def of(cls, attn_mask: "Mask", is_causal: bool) -> "Visibility":
         """What SDPA's two arguments say; its causal flag is aligned to the first key."""
+        if isinstance(attn_mask, Visibility):
+            return attn_mask
+        variant = getattr(attn_mask, "variant", None)
+        if variant is not None:  # torch.nn.attention.bias.CausalBias, a tensor without elements
+            return cls.causal(from_the_end=variant.name == "LOWER_RIGHT")
+        if attn_mask is not None and attn_mask.dim() < 2:
+            attn_mask = attn_mask.reshape(1, -1)
         return cls(last=0 if is_causal else None, mask=attn_mask)
 
     @classmethod
-    def causal(cls, offset: int = 0, window: int | None = None) -> "Visibility":
+    def causal(cls, offset: int = 0, window: int | None = None, *, from_the_end: bool = False) -> "Visibility":
         """Keys up to one's own position plus the offset; with a window, no more of them than that."""
-        return cls(offset, None if window is None else offset - window + 1)
+        return cls(offset, None if window is None else offset - window + 1, from_the_end=from_the_end)
+
+    @classmethod
+    def of_documents(cls, rows: Tensor, keys: Tensor | None = None, *, is_causal: bool = False) -> "Visibility":
+        """Every row sees its own document, (…, q_len); keys that are of others than the rows have their own."""
+        return cls(last=0 if is_causal else None, documents=(rows, rows if keys is None else keys))
+
+    def within(self, q_len: int, kv_len: int) -> "Visibility":
+        """The same for so many rows and keys: limits counted from the start, and none that limits nothing."""
+        moved = kv_len - q_len if self.from_the_end else 0
+        if not moved and self.last in (None, 0) and self.first is None:
+            return replace(self, from_the_end=False) if self.from_the_end else self
+        last, first = (None if limit is None else limit + moved for limit in (self.last, self.first))
+        last = None if last is not None and last != 0 and last >= kv_len - 1 else last
+        first = None if first is not None and first <= 1 - q_len else first
+        return replace(self, last=last, first=first, from_the_end=False)
 
     @property
     def is_full(self) -> bool:
@@ -162,6 +189,12 @@ class Visibility:
 
 
 EVERYTHING = Visibility()
+Mask: TypeAlias = Tensor | Visibility | None  # what attention takes as attn_mask
+
+
+def is_plain_mask(attn_mask: Mask) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with elements: no Visibility, and none of torch's CausalBias."""
+    return isinstance(attn_mask, Tensor) and getattr(attn_mask, "variant", None) is None
 
 
 def shown_by(mask: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},
     "boolean": {"attn_mask": HIDES},
-    "bias": {"attn_mask": torch.randn(q_len, kv_len, dtype=torch.float64)},
+    "bias": {"attn_mask": torch.randn(q_len, kv_len)},
     "soft-cap": {"softcap": 2.0, "is_causal": True},
 }
 

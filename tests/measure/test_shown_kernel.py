@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from attnscale.attending.call import Call
+from attnscale.attending.ragged import Ragged
+from attnscale.attending.sequences import Layout
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table
 from attnscale.measure.row_blocks import measure_rows
@@ -105,3 +107,20 @@ def test_heads_are_finished_as_on_a_cpu(name):
         errors=False,
     )
     torch.testing.assert_close(found, table_of(pooled), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("seen", [Visibility(), Visibility.causal(), Visibility.causal(window=5), Visibility(last=2)])
+@pytest.mark.parametrize("kv_lens", [[13, 0, 1, 23], [7, 5, 9, 24]])
+def test_sequences_laid_end_to_end_are_documents_of_one_row(kv_lens, seen):
+    q_lens = [13, 0, 1, 23]
+    rows, keys = (Layout.of(lengths, torch.device("cpu")) for lengths in (q_lens, kv_lens))
+    query, key = torch.randn(1, heads, sum(q_lens), head_dim), torch.randn(1, kv_heads, sum(kv_lens), head_dim)
+    ragged = Ragged(Call(query, key, key, seen, 0.0, 0.7, None), rows, keys)
+    call = ragged.as_documents()
+    if q_lens != kv_lens and not seen.is_full:
+        assert call is None
+        return
+    sums = kernels.shown_rows(call, None, key.shape[2], SMALL_TILES)[:, 0]
+    parts = [exact(call) for call in ragged.calls()]
+    wanted = RowSums(*(torch.cat([getattr(part, name) for part in parts], -1) for name in NAMES))
+    assert_rows(RowSums(sums[6].long(), *sums[:6]), wanted)

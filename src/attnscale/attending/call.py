@@ -57,9 +57,12 @@ def fold(
     query, key, value = (
         _fold_lead(tensor, lead, count) for tensor, count in zip((query, key, value), heads, strict=True)
     )
-    if visibility.mask is None:
-        return query, key, value, visibility
-    return query, key, value, replace(visibility, mask=_fold_mask(visibility.mask, lead, key.shape[-2]))
+    if visibility.mask is not None:
+        visibility = replace(visibility, mask=_fold_mask(visibility.mask, lead, key.shape[-2]))
+    if visibility.documents is not None:
+        rows, keys = (_fold_documents(ids, lead) for ids in visibility.documents)
+        visibility = replace(visibility, documents=(rows, keys))
+    return query, key, value, visibility
 
 
 def _fold_lead(tensor: Tensor, lead: torch.Size, heads: int) -> Tensor:
@@ -77,6 +80,13 @@ def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
     if math.prod(attn_mask.shape[:-3]) == 1:
         return attn_mask.reshape(1, *block)
     return attn_mask.expand(*lead, *block).reshape(math.prod(lead), *block)
+
+
+def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
+    """(length,), or (batch, length) where batch entries may differ."""
+    if math.prod(ids.shape[:-1]) == 1:
+        return ids.reshape(-1)
+    return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), -1)
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:

@@ -54,13 +54,19 @@ def _attend(call: Call) -> Tensor:
         padded(query, head_dim),
         padded(key, head_dim),
         padded(value, value_dim),
-        call.visibility.mask,
+        _mask(call),
         call.dropout_p,
         call.visibility.is_causal,
         scale=call.scale,
         enable_gqa=grouped,
     )
     return output[..., : value.shape[-1]]
+
+
+def _mask(call: Call) -> Tensor | None:
+    """The mask in double precision where the query is: the CPU's kernel takes a single one, and reads it wrong."""
+    bias = call.visibility.bias
+    return call.visibility.mask if bias is None or call.query.dtype != torch.float64 else bias.double()
 
 
 def _takes_groups(query: Tensor) -> bool:

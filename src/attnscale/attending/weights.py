@@ -3,6 +3,17 @@
 import torch
 from torch import Tensor
 
+from attnscale.attending.call import Call
+from attnscale.numerics import wide_dtype, without_autocast
+
+
+def weights_of(call: Call) -> Tensor:
+    """All weights of an attention, (batch, heads, q_len, kv_len)."""
+    with without_autocast(call.query):
+        query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
+        bias = call.visibility.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
+        return row_weights(query, key, bias, call.scale, call.softcap).to(call.query.dtype)
+
 
 def row_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); a row that sees nothing gets zeros, as in SDPA."""
@@ -22,5 +33,5 @@ def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     batch, heads, rows, _ = left.shape
     if heads == right.shape[1]:
         return left @ right
-    grouped = left.reshape(batch, right.shape[1], -1, left.shape[-1]) @ right
+    grouped = left.reshape(batch, right.shape[1], heads // right.shape[1] * rows, left.shape[-1]) @ right
     return grouped.reshape(batch, heads, rows, right.shape[-1])

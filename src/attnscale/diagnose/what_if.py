@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.attending.call import Call
+from attnscale.attending.choosing import run
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.measure.engine import measured
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import wide_dtype, without_autocast
-from attnscale.operator import run, scaled_call
+from attnscale.operator import scaled_call
 from attnscale.plain import plain
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale

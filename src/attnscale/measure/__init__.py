@@ -4,5 +4,14 @@ from attnscale.measure.engine import attention_with_stats, score_moments, score_
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.stats import ScoreStats
+from attnscale.measure.varlen import attention_varlen_with_stats
 
-__all__ = ["RowSums", "ScoreMoments", "ScoreStats", "attention_with_stats", "score_moments", "score_stats"]
+__all__ = [
+    "RowSums",
+    "ScoreMoments",
+    "ScoreStats",
+    "attention_varlen_with_stats",
+    "attention_with_stats",
+    "score_moments",
+    "score_stats",
+]

@@ -21,6 +21,8 @@ MOST_PLANS = 4096  # lengths that never come again would fill the memory
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:
     """What calls that go the same way have in common; None for those that are looked at each time."""
+    if not isinstance(query, Tensor):
+        return None  # and told so by the checks
     plain = query.is_cuda and key.is_cuda and value.is_cuda and query.dim() == key.dim() == value.dim() == 4
     if not plain or not (scale is None or type(scale) is float) or looked_on(query, key, value):
         return None

@@ -34,6 +34,44 @@ def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], 
     return rule(query, key, visible() if known is None or known.needs_visible else None)
 
 
+def apply_scale_to_sequences(
+    scale: Scale,
+    query: Tensor,
+    key: Tensor,
+    lengths: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]],
+    sequence: Callable[[], Tensor],
+    visible: Callable[[], Tensor],
+) -> Scaled:
+    """The same for sequences laid end to end, (1, heads, total, head_dim); `sequence` is that of each row.
+
+    A rule from elsewhere is given one sequence after the other; those of the catalogue, all rows at once.
+    """
+    if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
+        return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
+    if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
+        return apply_scale(scale, query, key, visible)
+    rule = get_rule(scale)
+    known = about_rule(rule)
+    if known is not None and known.over_sequences is None:
+        return apply_scale(rule, query, key, visible)
+    q_lens, kv_lens = lengths()
+    pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
+    if known is not None and known.over_sequences is not None:
+        some = [pair for pair in pairs if all(tensor.shape[-2] for tensor in pair)]
+        return multiply(query, known.over_sequences(some)[:, None, None]) if some else query, key, 1.0
+    return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
+
+
+def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:
+    """A rule that may give every sequence another factor: then it goes into the query."""
+    scaled = (rule(query, key, seen) for (query, key), seen in zip(pairs, visible, strict=True))
+    queries, keys, factors = zip(*scaled, strict=True)
+    if len(set(factors)) > 1:
+        queries = tuple(multiply(q, q.new_tensor(factor)) for q, factor in zip(queries, factors, strict=True))
+        factors = (1.0,)
+    return torch.cat(queries, dim=-2), torch.cat(keys, dim=-2), factors[0]
+
+
 def _checked(scale: Tensor, query: Tensor) -> Tensor:
     rows = (*query.shape[:-1], 1)
     if scale.dim() == 0 and isinstance(scale, nn.Parameter):

@@ -7,10 +7,21 @@ from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.rule import Scaled, Visible, about, multiply
 
 
+def calibrated_sequences(sequences: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """1 / std(q·k), (heads,), over every pair of a query and a key of one sequence."""
+    found = [(query.shape[-2] * key.shape[-2], *_moments(query, key)) for query, key in sequences]
+    pairs = sum(count for count, *_ in found)
+    mean = sum(count / pairs * means for count, means, _ in found)
+    variance = sum(count / pairs * (variances + (means - mean).square()) for count, means, variances in found)
+    assert isinstance(variance, Tensor)
+    return 1.0 / _root(variance.mean(tuple(range(variance.dim() - 1))))
+
+
 @about(
     formula="q·k / std(q·k)",
     source="the variance law, measured instead of assumed",
     use="an initialisation that does not give q and k unit variance; measured per head, over all pairs",
+    over_sequences=calibrated_sequences,
 )
 def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
     """q·k / std(q·k), per head over every pair of a query and a key, in linear time.
@@ -18,6 +29,15 @@ def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
     With means q̄, k̄ and covariances C_q, C_k, Var[q·k] = ⟨C_q, C_k⟩ + k̄ᵀC_q k̄ + q̄ᵀC_k q̄: no score is formed, and
     no two large numbers are subtracted.
     """
+    mean, variance = _moments(query, key)
+    batch = tuple(range(variance.dim() - 1))  # everything before the head
+    if batch:
+        variance = variance.mean(batch) + mean.var(batch, correction=0)
+    return multiply(query, 1.0 / _root(variance)[..., None, None]), key, 1.0
+
+
+def _moments(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the scores of each batch entry and head."""
     query_mean, query_cov = _mean_and_covariance(query)
     key_mean, key_cov = _mean_and_covariance(key)
     if query.dim() > 2 and query.shape[-3] != key.shape[-3]:  # grouped queries share a key head
@@ -29,11 +49,11 @@ def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
         + torch.einsum("...i,...ij,...j->...", key_mean, query_cov, key_mean)
         + torch.einsum("...i,...ij,...j->...", query_mean, key_cov, query_mean)
     )
-    batch = tuple(range(variance.dim() - 1))  # everything before the head
-    if batch:
-        variance = variance.mean(batch) + mean.var(batch, correction=0)
-    std = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
-    return multiply(query, 1.0 / std[..., None, None]), key, 1.0
+    return mean, variance
+
+
+def _root(variance: Tensor) -> Tensor:
+    return variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
 
 
 def _mean_and_covariance(tensor: Tensor) -> tuple[Tensor, Tensor]:

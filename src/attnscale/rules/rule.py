@@ -13,6 +13,7 @@ from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
+OverSequences: TypeAlias = Callable[[list[tuple[Tensor, Tensor]]], Tensor]  # queries, keys -> a factor of each head
 
 
 class Rule(Protocol):
@@ -34,17 +35,20 @@ class About:
     source: str
     use: str
     needs_visible: bool
+    over_sequences: OverSequences | None = None  # of a rule that looks at all rows at once: what it does to sequences
 
 
 ABOUT: dict[object, About] = {}
 Described = TypeVar("Described", bound=Callable[..., object])
 
 
-def about(formula: str, source: str, use: str, *, needs_visible: bool = False) -> Callable[[Described], Described]:
+def about(
+    formula: str, source: str, use: str, *, needs_visible: bool = False, over_sequences: OverSequences | None = None
+) -> Callable[[Described], Described]:
     """Attach a rule's catalogue entry to the function or class that is the rule."""
 
     def attach(rule: Described) -> Described:
-        ABOUT[rule] = About(formula, source, use, needs_visible)
+        ABOUT[rule] = About(formula, source, use, needs_visible, over_sequences)
         if isinstance(rule, type) and is_dataclass(rule):
             rule.__hash__ = _hash_by_kind  # type: ignore[method-assign, assignment]
         return rule

@@ -163,7 +163,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
 
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:
-    """Whether an operation runs as those it is made of: not where its device has one kernel for it."""
+    """Whether an operation runs as those it is made of: not where its device, or a nested tensor, has one for it."""
+    if any(isinstance(arg, Tensor) and arg.is_nested for arg in args):
+        return False
     if not (traits.is_composite and traits.fused_on):
         return traits.is_composite
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)

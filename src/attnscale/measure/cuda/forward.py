@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call
-from attnscale.operator import run
+from attnscale.attending.choosing import run
 from attnscale.torch_internals import sdpa_backend, sdpa_forward
 
 Kernel = Callable[..., Any]

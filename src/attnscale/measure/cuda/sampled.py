@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.attending.choosing import run
 from attnscale.measure.cuda import forward, row_ops
 from attnscale.measure.cuda.attention import attend, attends, capturing
 from attnscale.measure.cuda.attention import measure as measure_every_row
@@ -18,7 +19,6 @@ from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
-from attnscale.operator import run
 from attnscale.visibility import Visibility
 
 

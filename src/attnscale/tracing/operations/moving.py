@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from attnscale.torch_internals import inside_nested_tensors
 from attnscale.tracing import coordinates
 from attnscale.tracing.coordinates import Map
 from attnscale.tracing.lineage import Node, Step, View, joined, moved, shape_of
@@ -31,7 +32,7 @@ def _alias(op: Operation) -> Node:
 
 def _detach(op: Operation) -> Node:
     node = _alias(op)
-    if node.steps:
+    if node.steps and not inside_nested_tensors():  # which detach what they hold, and have their own gradients
         node.steps[0].effect = "detach"
     return node
 

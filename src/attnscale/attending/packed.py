@@ -1,0 +1,106 @@
+"""Packed tokens, (total, heads, width), as flash-attn and torch.nn.attention.varlen take them -> their sequences."""
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.ragged import Ragged, scaled_sequences
+from attnscale.attending.sequences import Layout, Sequences, as_one_row
+from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
+from attnscale.inputs import check_inputs
+from attnscale.rules.apply import Scale
+from attnscale.visibility import Visibility
+
+Window = tuple[int, int]
+NO_WINDOW: Window = (-1, -1)
+Given = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # what layouts() takes
+
+
+def packed_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Layout,
+    keys: Layout,
+    visibility: Visibility,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float,
+) -> Ragged:
+    """An attention over these sequences."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
+            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) and not tensor.is_nested else "another"
+            raise ShapeError(f"Expected {name} as packed tokens (total, heads, head_dim), got {found}.")
+    tensors = [as_one_row(tensor) for tensor in (query, key, value)]
+    check_inputs(tensors[0], tensors[1], tensors[2], None, False, enable_gqa, softcap, dropout_p)
+    if len(rows) != len(keys):
+        raise ShapeError(f"Expected as many sequences of keys as of queries, got {len(keys)} and {len(rows)}.")
+    _check_ends("query", rows, query)
+    _check_ends("key", keys, key)
+    own, theirs, values = (
+        Sequences(tensor, layout) for tensor, layout in zip(tensors, (rows, keys, keys), strict=True)
+    )
+    return scaled_sequences(own, theirs, values, visibility, scale, enable_gqa, softcap, dropout_p)
+
+
+def layouts(
+    query: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    document_ids: Tensor | None,
+) -> tuple[Layout, Layout]:
+    """Where the sequences of queries and keys begin; those of keys where the queries' do, unless they are given."""
+    if (cu_seqlens_q is None) == (document_ids is None):
+        raise InputError("Expected either cu_seqlens_q or document_ids to say where sequences begin, got both or none.")
+    if document_ids is not None:
+        rows = _of_documents(query, document_ids)
+        return rows, rows
+    assert cu_seqlens_q is not None
+    rows = _checked("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q)
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+        return rows, rows
+    return rows, _checked("cu_seqlens_k", cu_seqlens_k, query, max_seqlen_k)
+
+
+def window_of(window_size: Window, is_causal: bool) -> Visibility:
+    """So many keys to the left and right of a row, −1 for all; counted from the last key, as those libraries do."""
+    left, right = window_size
+    if min(left, right) < -1:
+        raise SettingError(f"Expected window_size as keys to the left and right, −1 for all, got {window_size}.")
+    last = 0 if is_causal else (None if right < 0 else right)
+    return Visibility(last, None if left < 0 else -left, from_the_end=True)
+
+
+def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> Layout:
+    if starts.dim() != 1 or not len(starts) or starts.is_floating_point() or starts.dtype == torch.bool:
+        raise DtypeError(
+            f"Expected {name} as whole numbers (sequences + 1,), got {starts.dtype} of shape {tuple(starts.shape)}."
+        )
+    if starts.device != query.device:
+        raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
+    if starts.device.type == "cpu" and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
+        raise InputError(f"Expected {name} to begin with 0 and never to fall, got {starts.tolist()}.")
+    return Layout(starts, longest)
+
+
+def _check_ends(name: str, layout: Layout, tokens: Tensor) -> None:
+    """A GPU is not waited for."""
+    if layout.offsets.device.type == "cpu" and int(layout.offsets[-1]) != len(tokens):
+        raise ShapeError(
+            f"Expected the last sequence to end with the {name}'s {len(tokens)} tokens, got {int(layout.offsets[-1])}."
+        )
+
+
+def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
+    """A sequence is a run of tokens of one document."""
+    if document_ids.shape != query.shape[:1]:
+        raise ShapeError(
+            f"Expected the document of each of the {query.shape[0]} tokens, got shape {tuple(document_ids.shape)}; "
+            "rows of several documents in a batch take Visibility.of_documents(…) as attn_mask."
+        )
+    begins = (document_ids.diff() != 0).nonzero().squeeze(-1) + 1
+    ends = begins.new_tensor([len(document_ids)] if len(document_ids) else [])
+    return Layout(torch.cat([begins.new_zeros(1), begins, ends]))

@@ -1,0 +1,153 @@
+"""Ragged batches: sequences laid end to end, and the nested tensors that hold them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnscale.errors import ShapeError
+
+Wrapping = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of some sequences begins, and where the last ends."""
+
+    offsets: Tensor  # (sequences + 1,), on the device of the tokens
+    known_longest: int | None = None  # where a caller has said it
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
+        """Of sequences of these lengths."""
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cls(ends.to(device, non_blocking=True))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> Tensor:
+        """The length of each sequence, on the device."""
+        return self.offsets.diff()
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The same, known to the host: a GPU is waited for."""
+        return tuple(self.sizes.tolist())
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequence."""
+        return max(self.lengths, default=0) if self.known_longest is None else self.known_longest
+
+    def sequence_of(self, tokens: int) -> Tensor:
+        """The number of the sequence that each of so many tokens belongs to."""
+        every = torch.arange(len(self), device=self.offsets.device)
+        return every.repeat_interleave(self.sizes, output_size=tokens)
+
+    def equals(self, other: "Layout") -> bool:
+        """Whether sequences of one begin where those of the other do."""
+        return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
+
+    def repeated(self, times: int) -> "Layout":
+        """One sequence so many times."""
+        return Layout.of(self.lengths * times, self.offsets.device)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokens of sequences laid end to end, (1, heads, total, width): a batch of one row."""
+
+    tokens: Tensor
+    layout: Layout
+
+    def with_another(self, token: Tensor) -> "Sequences":
+        """The same with one more token, (1, heads, 1, width), behind every sequence."""
+        parts = self.tokens.split(self.layout.lengths, dim=-2)
+        longer = [length + 1 for length in self.layout.lengths]
+        tokens = torch.cat([piece for part in parts for piece in (part, token)], dim=-2) if parts else self.tokens
+        return Sequences(tokens, Layout.of(longer, self.tokens.device))
+
+    def repeated(self, times: int) -> "Sequences":
+        """A batch of one sequence, for so many that share it."""
+        if times == len(self.layout):
+            return self
+        return Sequences(self.tokens.repeat(1, 1, times, 1), self.layout.repeated(times))
+
+
+def as_one_row(tokens: Tensor) -> Tensor:
+    """(total, heads, width) as (1, heads, total, width)."""
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+def as_tokens(row: Tensor) -> Tensor:
+    """The other way round."""
+    return row.squeeze(0).transpose(0, 1)
+
+
+def unnested(tensor: Tensor, name: str) -> Sequences:
+    """The sequences of a nested tensor (batch, heads, length, width) or (batch, length, width), or of a plain one."""
+    if not tensor.is_nested:
+        return _even(tensor, name)
+    if tensor.dim() not in (3, 4):
+        raise ShapeError(
+            f"Expected {name} nested as (batch, heads, length, head_dim), got {tensor.dim()} dimensions; "
+            "a ragged batch has one dimension of sequences."
+        )
+    if tensor.layout is torch.jagged and jagged(tensor).lengths() is None:
+        if ragged_axis(tensor) != tensor.dim() - 2:
+            raise ShapeError(
+                f"Expected {name} with ragged lengths, (batch, heads, length, head_dim), got a ragged dimension "
+                f"{ragged_axis(tensor)}; put heads before the length with transpose(1, 2)."
+            )
+        tokens = jagged(tensor).values().unsqueeze(1) if tensor.dim() == 3 else jagged(tensor.transpose(1, 2)).values()
+        return Sequences(as_one_row(tokens), Layout(jagged(tensor).offsets()))
+    parts = [part if part.dim() == 3 else part.unsqueeze(0) for part in tensor.unbind()]
+    lengths = [part.shape[-2] for part in parts]
+    return Sequences(torch.cat(parts, dim=-2).unsqueeze(0), Layout.of(lengths, tensor.device))
+
+
+def jagged(tensor: Tensor) -> Any:
+    """The tensor with the methods that only jagged ones have."""
+    return tensor
+
+
+def ragged_axis(tensor: Tensor) -> int:
+    """The axis of a jagged tensor along which its sequences differ."""
+    return next(axis for axis, size in enumerate(tensor.shape) if type(size) is not int)
+
+
+def _even(tensor: Tensor, name: str) -> Sequences:
+    """A plain tensor beside nested ones: sequences of one length."""
+    if tensor.dim() != 4:
+        raise ShapeError(
+            f"Expected {name} nested too, or (batch, heads, length, head_dim), beside nested tensors, "
+            f"got shape {tuple(tensor.shape)}."
+        )
+    batch, _, length, _ = tensor.shape
+    row = tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    return Sequences(row, Layout.of([length] * batch, tensor.device))
+
+
+def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
+    """What makes a row of results (1, heads, total, width) a nested tensor, as `like` is one."""
+    flat = query.dim() == 3
+
+    def as_jagged(row: Tensor) -> Tensor:
+        known = (min(layout.lengths), max(layout.lengths)) if _is_known(layout) else (None, None)
+        made = torch.nested.nested_tensor_from_jagged(as_tokens(row), layout.offsets, None, None, *known)
+        return made.squeeze(2) if flat else made.transpose(1, 2)
+
+    def strided(row: Tensor) -> Tensor:
+        parts = row.squeeze(0).split(layout.lengths, dim=-2)
+        return torch.nested.as_nested_tensor([part.squeeze(0) if flat else part for part in parts])
+
+    return as_jagged if like.layout is torch.jagged else strided
+
+
+def _is_known(layout: Layout) -> bool:
+    return len(layout) > 0 and ("lengths" in vars(layout) or layout.offsets.device.type == "cpu")

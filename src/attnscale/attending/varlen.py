@@ -1,0 +1,89 @@
+"""Ragged batches on a GPU, without padding: torch's kernels for sequences laid end to end."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscale.attending.call import padded
+from attnscale.attending.ragged import Ragged
+from attnscale.attending.sequences import Layout, as_one_row, as_tokens, jagged
+from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES
+
+ALIGNMENT = 8  # of the head dimensions that the kernels take,
+WIDEST_HEAD = 256  # and the widest of them
+
+
+def serves(ragged: Ragged) -> bool:
+    """Whether a kernel takes all sequences at once: on CUDA, without a soft-cap, windows in half precision alone."""
+    row = ragged.row
+    widest = max(row.query.shape[-1], row.value.shape[-1])
+    fits = row.query.is_cuda and row.softcap is None and row.query.dtype in KERNEL_DTYPES and widest <= WIDEST_HEAD
+    if not fits or not row.query.numel() or not row.key.numel():
+        return False
+    half = row.query.dtype in HALF_DTYPES
+    flash, efficient = torch.backends.cuda.flash_sdp_enabled() and half, torch.backends.cuda.mem_efficient_sdp_enabled()
+    if _is_plain(ragged):
+        return flash or efficient
+    return flash and row.dropout_p == 0.0 and _window(ragged) is not None
+
+
+def attend(ragged: Ragged) -> Tensor:
+    """softmax(scale · QKᵀ) V of every sequence, (1, heads, total, value_dim)."""
+    row = ragged.row
+    width = -(-max(row.query.shape[-1], row.value.shape[-1]) // ALIGNMENT) * ALIGNMENT
+    key, value = row.key, row.value
+    if row.grouped:
+        key, value = (tensor.repeat_interleave(row.group, dim=1) for tensor in (key, value))
+    tensors = (as_tokens(padded(tensor, width)) for tensor in (row.query, key, value))
+    output = (attend_nested if _is_plain(ragged) else _attend_window)(ragged, *tensors)
+    return as_one_row(output)[..., : row.value.shape[-1]]
+
+
+def attend_nested(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """SDPA of jagged tensors, which has kernels for them."""
+    rows = ragged.rows.offsets.long()
+    keys = rows if ragged.rows.equals(ragged.keys) else ragged.keys.offsets.long()
+    nested = [
+        torch.nested.nested_tensor_from_jagged(tokens.contiguous(), offsets).transpose(1, 2)
+        for tokens, offsets in ((query, rows), (key, keys), (value, keys))
+    ]
+    causal, dropout_p, scale = ragged.row.visibility.last == 0, ragged.row.dropout_p, ragged.row.scale
+    output = F.scaled_dot_product_attention(nested[0], nested[1], nested[2], None, dropout_p, causal, scale=scale)
+    by_token: Tensor = jagged(output.transpose(1, 2)).values()
+    return by_token
+
+
+def _attend_window(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+
+    window = _window(ragged)
+    assert window is not None
+    (starts_q, longest_q), (starts_k, longest_k) = _starts(ragged.rows), _starts(ragged.keys)
+    output = varlen_attn(
+        *(query, key, value, starts_q, starts_k, longest_q, longest_k), scale=ragged.row.scale, window_size=window
+    )
+    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+    return output
+
+
+def _starts(layout: Layout) -> tuple[Tensor, int]:
+    return layout.offsets.to(torch.int32), layout.longest
+
+
+def _is_plain(ragged: Ragged) -> bool:
+    """Whether every row sees its whole sequence, or what SDPA's causal flag says, rows and keys being of one length."""
+    seen = replace(ragged.row.visibility, from_the_end=False)
+    return seen.is_full or (seen.is_causal and ragged.rows.equals(ragged.keys))
+
+
+def _window(ragged: Ragged) -> tuple[int, int] | None:
+    """Keys to the left and right of a row, counted from the end, as those kernels do; None where they cannot."""
+    seen = ragged.row.visibility
+    if not seen.from_the_end and not ragged.rows.equals(ragged.keys):
+        return None
+    left, right = (0 if seen.first is None else -seen.first), (0 if seen.last is None else seen.last)
+    if left < 0 or right < 0 or seen.mask is not None or seen.documents is not None:
+        return None  # a window that does not hold the row's own position
+    return -1 if seen.first is None else left, -1 if seen.last is None else right

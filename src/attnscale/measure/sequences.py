@@ -1,0 +1,119 @@
+"""Statistics of a ragged batch: the rows of all its sequences are the rows of each head, and each sees its own keys."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attnscale.attending.call import Call
+from attnscale.attending.choosing import joined, run, run_sequences
+from attnscale.attending.ragged import Ragged
+from attnscale.measure.bound import max_bound
+from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure.cpu.threads import alone
+from attnscale.measure.cuda import shown
+from attnscale.measure.foreseen import foreseen_variance
+from attnscale.measure.measuring import measured
+from attnscale.measure.moments import ScoreMoments
+from attnscale.measure.pool import Unpooled
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_sums import RowSums
+from attnscale.measure.sampling import Sample, sample_rows
+from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.numerics import without_autocast
+
+
+def attend_sequences(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
+    """The output of every sequence, (1, heads, total, value_dim), and their statistics."""
+    calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
+    if not any(map(on_cpu.serves, calls)):
+        output = run_sequences(ragged)
+        with torch.no_grad(), without_autocast(ragged.row.query):
+            return output, measured_sequences(ragged, rows)
+    both = [on_cpu.attend_rows(call) if on_cpu.serves(call) else _attend_apart(call) for call in calls]
+    return joined([output for output, _ in both], ragged), _stats(ragged, _joined([found for _, found in both]))
+
+
+def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
+    """The statistics of every row, or of about this many a head."""
+    row = ragged.row
+    if row.query.device.type != "cpu":
+        return _on_device(ragged, rows)
+    calls = list(ragged.calls()) or [row]
+    sample = None if rows is None else _sample(ragged, rows)
+    if sample is None:
+        return _stats(ragged, _joined([measure_rows(call) for call in calls]))
+    found, bound = alone(lambda: (_look(ragged, calls, sample), _bound(calls)))
+    return ScoreStats(row.query.shape[1], exact=False, pool=Unpooled(lambda: found, lambda: bound, sample))
+
+
+def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]) -> ScoreMoments:
+    """Of all sequences that have scores."""
+    found = [moments(call) for call in ragged.calls() if call.query.numel() and call.key.numel()]
+    total = found[0] if found else moments(ragged.row)
+    for each in found[1:]:
+        total = total + each
+    return total
+
+
+def _on_device(ragged: Ragged, rows: int | None) -> ScoreStats:
+    """One pass of a kernel in which sequences are documents; where it does not serve, sequence by sequence."""
+    documents = ragged.as_documents()
+    if documents is not None and shown.measures(documents):
+        return shown.measure(documents, rows)
+    share = [None if rows is None else _share(rows, length, ragged) for length in ragged.rows.lengths]
+    parts = [measured(call, some) for call, some in zip(ragged.calls(), share, strict=True)]
+    return merged_when_read(parts or [measured(ragged.row, None)])
+
+
+def _share(rows: int, length: int, ragged: Ragged) -> int:
+    return max(2, -(-rows * length // max(1, ragged.row.query.shape[-2])))
+
+
+def _attend_apart(call: Call) -> tuple[Tensor, RowSums]:
+    with torch.no_grad(), without_autocast(call.query):
+        found = measure_rows(call)
+    return run(call), found
+
+
+def _stats(ragged: Ragged, found: RowSums) -> ScoreStats:
+    return ScoreStats(ragged.row.query.shape[1], exact=True, pool=Unpooled(lambda: found))
+
+
+def _joined(parts: Sequence[RowSums]) -> RowSums:
+    """The rows of all parts as those of one batch entry."""
+    return RowSums(*(torch.cat([getattr(part, each.name) for part in parts], -1) for each in fields(RowSums)))
+
+
+def _sample(ragged: Ragged, rows: int) -> Sample | None:
+    """Rows of all sequences, in strata of neighbouring positions in their sequence; `positions` are of the one row."""
+    total = ragged.row.query.shape[-2]
+    if rows >= total:
+        return None
+    foreseen = foreseen_variance(ragged.row) if ragged.row.key.numel() else None  # as if keys of all were alike
+    at = torch.cat([torch.arange(length) for length in ragged.rows.lengths])
+    order = at.argsort(stable=True)
+    drawn = sample_rows(rows, 1, total, True, None if foreseen is None else foreseen[..., order])
+    if drawn is None:
+        return None
+    return Sample(order[drawn.positions], drawn.stratum, drawn.sizes, None, drawn.foreseen)
+
+
+def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
+    """The sampled rows, in the sample's order; found sequence by sequence."""
+    order = sample.positions.argsort()
+    at = sample.positions[order]
+    ends = torch.searchsorted(at, ragged.rows.offsets.to(at)).tolist()
+    found = [
+        measure_rows(call, at[start:stop] - int(begin))
+        for call, (start, stop), begin in zip(calls, pairwise(ends), ragged.rows.offsets.tolist(), strict=False)
+        if stop > start
+    ]
+    rows, back = _joined(found), order.argsort()
+    return RowSums(*(getattr(rows, each.name)[..., back] for each in fields(RowSums)))
+
+
+def _bound(calls: list[Call]) -> Tensor:
+    return torch.stack([max_bound(call) for call in calls]).amax(0)

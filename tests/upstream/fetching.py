@@ -1,0 +1,48 @@
+"""PyTorch's own tests of attention, from Debian's source package; nothing of them is kept in this repository."""
+
+import subprocess
+import tarfile
+from pathlib import Path, PurePosixPath
+
+SUITE = "trixie"  # its source package is PyTorch 2.6
+WANTED = ("test_transformers.py", "test_cpp_extensions_open_device_registration.py")  # the second is imported by it
+KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+SOURCES = f"deb-src [signed-by={KEYS}] http://deb.debian.org/debian {SUITE} main\n"
+
+
+def fetched(folder: Path) -> Path:
+    """The folder with the tests, fetched if it is not there; apt keeps its lists there too, not the system's."""
+    tests = folder / "test"
+    if not all((tests / name).exists() for name in WANTED):
+        tests.mkdir(parents=True, exist_ok=True)
+        _extract(_downloaded(folder), tests)
+    return tests
+
+
+def _downloaded(folder: Path) -> Path:
+    lists, cache, sources = folder / "lists", folder / "cache", folder / "sources.list"
+    for each in (lists / "partial", cache / "archives" / "partial"):
+        each.mkdir(parents=True, exist_ok=True)
+    sources.write_text(SOURCES)
+    settings = {
+        "Dir::Etc::sourcelist": sources,
+        "Dir::Etc::sourceparts": "-",
+        "Dir::State::lists": lists,
+        "Dir::Cache": cache,
+        "APT::Sandbox::User": "root",
+    }
+    options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+    for command in (["update"], ["source", "--download-only", "pytorch"]):
+        subprocess.run(["apt-get", "-q", *options, *command], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return next(folder.glob("pytorch_*.orig.tar.*"))
+
+
+def _extract(archive: Path, tests: Path) -> None:
+    with tarfile.open(archive) as opened:
+        for member in opened:
+            path = PurePosixPath(member.name)
+            if path.name in WANTED and path.parent.name == "test":
+                found = opened.extractfile(member)
+                assert found is not None
+                (tests / path.name).write_bytes(found.read())
+    archive.unlink()
