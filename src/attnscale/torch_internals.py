@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 INTERNALS: list["Internal"] = []
+COMPILED_CALL = "compile_wrapper"  # the function in torch._dynamo.eval_frame that calls what was compiled
 FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
 KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
@@ -239,7 +240,8 @@ def calls_compiled(frame: FrameType) -> bool:
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and to ask would load the compiler
         return False
     code = getattr(_compiled_call.found, "__code__", None)
-    return code is not None and frame.f_code.co_filename == code.co_filename
+    is_theirs = code is not None and frame.f_code.co_filename == code.co_filename
+    return is_theirs and frame.f_code.co_name == COMPILED_CALL
 
 
 def current_stream(device: int | None = None) -> int:
