@@ -63,8 +63,10 @@ def _note(
 def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
     with torch.no_grad():
         query, key = given.query.detach(), given.key.detach()
-        note = note_largest if is_traced else _note
-        note(query, key, given.mask, tape, given.scale, given.is_causal, number)
+        if is_traced and type(tape) is not Tensor:
+            note_largest(query, key, given.mask, tape, given.scale, given.is_causal, number)
+        else:  # `data`, since a checkpoint may have saved the tape, and refuses what was written to
+            _note(query, key, given.mask, tape.data, given.scale, given.is_causal, number)
     return given
 
 

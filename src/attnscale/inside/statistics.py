@@ -102,7 +102,7 @@ class _Followed(torch.autograd.Function):
 def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
     query, key = given.query, given.key
     learns = torch.is_grad_enabled() and query.requires_grad and key.requires_grad
-    if is_traced:
+    if is_traced and type(ticket) is not Tensor:
         noted(query.detach(), key.detach(), given.mask, ticket, given.scale, given.is_causal, number, learns)
         if learns:
             query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
