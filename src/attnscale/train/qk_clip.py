@@ -203,8 +203,6 @@ def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
     if places is None or not places.are_complete:
         return "not all of them are fused kernels that are called alike at every step"
     for name, layer in layers.items():
-        if layer.highest_bias or layer.sinks is not None or layer.softcap is not None:
+        if layer.highest_bias or layer.sinks is not None:
             return f"more than products of queries and keys is in the scores of {name}"
-        if {call.kind for call in places.known.calls.values()} - {"sdpa"}:
-            return f"{name} is computed by {layer.kind}"
     return ""

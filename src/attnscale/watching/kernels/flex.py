@@ -1,14 +1,14 @@
 """FlexAttention: scores changed by a function of the user's, and shown by another."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.tracing.lineage import Ledger
-from attnscale.watching.kernels.kernel_call import KernelCall
+from attnscale.watching.kernels.kernel_call import KernelCall, ScoreMod
 
 ARGUMENTS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers", "mask_buffers",
@@ -17,8 +17,16 @@ ARGUMENTS = (
 
 def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     """What its two functions do to scores is asked of them."""
-    query, key, value, score_mod = (given[name] for name in ("query", "key", "value", "score_mod"))
-    score_buffers, mask_buffers, mask_mod = given["score_buffers"], given["mask_buffers"], given["block_mask"][-1]
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    modify = modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
+    yield KernelCall(
+        "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
+        value_node=ledger.node(value), value=value,
+    )  # fmt: skip
+
+
+def modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
+    """What the two functions, with the tensors that they take, do to scores, and which of them they show."""
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape
@@ -30,10 +38,7 @@ def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
         changed = score(scores, *at)
         return changed, visible & (changed != -math.inf)
 
-    yield KernelCall(
-        "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
-        value_node=ledger.node(value), value=value,
-    )  # fmt: skip
+    return modify
 
 
 def _over_all(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
