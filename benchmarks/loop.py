@@ -226,15 +226,15 @@ def main() -> None:
     arguments.add_argument("--small", action="store_true", help="shapes for a CPU")
     arguments.add_argument("--rounds", type=int, default=20)
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--ways", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     arguments.add_argument("--curves", action="store_true")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()
     torch.set_float32_matmul_precision("high")
     recorded, over = {}, []
     for name in given.models:
-        for compiles in (False, True):
-            found = measure(name, compiles, given)
-            way = "compiled" if compiles else "eager"
+        for way in given.ways:
+            found = measure(name, way == "compiled", given)
             recorded[f"{name}, {way}"] = found
             print(f"{name}, {way}", flush=True)
             for kind, value in found.items():
