@@ -248,6 +248,25 @@ def test_what_runs_without_gradients_does_not_count():
     clip.close()
 
 
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, as Hugging Face's do, through a softmax that is no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = made()
+
+    def forward(self, x):
+        return F.cross_entropy(self.inner(x).flatten(0, 1), torch.zeros(x.shape[:2], dtype=torch.int64).flatten())
+
+
+def test_a_model_that_computes_its_own_loss_is_measured_inside():
+    model = WithLoss()
+    clip, _ = with_clip(model, 2.0, 3)
+    assert clip.is_inside
+    assert clip.last.heads
+    clip.close()
+
+
 @pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, math.inf, "100", True, None])
 def test_a_threshold_that_no_score_can_be_held_to_is_refused(threshold):
     with pytest.raises(SettingError, match="threshold"):
