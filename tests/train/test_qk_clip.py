@@ -99,12 +99,12 @@ def test_maxima_are_those_of_every_micro_batch_and_nothing_is_counted_twice(name
     assert_clipped_alike(name, way, micro=3)
 
 
-@pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way):
+@pytest.mark.parametrize(("way", "steps"), [("eager", 1000), ("aot_eager", 50)])
+def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way, steps):
     plain, clipped = Tiny(), Tiny()
     clip, runs = QKClip(clipped, 100.0), [WAYS[way](model) for model in (plain, clipped)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, clipped)]
-    for step in range(1000):
+    for step in range(steps):
         x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(step))
         for run, optimizer in zip(runs, optimizers, strict=True):
             optimizer.zero_grad()
@@ -112,7 +112,7 @@ def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way):
             optimizer.step()
         assert clip.step() is None
     clip.close()
-    assert clip.steps == 1000
+    assert clip.steps == steps
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), clipped.parameters(), strict=True))
 
 
