@@ -16,6 +16,7 @@ seed, and how far their losses part from the plain one's.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -81,6 +82,7 @@ class Loop:
     def __init__(self, make: Callable, given: argparse.Namespace, compiles: bool, **compiling: str) -> None:
         torch.manual_seed(0)
         self.device = given.device
+        gc.collect()  # what is left of a loop before must not be freed while this one is weighed
         before = self._allocated()
         self.model, self._loss, (batch, length), vocabulary = make(given.small)
         self.model.to(self.device).train()

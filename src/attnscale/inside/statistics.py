@@ -128,9 +128,8 @@ def _kernel(given: Given) -> KernelCall:
     if given.modified is None:
         seen = Visibility.of(given.mask, given.is_causal)
         return KernelCall("sdpa", given.query, given.key, given.scale, visibility=seen)
-    modify = modification(
-        *FUNCTIONS[given.modified.functions], given.modified.score_buffers, given.modified.mask_buffers
-    )
+    buffers = given.modified.score_buffers, given.modified.mask_buffers
+    modify = modification(*FUNCTIONS[given.modified.functions], *buffers, is_traced=True)
     return KernelCall("flex", given.query, given.key, given.scale, score_mod=modify)
 
 

@@ -25,15 +25,21 @@ def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     )  # fmt: skip
 
 
-def modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
-    """What the two functions, with the tensors that they take, do to scores, and which of them they show."""
+def modification(
+    score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any], is_traced: bool = False
+) -> ScoreMod:
+    """What the two functions, with the tensors that they take, do to scores, and which of them they show.
+
+    They are of one score; as graphs that were traced they take tensors of all of them, which broadcast.
+    """
+    over_all = _at_once if is_traced else _one_by_one
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape
         at = [torch.arange(size, device=scores.device) for size in (batch, heads, 0, keys)]
         at[2] = positions.to(scores.device)
-        score = _over_all(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
-        shown = _over_all(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
+        score = over_all(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
+        shown = over_all(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
         visible = shown(*at).expand(batch, heads, -1, -1)
         changed = score(scores, *at)
         return changed, visible & (changed != -math.inf)
@@ -41,7 +47,19 @@ def modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], ma
     return modify
 
 
-def _over_all(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
+def _at_once(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
+    """A function of tensors that broadcast -> of scores and the four indices along their axes."""
+
+    def of_all(*given: Tensor) -> Tensor:
+        scores, indices = given[: int(scored)], given[int(scored) :]
+        sizes = [len(index) for index in indices]
+        spread = [index.view(*(-1 if at == axis else 1 for at in range(4))) for axis, index in enumerate(indices)]
+        return function(*scores, *spread).expand(sizes)
+
+    return of_all
+
+
+def _one_by_one(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
     """A function of one score and four indices -> the same for all of them."""
     lead = (0,) if scored else ()
     for axis in range(3, -1, -1):
