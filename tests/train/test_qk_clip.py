@@ -278,6 +278,28 @@ def test_what_is_no_model_is_refused():
         QKClip([made()])
 
 
+class Captured(Attention):
+    """Keeps torch's function for itself, where no name leads elsewhere."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.attend = F.scaled_dot_product_attention
+
+    def forward(self, x):
+        query, key = self.make(x)
+        return self.attend(query, key, self.value(x), enable_gqa=True)
+
+
+def test_a_model_that_attends_where_nobody_looks_is_told_and_clipped_from_outside():
+    model = made(Captured)
+    with pytest.warns(NotInsideWarning, match="did not run where"):
+        clip, reports = with_clip(model, 2.0, 7)
+    assert not clip.is_inside
+    assert reports[0] is not None
+    assert reports[-1] is not None
+    clip.close()
+
+
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_attention_that_is_written_out_is_told_once_and_clipped_from_outside(way):
     threshold = between(highest(made(WrittenOut)))
