@@ -30,8 +30,8 @@ def test_a_run_under_the_threshold_ends_as_it_does_without_it(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_threshold_and_count(tmp_path):
-    trainer, _ = run(tmp_path, LightningQKClipCallback(threshold=THRESHOLD), 3)
-    trainer.save_checkpoint(tmp_path / "three.ckpt")
+    trainer, _ = run(tmp_path, LightningQKClipCallback(threshold=THRESHOLD), 4)
+    trainer.save_checkpoint(tmp_path / "four.ckpt")
     again = LightningQKClipCallback()
-    run(tmp_path, again, 5, tmp_path / "three.ckpt")
-    assert (again.clip.steps, again.clip.threshold) == (5, THRESHOLD)
+    run(tmp_path, again, 6, tmp_path / "four.ckpt")
+    assert (again.clip.steps, again.clip.threshold) == (6, THRESHOLD)

@@ -99,12 +99,12 @@ def test_maxima_are_those_of_every_micro_batch_and_nothing_is_counted_twice(name
     assert_clipped_alike(name, way, micro=3)
 
 
-@pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way):
+@pytest.mark.parametrize(("way", "steps"), [("eager", 1000), ("aot_eager", 50)])
+def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way, steps):
     plain, clipped = Tiny(), Tiny()
     clip, runs = QKClip(clipped, 100.0), [WAYS[way](model) for model in (plain, clipped)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, clipped)]
-    for step in range(1000):
+    for step in range(steps):
         x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(step))
         for run, optimizer in zip(runs, optimizers, strict=True):
             optimizer.zero_grad()
@@ -112,7 +112,7 @@ def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way):
             optimizer.step()
         assert clip.step() is None
     clip.close()
-    assert clip.steps == 1000
+    assert clip.steps == steps
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), clipped.parameters(), strict=True))
 
 
@@ -248,6 +248,25 @@ def test_what_runs_without_gradients_does_not_count():
     clip.close()
 
 
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, as Hugging Face's do, through a softmax that is no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = made()
+
+    def forward(self, x):
+        return F.cross_entropy(self.inner(x).flatten(0, 1), torch.zeros(x.shape[:2], dtype=torch.int64).flatten())
+
+
+def test_a_model_that_computes_its_own_loss_is_measured_inside():
+    model = WithLoss()
+    clip, _ = with_clip(model, 2.0, 3)
+    assert clip.is_inside
+    assert clip.last.heads
+    clip.close()
+
+
 @pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, math.inf, "100", True, None])
 def test_a_threshold_that_no_score_can_be_held_to_is_refused(threshold):
     with pytest.raises(SettingError, match="threshold"):
@@ -257,6 +276,28 @@ def test_a_threshold_that_no_score_can_be_held_to_is_refused(threshold):
 def test_what_is_no_model_is_refused():
     with pytest.raises(InputError, match="a torch"):
         QKClip([made()])
+
+
+class Captured(Attention):
+    """Keeps torch's function for itself, where no name leads elsewhere."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.attend = F.scaled_dot_product_attention
+
+    def forward(self, x):
+        query, key = self.make(x)
+        return self.attend(query, key, self.value(x), enable_gqa=True)
+
+
+def test_a_model_that_attends_where_nobody_looks_is_told_and_clipped_from_outside():
+    model = made(Captured)
+    with pytest.warns(NotInsideWarning, match="did not run where"):
+        clip, reports = with_clip(model, 2.0, 7)
+    assert not clip.is_inside
+    assert reports[0] is not None
+    assert reports[-1] is not None
+    clip.close()
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
