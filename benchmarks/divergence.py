@@ -144,7 +144,8 @@ def main() -> None:
             )
     shape = {"layers": LAYERS, "heads": HEADS, "d_model": D_MODEL, "length": LENGTH, "batch": BATCH}
     given.out.write_text(
-        json.dumps(finite({**shape, "scores": given.scores, "steps": given.steps, "runs": runs})) + "\n"
+        json.dumps(finite({**shape, "scores": given.scores, "steps": given.steps, "runs": runs})) + "\n",
+        encoding="utf-8",
     )
     print(f"{time.perf_counter() - start:.0f} s")
 

@@ -74,7 +74,7 @@ def test_an_error_among_the_alarms_ends_with_status_one(log):
 def test_a_file_that_is_no_log_ends_with_status_two_and_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "other.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     result = run("watch-log", str(path))
     assert result.returncode == 2
     assert sentence in result.stderr
