@@ -15,9 +15,9 @@ SRC = Path(attnscale.__file__).parent
 
 # A room imports only what stands before it.
 ROOMS = (
-    "plain", "errors", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
-    "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside", "diagnose",
-    "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
+    "plain", "errors", "extras", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules",
+    "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside",
+    "diagnose", "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
 )  # fmt: skip
 
 

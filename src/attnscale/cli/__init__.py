@@ -17,6 +17,7 @@ from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
 from attnscale.cli.watch_log import watch_log
 from attnscale.errors import AttnscaleError
+from attnscale.extras import needing
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -54,7 +55,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √ shows a question mark
     try:
-        app(prog_name="attnscale")
+        with needing("This command"):
+            app(prog_name="attnscale")
     except AttnscaleError as error:
         tell(error)
         sys.exit(2)

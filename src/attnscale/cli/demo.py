@@ -7,6 +7,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
@@ -34,6 +35,7 @@ def demo(
             raise SettingError(f"Expected {option} from {least} to {most}, got {value}.")
     if head_dim % 2:
         raise SettingError(f"Expected an even --head-dim, which rotary positions need, got {head_dim}.")
+    require_extra("report", "A report")
     require_writable(html)
 
     from rich.console import Console

@@ -8,6 +8,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 PAGE = Path("attnscale-explore.html")
@@ -26,6 +27,7 @@ def explore(
     One file that needs nothing else: no server, no network. Move d_k, the keys, the spreads, the rule; type your own
     scores; step through the proof. Its address holds the view, so that a view can be sent.
     """
+    require_extra("report", "The page")
     require_writable(out)
     from rich.console import Console
 

@@ -9,6 +9,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def lab(
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
     from attnscale.loading.devices import require_device
 
+    require_extra("lab", "An experiment")
+    require_extra("report", "Its page")
     require_device(device)
     page, data = out / f"{name}.html", out / f"{name}.json"
     for path in (page, data):

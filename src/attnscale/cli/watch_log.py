@@ -7,6 +7,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
@@ -37,6 +38,7 @@ def watch_log(
     from attnscale.train.survey import survey
 
     if html is not None:
+        require_extra("report", "A report")
         require_writable(html)
     found = survey(file, run, curves=html is not None)
     if thin:

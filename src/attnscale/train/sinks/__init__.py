@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from attnscale.errors import SettingError
+from attnscale.extras import needing
 from attnscale.train.record import Record
 from attnscale.train.sinks.jsonlines import JsonLines
 
@@ -43,5 +44,6 @@ def known_sinks() -> str:
 
 def _made(home: str, *arguments: str) -> Sink:
     module, _, name = home.partition(":")
-    sink: Sink = getattr(import_module(module), name)(*arguments)
+    with needing("This sink"):
+        sink: Sink = getattr(import_module(module), name)(*arguments)
     return sink
