@@ -7,7 +7,7 @@ from urllib.parse import quote
 import typer
 
 from attnscale.cli.files import require_writable
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, say, tell
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
@@ -40,7 +40,7 @@ def explore(
     if json:
         print_json({"page": str(out), "address": address, "opened": opened})
     else:
-        typer.echo(f"The page is {out}\n{address}")
+        say(f"The page is {out}\n{address}")
     if not (opened or no_open):
         tell("no browser could be opened here: open the page yourself.")
 
