@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from attnscale.cli import app
 from attnscale.rules import RULES
 from attnscale.theory import predict
 
@@ -104,6 +105,22 @@ def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
     assert result.returncode == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "\x1b[" not in result.stdout
+
+
+def test_predict_reads_at_60_columns():
+    lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert not any("…" in line for line in lines)
+    assert "calibrated  0.4069      1   0.928 0.016    0.997 healthy" in lines
+
+
+def test_every_commands_help_has_an_example_and_no_ragged_line():
+    helps = {command.callback.__name__: command.help for command in app.registered_commands}
+    assert len(helps) >= 9
+    for name, text in helps.items():
+        *told, example = text.split("\n\n")
+        assert example.startswith(f"Example: attnscale {name.replace('_', '-')}")
+        assert not any("\n" in paragraph for paragraph in told)  # broken by the terminal, where it ends
 
 
 @pytest.mark.parametrize(

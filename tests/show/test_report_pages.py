@@ -165,6 +165,14 @@ def test_on_a_phone_the_page_does_not_scroll_sideways_and_figures_fit(report, ki
     assert page.evaluate("[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.plotly'))")
 
 
+def test_on_a_phone_a_table_keeps_the_verdict_in_sight(report):
+    page = report("check", viewport=PHONE)
+    cells = page.locator("td.fine, td.warning, td.error, td.note")
+    assert cells.count() > 0
+    box = cells.first.bounding_box()
+    assert box["x"] + box["width"] <= PHONE["width"]
+
+
 def test_dark_mode_follows_the_system_and_paper_is_white(report):
     page = report("check", color_scheme="dark")
 

@@ -16,7 +16,7 @@ from attnscale.cli.output import say, tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
 from attnscale.cli.streams import OutputError, own_streams
-from attnscale.cli.usage import UsageError, usage_sentence
+from attnscale.cli.usage import UsageError, in_paragraphs, usage_sentence
 from attnscale.cli.watch_log import watch_log
 from attnscale.errors import AttnscaleError
 from attnscale.extras import needing
@@ -28,15 +28,8 @@ NOBODY_READS = 141  # and for a pipe that was closed, as `| head` does: neither 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
-app.command()(demo)
-app.command()(check)
-app.command()(predict)
-app.command()(rules)
-app.command()(claims)
-app.command()(explore)
-app.command()(lab)
-app.command()(bench)
-app.command()(watch_log)
+for command in (demo, check, predict, rules, claims, explore, lab, bench, watch_log):
+    app.command(help=in_paragraphs(command.__doc__ or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -20,6 +20,8 @@ def bench(
 
     Compared are plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
     statistics, and attnscale's, exact and sampled.
+
+    Example: attnscale bench --device cpu --quick
     """
     import json as writer
 

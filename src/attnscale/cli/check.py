@@ -49,6 +49,8 @@ def check(
 
     Nothing that comes with a model is run or fetched: no remote code, no pickles but of plain tensors. Ends with
     status 1 if a finding is an error.
+
+    Example: attnscale check path/to/model --html report.html
     """
     from attnscale.errors import SettingError
     from attnscale.loading.given import read_examples, read_tokens

@@ -23,6 +23,8 @@ def demo(
     Both start from the same weights, see the same batches and learn to recall which value goes with which key; it
     takes under half a minute, on one thread. Shown while they train: the loss, the entropy of the attention over that
     of uniform weights, and 1 − Σp², what a row lets through.
+
+    Example: attnscale demo --html report.html
     """
     from attnscale.errors import SettingError
 

@@ -26,6 +26,8 @@ def explore(
 
     One file that needs nothing else: no server, no network. Move d_k, the keys, the spreads, the rule; type your own
     scores; step through the proof. Its address holds the view, so that a view can be sent.
+
+    Example: attnscale explore --out why.html --no-open
     """
     require_extra("report", "The page")
     require_writable(out)

@@ -1,4 +1,4 @@
-"""What is wrong with how a command was called, in one sentence."""
+"""How a command is called: its help, and in one sentence what is wrong with a call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,15 @@ from typing import Any
 import typer
 
 UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings, or of the package, by its version
+
+
+def in_paragraphs(docstring: str) -> str:
+    """Help whose paragraphs are one line each, for the terminal to break where it ends.
+
+    >>> in_paragraphs("One.\\n\\n    Two\\n    lines.")
+    'One.\\n\\nTwo lines.'
+    """
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in docstring.strip().split("\n\n"))
 
 
 def usage_sentence(message: str, context: Any, parameter: Any, arguments: Sequence[str]) -> str:

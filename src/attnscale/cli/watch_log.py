@@ -33,6 +33,8 @@ def watch_log(
     on, where that is a few records ahead. Alarms are told by cause, each once, with the layers and steps. A log may
     hold several runs: they are listed, and one is shown. Lines that are no records are left out, counted and told.
     Ends with status 1 if an alarm is an error.
+
+    Example: attnscale watch-log scores.jsonl --html report.html
     """
     from attnscale.train.room import rewrite_thinned
     from attnscale.train.survey import survey
