@@ -139,6 +139,6 @@ def test_a_path_is_a_log_whatever_it_is_called(tmp_path):
     assert sink_from("wandb.jsonl").path.name == "wandb.jsonl"
 
 
-def test_the_readme_names_every_sink():
-    readme = Path("README.md").read_text(encoding="utf-8")
-    assert all(f"`{written}`" in readme for written in SINKS)
+def test_the_tour_names_every_sink():
+    tour = Path("docs/tour.md").read_text(encoding="utf-8")
+    assert all(f"`{written}`" in tour for written in SINKS)
