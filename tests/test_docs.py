@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from docs.tools.blocks import FENCE, PAGES
+from docs.tools.log_index import ENTRY, LOG, with_index
 from docs.tools.source import definitions
 from tests.test_rooms import ROOMS
 
@@ -80,3 +81,12 @@ def test_the_costs_told_are_the_recorded_ones():
     assert runpy.run_path(str(ROOT / "benchmarks/table.py"))["table"]() in (ROOT / "docs/speed.md").read_text(
         encoding="utf-8"
     )
+
+
+def test_the_index_of_the_log_lists_every_entry_and_marks_what_is_superseded():
+    log = LOG.read_text(encoding="utf-8")
+    assert with_index(log) == log, "make outputs refreshes it"
+    titles = {entry["title"] for entry in ENTRY.finditer(log)}
+    superseding = {entry["by"] for entry in ENTRY.finditer(log)} - {None}
+    assert superseding
+    assert superseding <= titles

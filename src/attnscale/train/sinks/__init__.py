@@ -16,6 +16,7 @@ Sink = Callable[[Record], None]
 SINKS = {
     "tensorboard:DIR": "attnscale.train.sinks.tensorboard:TensorBoard",
     "wandb": "attnscale.train.sinks.wandb:WeightsAndBiases",
+    "mlflow": "attnscale.train.sinks.mlflow:MLflow",
     "table": "attnscale.show.live_table:LiveTable",
 }
 LOGS = (".jsonl", ".json")  # what the path of a log ends in
