@@ -105,7 +105,8 @@ torch_is_there = time.perf_counter()
 import attnscale
 [getattr(attnscale, name) for name in attnscale.__all__]
 print((time.perf_counter() - torch_is_there) / (torch_is_there - start))
-print([name for name in ("transformers", "plotly", "triton", "tensorboard", "rich", "typer") if name in sys.modules])
+heavy = ("transformers", "triton", "tensorboard", "rich", "typer", "safetensors")
+print([name for name in heavy if name in sys.modules])
 """
     # compiled once, as installed packages are
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}

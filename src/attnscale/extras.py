@@ -9,7 +9,7 @@ from attnscale.errors import SettingError
 # What pyproject.toml's extras bring, by the names that are imported.
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
-    "report": ("plotly", "jinja2", "markupsafe"),
+    "report": ("jinja2", "markupsafe"),
     "hf": ("transformers", "tokenizers", "safetensors"),
     "lab": ("filelock", "submitit"),
 }
