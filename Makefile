@@ -75,8 +75,9 @@ pictures: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What the code blocks of README and docs print, written into them.
+# What the code blocks of README and docs print, written into them; and the index of the log.
 outputs: $(INSTALLED)
+	$(BIN)/python docs/tools/log_index.py
 	$(BIN)/python docs/tools/blocks.py --write
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -152,7 +152,7 @@ def main() -> None:
             )
     shape = {"layers": LAYERS, "heads": HEADS, "d_model": D_MODEL, "length": LENGTH, "batch": BATCH}
     settings = {"scores": given.scores, "compiled": given.compiled, "steps": given.steps}
-    given.out.write_text(json.dumps(finite({**shape, **settings, "runs": runs})) + "\n")
+    given.out.write_text(json.dumps(finite({**shape, **settings, "runs": runs})) + "\n", encoding="utf-8")
     print(f"{time.perf_counter() - start:.0f} s")
 
 

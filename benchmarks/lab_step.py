@@ -118,7 +118,7 @@ def main() -> None:
     if given.out is not None:
         names = ("length", "batch", "rounds", "threads", "device")
         shape = {name: getattr(given, name) for name in names} | {"torch": torch.__version__}
-        given.out.write_text(json.dumps({**shape, "limit": LIMIT, "found": found}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**shape, "limit": LIMIT, "found": found}, indent=1) + "\n", encoding="utf-8")
     over = [f"{each['ratio']:.3f}× at d_k = {each['head_dim']}" for each in found if each["ratio"] > LIMIT]
     if over:
         sys.exit(f"Over the limit of {LIMIT}×: {', '.join(over)}.")

@@ -247,7 +247,7 @@ def main() -> None:
             recorded[f"{name}, losses of 200 compiled steps"] = found = curves(name, given)
             print(f"{name}, losses of 200 compiled steps part from the plain ones by at most {found}", flush=True)
     if given.out is not None:
-        given.out.write_text(json.dumps(recorded, indent=1) + "\n")
+        given.out.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     print("Over the limit: " + ("; ".join(over) or "nothing"))
 
 

@@ -122,7 +122,7 @@ def main() -> None:
     if given.out is not None:
         shape = {name: value for name, value in vars(given).items() if name != "out"}
         recorded = {**shape, "plain_seconds": plain, "ratios": costs, "quartiles": quartiles}
-        given.out.write_text(json.dumps(recorded, indent=1) + "\n")
+        given.out.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     limits = LIMITS[given.device].items()
     over = [f"{kind} {costs[kind]:.3f}× > {limit}×" for kind, limit in limits if costs[kind] > limit]
     if over:

@@ -83,7 +83,7 @@ def thinning_stalls(line: str) -> dict:
         path = Path(folder) / "scores.jsonl"
         count = 24
         for word, steps in (("older", range(count // 2)), (None, range(count // 2, count))):
-            with (path if word is None else beside(path, word)).open("w") as file:
+            with (path if word is None else beside(path, word)).open("w", encoding="utf-8") as file:
                 file.writelines(line.replace('"step":1000000', f'"step":{step}', 1) + "\n" for step in steps)
         thinner, start = Thinner(path), time.perf_counter()
         thinner.make_room()

@@ -1,4 +1,4 @@
-"""Print the README's table of costs from the recorded results: `python benchmarks/table.py`."""
+"""Print the table of costs in docs/speed.md from the recorded results: `python benchmarks/table.py`."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ def anarcii():
     found = importlib.util.spec_from_file_location("anarcii_model", folder / "inference/model.py")
     code = importlib.util.module_from_spec(found)
     found.loader.exec_module(code)
-    known = json.loads((folder / "models/antibody/antibody_4_2_128_512.json").read_text())
+    known = json.loads((folder / "models/antibody/antibody_4_2_128_512.json").read_text(encoding="utf-8"))
     width, layers, heads = (known[name] for name in ("HID_DIM", "LAYERS", "HEADS"))
     parts = (
         kind(known[size], width, layers, heads, 4 * width, known["DROPOUT"], "cpu")

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from docs.tools.blocks import FENCE, PAGES
+from docs.tools.log_index import ENTRY, LOG, with_index
 from docs.tools.source import definitions
 from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src/attnscale"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TREE = README.split("src/attnscale/\n")[1].split("```")[0]
+READING = (ROOT / "docs/reading-the-code.md").read_text(encoding="utf-8")
+TREE = READING.split("src/attnscale/\n")[1].split("```")[0]
 PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks|training)/[\w./-]*|[\w-]+/[\w./-]*\.(?:py|md)")
 HOMES = (ROOT, SRC, ROOT / "docs")  # that a path may be told from
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -24,13 +25,13 @@ def branches(indent):
     return re.findall(rf"^ {{{indent}}}(\S+) +(\S.*)$", TREE, flags=re.MULTILINE)
 
 
-def test_the_readmes_tree_is_the_rooms_in_their_order():
+def test_the_tree_is_the_rooms_in_their_order():
     names = [name for name, _ in branches(2)]
     assert [name.removesuffix("/").removesuffix(".py") for name in names] == list(ROOMS)
     assert all((SRC / name).is_dir() if name.endswith("/") else (SRC / name).is_file() for name in names)
 
 
-def test_the_readmes_tree_has_every_room_within_a_room_under_it():
+def test_the_tree_has_every_room_within_a_room_under_it():
     told, room = [], ""
     for line in TREE.splitlines():
         name = line.split(maxsplit=1)[0]
@@ -43,7 +44,7 @@ def test_the_readmes_tree_has_every_room_within_a_room_under_it():
     assert set(told) == there
 
 
-def test_every_line_of_the_readmes_tree_is_a_room_or_one_within():
+def test_every_line_of_the_tree_is_a_room_or_one_within():
     assert len(branches(2)) + len(branches(4)) == len(TREE.splitlines())
 
 
@@ -76,5 +77,16 @@ def test_the_picture_shows_what_the_command_prints(tmp_path, capsys):
     assert (tmp_path / "predict.svg").read_bytes() == (ROOT / "docs/pictures/predict.svg").read_bytes()
 
 
-def test_the_readmes_costs_are_the_recorded_ones():
-    assert runpy.run_path(str(ROOT / "benchmarks/table.py"))["table"]() in README
+def test_the_costs_told_are_the_recorded_ones():
+    assert runpy.run_path(str(ROOT / "benchmarks/table.py"))["table"]() in (ROOT / "docs/speed.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_the_index_of_the_log_lists_every_entry_and_marks_what_is_superseded():
+    log = LOG.read_text(encoding="utf-8")
+    assert with_index(log) == log, "make outputs refreshes it"
+    titles = {entry["title"] for entry in ENTRY.finditer(log)}
+    superseding = {entry["by"] for entry in ENTRY.finditer(log)} - {None}
+    assert superseding
+    assert superseding <= titles

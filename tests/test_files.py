@@ -29,10 +29,10 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("place", ["missing/file", "file/file"])
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, place):
-    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").write_text("old", encoding="utf-8")
     with pytest.raises(SettingError, match="Could not write"):
         write_whole(tmp_path / place, "new")
-    assert (tmp_path / "file").read_text() == "old"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "old"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a umask")
@@ -51,4 +51,4 @@ def test_many_threads_write_whole_files(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: write_whole(tmp_path / f"{number % 3}", f"{number}" * 1000), range(200)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
-    assert len({path.read_text()[:1000] for path in tmp_path.iterdir()}) == 3
+    assert len({path.read_text(encoding="utf-8")[:1000] for path in tmp_path.iterdir()}) == 3

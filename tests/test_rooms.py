@@ -15,9 +15,9 @@ SRC = Path(attnscale.__file__).parent
 
 # A room imports only what stands before it.
 ROOMS = (
-    "plain", "errors", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules", "visibility",
-    "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside", "diagnose",
-    "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
+    "plain", "errors", "extras", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules",
+    "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside",
+    "diagnose", "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
 )  # fmt: skip
 
 
@@ -105,7 +105,8 @@ torch_is_there = time.perf_counter()
 import attnscale
 [getattr(attnscale, name) for name in attnscale.__all__]
 print((time.perf_counter() - torch_is_there) / (torch_is_there - start))
-print([name for name in ("transformers", "plotly", "triton", "tensorboard", "rich", "typer") if name in sys.modules])
+heavy = ("transformers", "triton", "tensorboard", "rich", "typer", "safetensors")
+print([name for name in heavy if name in sys.modules])
 """
     # compiled once, as installed packages are
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}

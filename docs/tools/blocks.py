@@ -35,7 +35,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 NOT_RUN = {
     "make demo": "trains two models for half a minute; tests/lab trains smaller ones",
     "make test": "is what runs this",
-    "make docs": "tests build the site",
+    "pip install 'attnscale[all]'": "tests install the wheel into an environment of their own",
     "attnscale claims --record": "changes the repository",
 }
 PLAIN = {"", "text"}  # output, or a drawing

@@ -1,6 +1,7 @@
 """The results of the lab, as JSON in docs/results, as pages: conclusion, checks, tables and charts of each."""
 
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,28 @@ def with_results(markdown: str, folder: Path = FOLDER) -> str:
     order = list(EXPERIMENTS)
     paths = sorted(folder.glob("*.json"), key=lambda path: (order.index(path.stem) if path.stem in order else -1, path))
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    sections = [section(result) for result in results if "experiment" in result and "conclusion" in result]
-    return "\n\n".join([markdown, *(sections or [NONE_YET])])
+    recorded = [result for result in results if "experiment" in result and "conclusion" in result]
+    told = [summary(recorded), *map(section, recorded)] if recorded else [NONE_YET]
+    return "\n\n".join([markdown, *told])
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """Every question with the first sentence of its answer, and the way to the rest."""
+    rows = (
+        f"| [{plain_text(each['experiment'])}](#{each['experiment']}) | {plain_text(each['question'])} | "
+        f"{plain_text(first_sentence(each['conclusion']))} |"
+        for each in results
+    )
+    return "\n".join(["| | question | answer, in short |", "|---|---|---|", *rows])
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that a capital follows.
+
+    >>> first_sentence("From 0.1 to 0.3 it grows. At 0.3 it stops.")
+    'From 0.1 to 0.3 it grows.'
+    """
+    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 
 
 def section(result: dict[str, Any]) -> str:

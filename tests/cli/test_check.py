@@ -243,7 +243,7 @@ def test_scripts_are_allowed_by_the_hash_of_what_they_hold(page):
         assert f"'sha256-{digest}'" in policy
 
 
-def test_plotly_and_transformers_load_only_when_used():
+def test_templates_and_transformers_load_only_when_used():
     code = """
 import sys
 from attnscale.cli import main
@@ -252,7 +252,7 @@ try:
     main()
 except SystemExit:
     pass
-print([name for name in ("plotly", "transformers", "jinja2") if name in sys.modules])
+print([name for name in ("transformers", "jinja2") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True)
     assert result.stdout.splitlines()[-1] == "[]"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from attnscale.cli import app
 from attnscale.rules import RULES
 from attnscale.theory import predict
 
@@ -106,6 +107,22 @@ def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
     assert "\x1b[" not in result.stdout
 
 
+def test_predict_reads_at_60_columns():
+    lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert not any("…" in line for line in lines)
+    assert "calibrated  0.4069      1   0.928 0.016    0.997 healthy" in lines
+
+
+def test_every_commands_help_has_an_example_and_no_ragged_line():
+    helps = {command.callback.__name__: command.help for command in app.registered_commands}
+    assert len(helps) >= 9
+    for name, text in helps.items():
+        *told, example = text.split("\n\n")
+        assert example.startswith(f"Example: attnscale {name.replace('_', '-')}")
+        assert not any("\n" in paragraph for paragraph in told)  # broken by the terminal, where it ends
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -114,6 +131,19 @@ def test_tables_fit_80_columns_without_colour_in_a_pipe(command):
         (["predict", "--length", "1"], "Expected length of at least 2, got 1."),
         (["claims", "--verdict", "maybe"], "Unknown verdict 'maybe'. Expected one of: confirmed, qualified, refuted."),
         (["bench", "--device", "tpu"], "Expected a device that is here, cpu or cuda, got 'tpu'."),
+        (["predict", "--init", "normal:1e200"], "weights by normal:1e+200 on inputs of variance 1 give none"),
+        (["predict", "--init", "normal:1e-200"], "weights by normal:1e-200 on inputs of variance 1 give none"),
+        (["predict", "--input-variance", "1e308"], "Expected scores of a finite spread above zero"),
+        (
+            ["predict", "--d-model", f"1{'0' * 400}", "--heads", "1"],
+            "Expected d_model, heads, head_dim and length of at most 1e+18, got more.",
+        ),
+        (["predict", "--heads", "many"], "Invalid value for '--heads': "),
+        (["predict", "--heads", "many"], "'many'"),
+        (["predict", "--input-variance=x"], "run 'attnscale predict --help' to see what it takes."),
+        (["predict", "--heads"], "Option '--heads' requires an argument"),
+        (["watch-log"], "Missing argument"),
+        (["check", "--length", "100000000"], "Expected --length from 2 to 1,048,576, got 100000000."),
         (["predict", "--bogus"], "No such option: --bogus"),
         (["nonsense"], "No such command 'nonsense'"),
     ],
@@ -122,7 +152,8 @@ def test_bad_input_ends_with_status_two_one_sentence_and_no_traceback(arguments,
     result = run(*arguments)
     assert result.returncode == 2
     assert sentence in result.stderr
-    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("attnscale: ")
     assert result.stdout == ""
 
 

@@ -48,7 +48,7 @@ def test_bad_input_is_answered_with_a_sentence(arguments, said, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_work(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert "Could not write" in str(run("variance", "--out", str(tmp_path / "file")).exception)
 
 

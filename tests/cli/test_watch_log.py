@@ -2,12 +2,16 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from attnscale.diagnose import Finding
 from attnscale.measure.statistics import logged
 from attnscale.train import JsonLines, LayerRecord, Record, read_log
+from tests.processes import started
 
 from .test_cli import run
 
@@ -74,7 +78,7 @@ def test_an_error_among_the_alarms_ends_with_status_one(log):
 def test_a_file_that_is_no_log_ends_with_status_two_and_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "other.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     result = run("watch-log", str(path))
     assert result.returncode == 2
     assert sentence in result.stderr
@@ -92,3 +96,23 @@ def test_it_writes_a_report_that_says_what_the_terminal_says(log, tmp_path):
     assert "<title>scores.jsonl · attnscale watch-log</title>" in page
     refused = run("watch-log", str(log), "--html", str(tmp_path))
     assert (refused.returncode, refused.stdout) == (2, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one child")
+def test_a_log_that_is_followed_is_shown_again_when_it_grows_until_it_is_interrupted(log):
+    command = [sys.executable, "-u", "-m", "attnscale", "watch-log", str(log), "--follow"]
+    whole = log.read_text(encoding="utf-8")
+    log.write_text("\n".join(whole.splitlines()[:10]) + "\n", encoding="utf-8")
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        assert any("steps 0–450, 10 records" in line for line in iter(process.stdout.readline, ""))
+        log.write_text(whole, encoding="utf-8")
+        assert any("steps 0–950, 20 records" in line for line in iter(process.stdout.readline, ""))
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.communicate(timeout=30)[1]
+        assert process.returncode == 0
+
+
+def test_following_a_log_and_writing_a_report_of_it_is_refused(log, tmp_path):
+    result = run("watch-log", str(log), "--follow", "--html", str(tmp_path / "report.html"))
+    assert result.returncode == 2
+    assert "Expected --follow without --html" in result.stderr

@@ -108,7 +108,7 @@ def forecasts(run):
 
 
 def runs(rate, fixes):
-    plain = json.loads(RECORDED.read_text())["runs"]
+    plain = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
     return [run for run in plain if run["rate"] == rate and run["fix"] in fixes]
 
 

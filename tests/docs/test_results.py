@@ -82,3 +82,15 @@ def test_the_plots_are_those_of_the_records():
     assert drawn == draw()
     for svg in drawn.values():
         assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_the_page_begins_with_every_question_and_its_answer_in_short(folder):
+    page = with_results("# Results", folder)
+    row = "| [variance](#variance) | Does the spread grow as √d\\_k? | It grows with exponent 0.501. |"
+    assert page.index(row) < page.index("## variance")
+
+
+def test_the_minutes_that_the_lab_lists_are_the_recorded_ones():
+    for name, experiment in EXPERIMENTS.items():
+        recorded = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["settings"]["cell_seconds"]
+        assert experiment.core_minutes == pytest.approx(recorded / 60, rel=0.05)

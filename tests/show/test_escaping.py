@@ -67,5 +67,5 @@ def test_sentences_and_json_are_plain(capsys):
 def test_a_page_shows_names_without_what_turns_the_direction_of_text():
     alarm = Finding(EVIL, 0, EVIL, "note", EVIL, None, None, EVIL)
     page = run_page(EVIL, [Record(0, 0.0, {EVIL: LayerRecord(7, {"max": [1.0]})}, [alarm])])
-    shown = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)  # plotly's own code has such characters in it
+    shown = re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
     assert is_plain(shown)

@@ -64,7 +64,7 @@ def test_it_is_in_a_record_its_line_and_what_is_read_from_that(record, tmp_path)
     assert record.layers[LAYER].whole("bent") == 33.0
     sink = JsonLines(tmp_path / "scores.jsonl")
     sink(record)
-    assert json.loads((tmp_path / "scores.jsonl").read_text())["layers"][LAYER]["bent"] == [33] * 3
+    assert json.loads((tmp_path / "scores.jsonl").read_text(encoding="utf-8"))["layers"][LAYER]["bent"] == [33] * 3
     assert read_log(tmp_path / "scores.jsonl").records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
 
 

@@ -15,7 +15,7 @@ from attnscale.lab.result import Curve
 from attnscale.models import CausalTransformer
 from attnscale.show.report.check import check_report
 from attnscale.show.report.densities import density_of
-from attnscale.show.report.freezing import spread_of
+from attnscale.show.report.freezing import freezing, spread_of
 from attnscale.show.report.heads import mapped
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.parts import Page, Table, Terms, kind_of
@@ -294,3 +294,10 @@ def test_sharp_heads_are_pictured_and_what_they_look_at_is_told():
         assert view.rows[-1] == "147–149"
         assert "weight" in view.notice or "content" in view.notice
     assert sharp_heads("sharp", audit(CausalTransformer(17, 32, 1, 2), torch.zeros(1, 9).long()).layers) is None
+
+
+def test_one_layer_has_its_freezing_line():
+    one = freezing("one", layers_of(["attention"])).views["by layer"]
+    lines = [series for series in one.series if series.mode == "steps"]
+    assert lines
+    assert all(list(line.x) == [-0.5, 0.5] and line.y[0] == line.y[1] for line in lines)

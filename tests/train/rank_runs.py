@@ -54,7 +54,7 @@ def data_parallel(rank, world, folder, kind):
         fully_shard(model)
     monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=30)
     train(model, monitor, lambda step: batch(BATCH, step).chunk(world)[rank])
-    Path(f"{folder}/last{rank}.json").write_text(json.dumps(monitor.last.to_dict()))
+    Path(f"{folder}/last{rank}.json").write_text(json.dumps(monitor.last.to_dict()), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -92,7 +92,7 @@ def near_a_floor(rank, world, folder):
 
     found, error, _ = monitored(gradient_gain=0.9)
     near, far = (monitored(gradient_gain=found + times * error) for times in (1, 3))
-    Path(f"{folder}/found{rank}.json").write_text(json.dumps([found, error, near, far]))
+    Path(f"{folder}/found{rank}.json").write_text(json.dumps([found, error, near, far]), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -125,7 +125,7 @@ def one_rank_dies(rank, world, folder, how):
             monitor.step()
         told += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
     monitor.close()
-    Path(f"{folder}/told{rank}.json").write_text(json.dumps(told))
+    Path(f"{folder}/told{rank}.json").write_text(json.dumps(told), encoding="utf-8")
     while rank == 0 and not all(Path(f"{folder}/told{other}.json").exists() for other in (1, 3)):
         time.sleep(0.05)  # the file store's owner goes last
     os._exit(0)  # a group with a dead member does not shut down

@@ -88,7 +88,7 @@ def everything(rank, world, folder):
         dist.barrier()
     found["not heard from"] = not_heard_from(rank)
     found["left behind"] = [left_behind() for _ in range(MONITORS)]
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -117,6 +117,6 @@ def left_behind():
     monitor.step()
     monitor.close()
     dist.barrier()
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     threads = next(line for line in status.splitlines() if line.startswith("Threads:"))
     return [len(os.listdir("/proc/self/fd")), int(threads.split()[1]), threading.active_count()]

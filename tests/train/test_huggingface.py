@@ -64,7 +64,9 @@ def test_what_it_remembers_survives_resume(tmp_path):
     trainer(tmp_path, ScoreCallback(every=1, sinks=[path])).train()
     whole = read_log(path).records
     checkpoint = tmp_path / "out" / "checkpoint-5"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["ScoreCallback"]
+    saved = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["stateful_callbacks"][
+        "ScoreCallback"
+    ]
     assert len(saved["attributes"]["remembered"]["history"]["series"][LAYERS[0]]) == 5
     again = ScoreCallback(every=1, sinks=[path])
     trainer(tmp_path, again).train(resume_from_checkpoint=str(checkpoint))

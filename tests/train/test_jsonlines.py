@@ -180,7 +180,9 @@ def test_a_log_stays_under_its_limit_and_keeps_its_largest_score(tmp_path):
     assert records[0].step == 0
     assert records[-1].step == 399
     assert sorted(file.name for file in tmp_path.iterdir()) == ["scores.jsonl", "scores.older.jsonl"]
-    assert all(json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines())
+    assert all(
+        json.loads(line) for file in tmp_path.iterdir() for line in file.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def log_of(folder, count, wide=1):

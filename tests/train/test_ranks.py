@@ -52,7 +52,7 @@ def test_data_parallel_ranks_give_the_numbers_of_one_process(tmp_path, kind, wor
     ]
     assert_same(unwrapped, single())
     assert [record.ranks for record in found] == [world] * rank_runs.STEPS
-    lasts = [json.loads((tmp_path / f"last{rank}.json").read_text())["layers"] for rank in range(world)]
+    lasts = [json.loads((tmp_path / f"last{rank}.json").read_text(encoding="utf-8"))["layers"] for rank in range(world)]
     assert all(last == lasts[0] for last in lasts)  # every rank holds the merged numbers
     assert not list(tmp_path.glob("*.rank*"))
 
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
     assert [record.step for record in records] == [0, 1, 2]
     assert records[0].ranks == 4
     assert records[1].ranks == records[2].ranks == 2  # rank 3 reports to rank 2, and keeps to itself from then on
-    told = json.loads((tmp_path / "told0.json").read_text())
+    told = json.loads((tmp_path / "told0.json").read_text(encoding="utf-8"))
     assert [sentence for sentence in told if "LostRankWarning: Rank 2 did not answer rank 0 within 3 s" in sentence]
     assert len(told) == 1
     alone = read_log(tmp_path / "scores.rank3.jsonl").records
@@ -130,7 +130,7 @@ def test_errors_of_ranks_are_those_of_all_their_rows():
 def test_an_alarm_of_merged_ranks_is_raised_where_the_sample_leaves_no_doubt(tmp_path):
     mp.spawn(rank_runs.near_a_floor, (2, str(tmp_path)), nprocs=2)
     for rank in range(2):
-        found, error, near, far = json.loads((tmp_path / f"found{rank}.json").read_text())
+        found, error, near, far = json.loads((tmp_path / f"found{rank}.json").read_text(encoding="utf-8"))
         assert 0 < error < 0.05
         assert near[:2] == far[:2] == [found, error]
         assert "blocks.0.attention" not in near[2]

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +36,13 @@ def test_tensorboard_has_a_curve_a_layer_and_number(tmp_path):
     sink.close()
     found = events.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert [(point.step, point.value) for point in found.Scalars("attnscale/blocks.0/max")] == [
+    assert [(point.step, point.value) for point in found.Scalars("attnscale_max/blocks.0")] == [
         (50, 1500.0),
         (100, 1500.0),
     ]
-    assert found.Scalars("attnscale/blocks.0/spread")[0].value == 0.5
+    assert found.Scalars("attnscale_spread/blocks.0")[0].value == 0.5
     assert "attnscale/alarms/text_summary" in found.Tags()["tensors"]
+    assert "custom_scalars__config__" in found.Tags()["tensors"]  # a chart a number, in which layers are the lines
 
 
 def test_wandb_gets_points_that_do_not_commit_a_step_and_alerts(monkeypatch):
@@ -58,8 +60,35 @@ def test_wandb_gets_points_that_do_not_commit_a_step_and_alerts(monkeypatch):
     ((values, commit),) = logged
     assert not commit
     assert values["attnscale/step"] == 50
-    assert values["attnscale/blocks.0/max"] == 1500.0
+    assert values["attnscale_max/blocks.0"] == 1500.0
     assert alerts == ["attnscale: exploding in blocks.0, head 1"]
+
+
+def test_mlflow_gets_points_at_their_step_under_names_that_it_takes_and_alarms_as_tags(monkeypatch):
+    points, tags = [], {}
+    stand_in = SimpleNamespace(
+        active_run=lambda: None,
+        log_metrics=lambda values, step: points.append((values, step)),
+        set_tag=tags.__setitem__,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", stand_in)
+    sink = sink_from("mlflow")
+    with pytest.raises(SettingError, match=r"call mlflow\.start_run\(\) before training"):
+        sink(record())
+    stand_in.active_run = SimpleNamespace
+    sink(replace(record(), layers={"blocks[0]": record().layers["blocks.0"]}))
+    ((values, step),) = points
+    assert step == 50
+    assert values["attnscale_max/blocks_0_"] == 1500.0
+    assert "1500" in tags["attnscale.exploding"]
+    sink(record(rank=1))
+    assert len(points) == 1
+
+
+def test_mlflow_that_is_not_installed_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(SettingError, match="pip install mlflow"):
+        sink_from("mlflow")
 
 
 def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
@@ -105,17 +134,17 @@ class MLflow:
 
 
 def test_a_new_sink_is_one_file_and_one_line(tmp_path, monkeypatch):
-    (tmp_path / "sink_for_mlflow.py").write_text(MLFLOW, encoding="utf-8")
+    (tmp_path / "sink_for_comet.py").write_text(MLFLOW, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SINKS, "mlflow:EXPERIMENT", "sink_for_mlflow:MLflow")
+    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", "sink_for_comet:MLflow")
     model = small_model()
-    monitor = Monitor(model, sinks=["mlflow:first"])
+    monitor = Monitor(model, sinks=["comet:first"])
     loss_of(model, batch()).backward()
     monitor.step()
     monitor.close()
     assert monitor.sinks[0].written == [("first", 0)]
-    with pytest.raises(SettingError, match=r"'table', 'mlflow:EXPERIMENT', or any callable, got 'mlflow'\."):
-        Monitor(model, sinks=["mlflow"])
+    with pytest.raises(SettingError, match=r"'table', 'comet:EXPERIMENT', or any callable, got 'comet'\."):
+        Monitor(model, sinks=["comet"])
 
 
 @pytest.mark.parametrize("given", ["wandb:project", "table:wide", "tensorboard:", "tensorboard", "scores.csv", "x:y"])
@@ -139,6 +168,6 @@ def test_a_path_is_a_log_whatever_it_is_called(tmp_path):
     assert sink_from("wandb.jsonl").path.name == "wandb.jsonl"
 
 
-def test_the_readme_names_every_sink():
-    readme = Path("README.md").read_text(encoding="utf-8")
-    assert all(f"`{written}`" in readme for written in SINKS)
+def test_the_tour_names_every_sink():
+    tour = Path("docs/tour.md").read_text(encoding="utf-8")
+    assert all(f"`{written}`" in tour for written in SINKS)

@@ -12,7 +12,7 @@ from . import step_runs
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
     mp.spawn(step_runs.everything, (2, str(folder)), nprocs=2)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def _run(tests: Path, way: str, arguments: list[str]) -> None:
     command += ["--tb=line", f"--junit-xml={report}", *plugin, *arguments, WANTED[0]]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths}
-    with (FOLDER / f"{way}.txt").open("w") as said:
+    with (FOLDER / f"{way}.txt").open("w", encoding="utf-8") as said:
         subprocess.run(command, cwd=tests, env=environment, stdout=said, stderr=said, check=False)
 
 

@@ -23,7 +23,7 @@ def _downloaded(folder: Path) -> Path:
     lists, cache, sources = folder / "lists", folder / "cache", folder / "sources.list"
     for each in (lists / "partial", cache / "archives" / "partial"):
         each.mkdir(parents=True, exist_ok=True)
-    sources.write_text(SOURCES)
+    sources.write_text(SOURCES, encoding="utf-8")
     settings = {
         "Dir::Etc::sourcelist": sources,
         "Dir::Etc::sourceparts": "-",

@@ -73,7 +73,11 @@ def test_sampled_rows_of_minilm_agree_with_all_of_them(minilm):
 
 def reaction_tokens(folder, text):
     """The longest piece of the vocabulary first, [UNK] for what it does not know."""
-    pieces = {piece: index for index, piece in enumerate((folder / "vocab.txt").read_text().split("\n")) if piece}
+    pieces = {
+        piece: index
+        for index, piece in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").split("\n"))
+        if piece
+    }
     tokens, at = [pieces["[CLS]"]], 0
     while at < len(text):
         known = [piece for piece in pieces if text.startswith(piece, at)]

@@ -96,7 +96,7 @@ class Checked:
     @property
     def _summary(self) -> str:
         spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
-        bounds = dict.fromkeys(f"{bound:.2g}" for bound in (min(spreads), max(spreads))) if spreads else ["nothing"]
+        bounds = dict.fromkeys(_told(bound) for bound in (min(spreads), max(spreads))) if spreads else ["nothing"]
         state = "trained" if self.audit.trained else "at initialisation"
         return f"{_count(len(self.lines), 'attention layer')}, {state}, scores spread by {' to '.join(bounds)}"
 
@@ -127,3 +127,12 @@ def _count(number: int, what: str) -> str:
 
 def _also(number: int, what: str) -> str:
     return f"; {_count(number, what)}" if number else ""
+
+
+def _told(value: float) -> str:
+    """Two digits, without a power of ten where a person needs none.
+
+    >>> _told(1.83), _told(112.4), _told(2.1e7)
+    ('1.8', '110', '2.1e+07')
+    """
+    return f"{float(f'{value:.2g}'):,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.2g}"

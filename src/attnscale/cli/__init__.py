@@ -12,31 +12,29 @@ from attnscale.cli.claims import claims
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
-from attnscale.cli.output import tell
+from attnscale.cli.output import say, tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
+from attnscale.cli.streams import OutputError, own_streams
+from attnscale.cli.usage import UsageError, in_paragraphs, usage_sentence
 from attnscale.cli.watch_log import watch_log
 from attnscale.errors import AttnscaleError
+from attnscale.extras import needing
 
+BAD_INPUT = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+NOBODY_READS = 141  # and for a pipe that was closed, as `| head` does: neither fine nor a finding
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
-app.command()(demo)
-app.command()(check)
-app.command()(predict)
-app.command()(rules)
-app.command()(claims)
-app.command()(explore)
-app.command()(lab)
-app.command()(bench)
-app.command()(watch_log)
+for command in (demo, check, predict, rules, claims, explore, lab, bench, watch_log):
+    app.command(help=in_paragraphs(command.__doc__ or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"attnscale {__version__}")
+        say(f"attnscale {__version__}")
         raise typer.Exit
 
 
@@ -51,12 +49,27 @@ def attnscale(
 
 def main() -> None:
     """Run the command line; bad input ends with one sentence on stderr and status 2."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √ shows a question mark
+    with own_streams():
+        sys.exit(_status())
+
+
+def _status() -> int:
     try:
-        app(prog_name="attnscale")
+        with needing("This command"):
+            status = app(prog_name="attnscale", standalone_mode=False)
+        sys.stdout.flush()
+    except UsageError as error:
+        if message := error.format_message():  # none where help was asked for, and shown
+            tell(usage_sentence(message, error.ctx, getattr(error, "param", None), sys.argv))
+        return BAD_INPUT
     except AttnscaleError as error:
         tell(error)
-        sys.exit(2)
+        return BAD_INPUT
+    except OutputError as error:
+        if error.nobody_reads:
+            return NOBODY_READS
+        tell(f"Could not write the output: {error}.")
+        return BAD_INPUT
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
+    return int(status or 0)

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json
+from attnscale.files import write_whole
 
 
 def bench(
@@ -18,6 +20,8 @@ def bench(
 
     Compared are plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
     statistics, and attnscale's, exact and sampled.
+
+    Example: attnscale bench --device cpu --quick
     """
     import json as writer
 
@@ -33,7 +37,7 @@ def bench(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise SettingError(f"Expected a device that is here, cpu or cuda, got {device!r}.")
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+        require_writable(out)
     costs = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         wanted = cases(device, quick)
@@ -42,9 +46,9 @@ def bench(
             costs += measure_case(case, device, lambda name: progress.update(task, description=name))
             progress.advance(task)
     figures = to_dict(costs, device)
-    if out is not None:
-        out.write_text(writer.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if json:
         print_json(figures)
     else:
         show_costs(figures["costs"])
+    if out is not None:  # last: what was timed is on the screen, whatever becomes of the file
+        write_whole(out, writer.dumps(figures, indent=1) + "\n")

@@ -9,6 +9,7 @@ import typer
 
 from attnscale.cli.files import read_text, require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
@@ -48,6 +49,8 @@ def check(
 
     Nothing that comes with a model is run or fetched: no remote code, no pickles but of plain tensors. Ends with
     status 1 if a finding is an error.
+
+    Example: attnscale check path/to/model --html report.html
     """
     from attnscale.errors import SettingError
     from attnscale.loading.given import read_examples, read_tokens
@@ -55,6 +58,7 @@ def check(
     if rows is not None and rows < 1:
         raise SettingError(f"Expected --rows of at least 1, got {rows}.")
     if html is not None:
+        require_extra("report", "A report")
         require_writable(html)
     if sum(given is not None for given in (text, tokens, data)) > 1:
         raise SettingError("Expected one of --text, --tokens and --data, got several.")

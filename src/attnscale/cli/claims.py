@@ -26,6 +26,8 @@ def claims(
 
     Some are measured by training small models, so that all of them take half a minute. Ends with status 1 if a verdict
     differs from the recorded one.
+
+    Example: attnscale claims --verdict refuted
     """
     from dataclasses import asdict
 

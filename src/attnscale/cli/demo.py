@@ -7,6 +7,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
@@ -22,6 +23,8 @@ def demo(
     Both start from the same weights, see the same batches and learn to recall which value goes with which key; it
     takes under half a minute, on one thread. Shown while they train: the loss, the entropy of the attention over that
     of uniform weights, and 1 − Σp², what a row lets through.
+
+    Example: attnscale demo --html report.html
     """
     from attnscale.errors import SettingError
 
@@ -34,6 +37,7 @@ def demo(
             raise SettingError(f"Expected {option} from {least} to {most}, got {value}.")
     if head_dim % 2:
         raise SettingError(f"Expected an even --head-dim, which rotary positions need, got {head_dim}.")
+    require_extra("report", "A report")
     require_writable(html)
 
     from rich.console import Console

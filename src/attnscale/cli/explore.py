@@ -7,7 +7,8 @@ from urllib.parse import quote
 import typer
 
 from attnscale.cli.files import require_writable
-from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.cli.output import AsJson, print_json, say, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 PAGE = Path("attnscale-explore.html")
@@ -25,7 +26,10 @@ def explore(
 
     One file that needs nothing else: no server, no network. Move d_k, the keys, the spreads, the rule; type your own
     scores; step through the proof. Its address holds the view, so that a view can be sent.
+
+    Example: attnscale explore --out why.html --no-open
     """
+    require_extra("report", "The page")
     require_writable(out)
     from rich.console import Console
 
@@ -38,7 +42,7 @@ def explore(
     if json:
         print_json({"page": str(out), "address": address, "opened": opened})
     else:
-        typer.echo(f"The page is {out}\n{address}")
+        say(f"The page is {out}\n{address}")
     if not (opened or no_open):
         tell("no browser could be opened here: open the page yourself.")
 

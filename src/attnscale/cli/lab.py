@@ -9,6 +9,7 @@ import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def lab(
 
     Every cell of its grid is one file in OUT/cells, named by its configuration. What is there is not run again, so a
     sweep that was interrupted goes on where it was. Numbers depend on the seeds alone, not on what runs the cells.
+
+    Example: attnscale lab divisors --quick
     """
     from attnscale.errors import SettingError
 
@@ -56,6 +59,8 @@ def lab(
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
     from attnscale.loading.devices import require_device
 
+    require_extra("lab", "An experiment")
+    require_extra("report", "Its page")
     require_device(device)
     page, data = out / f"{name}.html", out / f"{name}.json"
     for path in (page, data):
@@ -98,7 +103,17 @@ def as_json(result: "Result") -> str:
 
 def _list(experiments: "list[Experiment]", json: bool) -> None:
     if json:
-        print_json([{"name": own.name, "question": own.question, "cells": len(own.cells())} for own in experiments])
+        print_json(
+            [
+                {
+                    "name": own.name,
+                    "question": own.question,
+                    "cells": len(own.cells()),
+                    "core_minutes": own.core_minutes,
+                }
+                for own in experiments
+            ]
+        )
         return
     from attnscale.show.lab import show_experiments
 

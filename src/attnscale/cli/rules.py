@@ -4,7 +4,10 @@ from attnscale.cli.output import AsJson, print_json
 
 
 def rules(json: AsJson = False) -> None:
-    """List the scale rules: formula, source, and when to use which."""
+    """List the scale rules: formula, source, and when to use which.
+
+    Example: attnscale rules --json
+    """
     from attnscale.rules.listing import catalogue
 
     entries = catalogue()

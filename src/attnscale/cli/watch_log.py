@@ -1,13 +1,19 @@
 """`attnscale watch-log`: what a training run recorded."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json
+from attnscale.extras import require_extra
 from attnscale.files import write_whole
+
+if TYPE_CHECKING:
+    from attnscale.train.survey import Survey
+
+POLL = 0.5  # seconds between looks at a log that is followed
 
 
 def watch_log(
@@ -22,6 +28,9 @@ def watch_log(
             metavar="RUN", help="Of several runs in the log, the one of this name or number; else the newest."
         ),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show it again whenever it has grown, until Ctrl-C.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
     json: AsJson = False,
 ) -> None:
@@ -32,11 +41,19 @@ def watch_log(
     on, where that is a few records ahead. Alarms are told by cause, each once, with the layers and steps. A log may
     hold several runs: they are listed, and one is shown. Lines that are no records are left out, counted and told.
     Ends with status 1 if an alarm is an error.
+
+    Example: attnscale watch-log scores.jsonl --html report.html
     """
+    from attnscale.errors import SettingError
     from attnscale.train.room import rewrite_thinned
     from attnscale.train.survey import survey
 
+    if follow and (html is not None or json or thin):
+        raise SettingError("Expected --follow without --html, --json and --thin: it shows a run that goes on.")
+    if follow:
+        raise typer.Exit(_status(_follow(file, run)))
     if html is not None:
+        require_extra("report", "A report")
         require_writable(html)
     found = survey(file, run, curves=html is not None)
     if thin:
@@ -49,8 +66,38 @@ def watch_log(
     if json:
         print_json(found.to_dict())
     else:
-        from attnscale.show.run import show_run, show_runs
+        _show(found)
+    raise typer.Exit(_status(found))
 
-        show_runs(found.runs, found.chosen)
-        show_run(found.run)
-    raise typer.Exit(1 if found.run.worst == "error" else 0)
+
+def _status(found: "Survey") -> int:
+    return 1 if found.run.worst == "error" else 0
+
+
+def _show(found: "Survey") -> None:
+    from attnscale.show.run import show_run, show_runs
+
+    show_runs(found.runs, found.chosen)
+    show_run(found.run)
+
+
+def _follow(file: Path, run: str | None) -> "Survey":
+    """Show a run whenever its log has changed; Ctrl-C ends it, with what was shown last."""
+    import time
+
+    from rich.console import Console
+
+    from attnscale.train.survey import survey
+
+    found, seen = survey(file, run), file.stat().st_size
+    try:
+        _show(found)
+        while True:
+            time.sleep(POLL)
+            size = file.stat().st_size if file.exists() else seen  # set aside for a moment, while it is thinned
+            if size != seen:
+                found, seen = survey(file, run), size
+                Console().clear()
+                _show(found)
+    except KeyboardInterrupt:
+        return found

@@ -64,8 +64,17 @@ class Outcome:
     def numbers(self) -> tuple[str, ...]:
         """The cells of its line, in the order of COLUMNS."""
         ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.gradient_gain))
-        start = f"{self.scale:.3g}", f"{self.spread:.3g}", f"{self.entropy:.2f}"
-        return (*start, *ratios, f"{self.max:.3g}", "–" if math.isnan(self.change) else f"{self.change:.3f}")
+        start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}"
+        return (*start, *ratios, _short(self.max), "–" if math.isnan(self.change) else f"{self.change:.3f}")
+
+
+def _short(value: float) -> str:
+    """Three digits, and thousands as a person writes them.
+
+    >>> _short(0.1776), _short(3338.2), _short(1.5e7)
+    ('0.178', '3,338', '1.5e+07')
+    """
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)

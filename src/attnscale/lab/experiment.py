@@ -35,6 +35,7 @@ class Experiment:
     quick_seeds: int = 4
     trains: bool = False  # a model, which may be put on a GPU
     version: int = 1
+    core_minutes: float = 0.0  # of all cells together, as docs/results has them recorded
 
     def cells(self, quick: bool = False, seeds: int | None = None, device: str = "cpu") -> list[Cell]:
         """The grid, once a seed: all settings of one seed before the next, so that an early stop leaves whole grids."""

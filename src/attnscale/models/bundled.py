@@ -1,11 +1,14 @@
 """The model that ships with the package: four layers, trained on Python's help texts by training/bundled.py."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import as_file, files
+from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
+from attnscale.extras import needing
 from attnscale.models.text import default_text, encode
 from attnscale.models.transformer import CausalTransformer
 
@@ -22,7 +25,7 @@ def load_bundled() -> tuple[CausalTransformer, Tensor]:
     >>> model(tokens).shape
     torch.Size([1, 256, 256])
     """
-    with as_file(WEIGHTS) as path, safe_open(path, framework="pt") as stored:
+    with _stored() as stored:
         shape = json.loads(stored.metadata()["shape"])
         weights = {name: stored.get_tensor(name).float() for name in stored.keys()}  # noqa: SIM118 (not a dict)
     model = CausalTransformer(**shape)
@@ -32,7 +35,7 @@ def load_bundled() -> tuple[CausalTransformer, Tensor]:
 
 def about_bundled() -> dict[str, str]:
     """How it was trained: shape, seed, steps, corpus and the loss it reached, as recorded in the file."""
-    with as_file(WEIGHTS) as path, safe_open(path, framework="pt") as stored:
+    with _stored() as stored:
         return dict(stored.metadata())
 
 
@@ -41,3 +44,11 @@ def split(text: str) -> tuple[Tensor, Tensor]:
     tokens = encode(text)
     cut = round(len(tokens) * (1 - HELD_OUT))
     return tokens[:cut], tokens[cut:]
+
+
+@contextmanager
+def _stored() -> Iterator[Any]:
+    with needing("The bundled model"):
+        from safetensors import safe_open
+    with as_file(WEIGHTS) as path, safe_open(path, framework="pt") as stored:
+        yield stored

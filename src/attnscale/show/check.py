@@ -103,9 +103,12 @@ def _print_what_if(checked: Checked, console: Console) -> None:
     assert checked.what_if is not None and checked.asked is not None  # noqa: PT018 (asked for just above)
     console.print()
     console.print(Text(f"What if {printable(checked.asked)} were scaled otherwise?", style="bold"))
-    table = Table("scale by", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for row in checked.what_if.rows:
-        table.add_row(row.name, *row.numbers())
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("scale by", overflow="fold")
+    rows = [(row.name, row.numbers()) for row in checked.what_if.rows]
+    for position, heading in enumerate(COLUMNS):
+        width = max(len(cells[position]) for _, cells in rows)
+        table.add_column(heading, justify="right", min_width=width)  # or a narrow terminal would glue them
+    for name, cells in rows:
+        table.add_row(name, *cells)
     console.print(table)

@@ -19,10 +19,13 @@ ERROR_DIGITS = 2
 def show_experiments(experiments: Iterable[Experiment]) -> None:
     """Print what can be run."""
     console = Console()
-    grid = Grid("experiment", "question", "cells", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    grid.columns[-1].justify = "right"
+    grid = Grid("experiment", "question", "cells", "minutes\non a core", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in grid.columns[-2:]:
+        column.justify = "right"
     for experiment in experiments:
-        grid.add_row(Text(experiment.name, style="bold"), experiment.question, f"{len(experiment.cells())}")
+        minutes = f"{experiment.core_minutes:{'.2g' if experiment.core_minutes < 10 else '.0f'}}"
+        cells = f"{len(experiment.cells()):,}"
+        grid.add_row(Text(experiment.name, style="bold"), experiment.question, cells, minutes)
     console.print(grid)
     console.print("\nRun one with 'attnscale lab NAME', or a small version of it with --quick.", highlight=False)
 

@@ -30,7 +30,7 @@ def source(templates: Environment, *names: str) -> str:
 
 
 def code(script: str) -> Markup:
-    """Code of ours, or of plotly, to stand in a script element."""
+    """Code of ours, to stand in a script element."""
     return Markup(script.replace("</script", "<\\/script"))
 
 
@@ -41,7 +41,7 @@ def data(value: object) -> Markup:
 
 
 def policy(*scripts: str) -> str:
-    """Nothing is fetched; only these scripts run. Plotly writes styles and paints its map into an image."""
+    """Nothing is fetched; only these scripts run. A report paints its maps into images."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
     allowed = " ".join(f"'sha256-{value}'" for value in hashes)
     own = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"

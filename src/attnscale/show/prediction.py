@@ -4,9 +4,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnscale.show.numbers import number
 from attnscale.theory import Prediction
 
 FORMULAS = {"unscaled": "none", "inverse_sqrt": "1/√d_k", "inverse_dim": "1/d_k", "calibrated": "calibrated"}
+NARROW = 72  # columns of a terminal: with fewer, the entropy is told as a share of ln n alone
 STYLES = {"healthy": "green", "saturated": "red", "diluted": "yellow"}
 
 
@@ -20,26 +22,32 @@ def show_prediction(prediction: Prediction, console: Console | None = None) -> N
         highlight=False,
     )
     console.print(
-        f"q and k spread by {p.query_std:.3g}, q·k by {p.score_std:.3g}; "
+        f"q and k spread by {number(p.query_std)}, q·k by {number(p.score_std)}; "
         f"softmax over {p.length} keys freezes at {p.freezing_point:.3g}",
         highlight=False,
     )
-    table = Table("scale", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("multiplier", "spread", "entropy", "of ln n", "top-1", "gradient\ngain"):
-        table.add_column(heading, justify="right")
-    table.add_column("softmax")
-    for candidate in p.candidates:
+    console.print()
+    console.print(_candidates(p, is_narrow=console.width < NARROW))
+    console.print()
+    console.print(p.advice, highlight=False)
+
+
+def _candidates(prediction: Prediction, is_narrow: bool) -> Table:
+    table = Table("scale", box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0))
+    entropy = ["entropy\nof ln n"] if is_narrow else ["entropy", "of ln n"]
+    for heading in ("multi-\nplier" if is_narrow else "multiplier", "spread", *entropy, "top-1", "gradient\ngain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("softmax", no_wrap=True)
+    for candidate in prediction.candidates:
+        softmax = candidate.softmax
         table.add_row(
             FORMULAS[candidate.name],
             f"{candidate.scale:.4g}",
-            f"{candidate.spread:.3g}",
-            f"{candidate.softmax.entropy:.2f}",
-            f"{candidate.softmax.entropy_ratio:.3f}",
-            f"{candidate.softmax.top1:.3f}",
-            f"{candidate.softmax.gradient_gain:.3f}",
+            number(candidate.spread),
+            *([] if is_narrow else [f"{softmax.entropy:.2f}"]),
+            f"{softmax.entropy_ratio:.3f}",
+            f"{softmax.top1:.3f}",
+            f"{softmax.gradient_gain:.3f}",
             Text(candidate.regime, style=STYLES[candidate.regime]),
         )
-    console.print()
-    console.print(table)
-    console.print()
-    console.print(p.advice, highlight=False)
+    return table

@@ -46,7 +46,7 @@ class Initialisation:
 
     def weight_variance(self, fan_in: int, fan_out: int) -> float:
         """Variance of one weight."""
-        return self.gain**2 * WEIGHT_VARIANCE[self.name](fan_in, fan_out)
+        return self.gain * self.gain * WEIGHT_VARIANCE[self.name](fan_in, fan_out)
 
     def bias_variance(self, fan_in: int) -> float:
         """Variance of one bias: nn.Linear draws it like the weights, every other scheme leaves it at zero."""

@@ -10,6 +10,7 @@ from attnscale.theory.initialisation import Initialisation
 from attnscale.theory.limits import freezing_point, regime
 from attnscale.theory.variance import row_variance, score_variance, unit_variance_scale
 
+LARGEST = 10**18  # of d_model, heads, d_k and keys: floating point holds what is computed of them
 PACKED_PROJECTIONS = 3  # nn.MultiheadAttention draws q, k and v as one matrix of 3 · d_model rows
 
 
@@ -74,11 +75,18 @@ def predict(
         raise SettingError(f"Expected a positive, finite input variance, got {input_variance}.")
     init = Initialisation.parse(initialisation) if isinstance(initialisation, str) else initialisation
 
+    if max(d_model, heads, head_dim, length) > LARGEST:
+        raise SettingError(f"Expected d_model, heads, head_dim and length of at most {LARGEST:.0e}, got more.")
     fan_out = heads * head_dim * (PACKED_PROJECTIONS if packed else 1)
     projected = init.projected_variance(d_model, fan_out, input_variance)
     bias = init.bias_variance(d_model)
     mean = math.sqrt(bias)  # the typical mean of a component, from its bias
     pooled = score_variance(head_dim, mean, projected, mean, projected)
+    if not 0 < pooled < math.inf:
+        raise SettingError(
+            f"Expected scores of a finite spread above zero, and weights by {init} on inputs of variance "
+            f"{input_variance:g} give none; start nearer to one."
+        )
     seen = row_variance(head_dim, mean, projected, projected)  # the part that softmax sees
 
     def candidate(name: str, scale: float) -> Candidate:

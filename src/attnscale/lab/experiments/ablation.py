@@ -233,4 +233,4 @@ EXPERIMENT = Experiment(
     "ablation",
     "What is lost without 1/√d_k, and what do other scales gain?",
     grid, run, conclude, seeds=6, quick_seeds=3, trains=True,
-)  # fmt: skip
+core_minutes=120)  # fmt: skip

@@ -193,4 +193,4 @@ def _turning(without: Outcomes) -> str:
 
 
 EXPERIMENT = Experiment("divisors", "None, √d_k or d_k: what does each do, and why not d_k?", grid, run, conclude,
-                        seeds=16, quick_seeds=8)  # fmt: skip
+                        seeds=16, quick_seeds=8, core_minutes=0.24)  # fmt: skip

@@ -294,4 +294,4 @@ def _most(drawn: Outcomes) -> float:
 
 
 EXPERIMENT = Experiment("gradients", "What do peaked and uniform rows let through, and what reaches W_q and W_k?",
-                        grid, run, conclude, seeds=16, quick_seeds=6, version=2)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=6, version=2, core_minutes=6.5)  # fmt: skip

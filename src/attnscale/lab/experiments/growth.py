@@ -242,4 +242,4 @@ EXPERIMENT = Experiment(
     "growth",
     "How do scores grow with the learning rate, and do QK-norm and QK-Clip help?",
     grid, run, conclude, seeds=8, quick_seeds=3, trains=True,
-)  # fmt: skip
+core_minutes=28)  # fmt: skip

@@ -177,4 +177,4 @@ def _plots(full: Outcomes, causal: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment("length", "How does entropy grow with the context under 1/√d_k, log n and YaRN?",
-                        grid, run, conclude, seeds=16, quick_seeds=8)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=0.13)  # fmt: skip

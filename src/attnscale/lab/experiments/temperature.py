@@ -200,4 +200,4 @@ EXPERIMENT = Experiment(
     "temperature",
     "What does a temperature other than √d_k do, and does training undo it?",
     grid, run, conclude, seeds=8, quick_seeds=4, trains=True,
-)  # fmt: skip
+core_minutes=17)  # fmt: skip

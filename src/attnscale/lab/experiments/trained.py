@@ -177,4 +177,4 @@ def _plots(own: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment("trained", "Does a trained model still need the scale it was trained with?", grid, run,
-                        conclude, seeds=4, quick_seeds=3, trains=True)  # fmt: skip
+                        conclude, seeds=4, quick_seeds=3, trains=True, core_minutes=16)  # fmt: skip

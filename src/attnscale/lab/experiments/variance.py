@@ -127,4 +127,6 @@ def _slope(outcomes: Outcomes, head_dims: Sequence[int]) -> float:
     return float(np.polyfit(np.log(head_dims), np.log(means), 1)[0])
 
 
-EXPERIMENT = Experiment("variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8)
+EXPERIMENT = Experiment(
+    "variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=3
+)

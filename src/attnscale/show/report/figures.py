@@ -1,6 +1,5 @@
-"""Figures: numbers, names and what to notice; report.js draws them. Names are data: plotly would read tags in them."""
+"""Figures: numbers, names and what to notice; templates/report draws them. Names are data, and drawn as text."""
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 from attnscale.plain import rounded
 
 Number = float | int | None
-LABEL = 22  # characters of a name beside an axis or in a legend; hovering shows all of it
-LINE = 44  # characters of a name on one line where it is shown in full
+LABEL = 22  # characters of a name in a legend
 DIGITS = 4  # of a number in the page
 
 
@@ -84,24 +82,14 @@ class Figure:
         return any(isinstance(view, Heat) for view in self.views.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """What report.js takes."""
+        """What the page's script takes."""
         views = [_heat(view) if isinstance(view, Heat) else _chart(view) for view in self.views.values()]
         return {"views": views, "follows": self.follows}
-
-
-def shown(text: str) -> str:
-    """A name for plotly to show as it is: what would be a tag or an entity is none."""
-    return html.escape(text, quote=False)
 
 
 def short(name: str) -> str:
     """The end of a name, which tells layers apart."""
     return name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
-
-
-def in_full(name: str) -> str:
-    """A name in lines that fit beside a pointer."""
-    return "<br>".join(shown(name[start : start + LINE]) for start in range(0, max(len(name), 1), LINE))
 
 
 def short_numbers(values: Sequence[Number]) -> list[Number]:
@@ -110,8 +98,7 @@ def short_numbers(values: Sequence[Number]) -> list[Number]:
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
-    ticks = None if axis.ticks is None else [shown(short(tick)) for tick in axis.ticks]
-    return {"title": shown(axis.title), "log": axis.log, "ticks": ticks, "range": axis.range}
+    return {"title": axis.title, "log": axis.log, "ticks": axis.ticks, "range": axis.range}
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -126,7 +113,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
 
 def _series(series: Series) -> dict[str, Any]:
     return {
-        "name": shown(series.name),
+        "name": series.name,
         "x": short_numbers(series.x),
         "y": short_numbers(series.y),
         "low": short_numbers(series.low),
@@ -134,7 +121,7 @@ def _series(series: Series) -> dict[str, Any]:
         "mode": series.mode,
         "tone": series.tone,
         "dashed": series.dashed,
-        "points": [in_full(name) for name in series.points],
+        "points": list(series.points),
         "legend": series.legend,
     }
 
@@ -147,11 +134,10 @@ def _heat(heat: Heat) -> dict[str, Any]:
         "bounds": None if heat.bounds is None else [short_numbers(row) for row in heat.bounds],
         "x": _axis(heat.x),
         "y": _axis(heat.y),
-        "unit": shown(heat.unit),
-        "rows": [in_full(name) for name in heat.rows],
-        "spoken": list(heat.rows),
-        "columns": None if heat.columns is None else [shown(name) for name in heat.columns],
-        "column": shown(heat.column),
+        "unit": heat.unit,
+        "rows": list(heat.rows),
+        "columns": heat.columns,
+        "column": heat.column,
         "low": heat.low,
         "high": heat.high,
         "log": heat.log,

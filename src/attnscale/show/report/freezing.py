@@ -68,9 +68,11 @@ def _by_layer(spreads: list[Spread], notice: str) -> Chart:
         mode="points" if len(x) == 1 else "both",
         points=names,
     )
-    freezes = [one.freezes for one in spreads], [freezing_point(one.longest) for one in spreads]
-    average = Series("√(2 ln n), n keys seen on average", x, freezes[0], tone="ink", mode="steps")
-    longest = Series("√(2 ln n) of the longest row", x, freezes[1], tone="ink", mode="steps", dashed=True)
+    across = x if len(x) > 1 else [-0.5, 0.5]  # one layer: a line through its place, and not a point
+    spanning = spreads if len(x) > 1 else spreads * 2
+    freezes = [one.freezes for one in spanning], [freezing_point(one.longest) for one in spanning]
+    average = Series("√(2 ln n), n keys seen on average", across, freezes[0], tone="ink", mode="steps")
+    longest = Series("√(2 ln n) of the longest row", across, freezes[1], tone="ink", mode="steps", dashed=True)
     return Chart(
         (measured, average, *([longest] if freezes[0] != freezes[1] else [])),
         Axis("layer", ticks=ticks(names)),

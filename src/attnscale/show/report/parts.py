@@ -12,6 +12,7 @@ from attnscale.show.report.figures import Figure
 
 MATTER = 3  # notes shown before the fold
 LONG = 24  # lines of a table
+SCRIPTS = tuple(f"report/{name}.js" for name in ("theme", "axes", "chart", "heat", "page"))
 FEW = 6  # views that are buttons; more are a list
 
 
@@ -93,10 +94,8 @@ class Page:
 
 def render(page: Page) -> str:
     """The page, as a string; scripts run by their hash only, so nothing that a name smuggles in ever would."""
-    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-
     templates = pages()
-    plotly, script = code(get_plotlyjs()), code(source(templates, "report.js"))
+    script = code(source(templates, *SCRIPTS))
     figures = {figure.name: figure.to_dict() for section in page.sections for figure in section.figures}
     return templates.get_template("report.html.j2").render(
         page=page,
@@ -104,9 +103,8 @@ def render(page: Page) -> str:
         few=FEW,
         kind_of=kind_of,
         figures=data(figures),
-        policy=policy(plotly, script),
+        policy=policy(script),
         style=code(source(templates, "report.css")),
-        plotly=plotly,
         script=script,
         versions=versions(),
     )

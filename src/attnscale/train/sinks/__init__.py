@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from attnscale.errors import SettingError
+from attnscale.extras import needing
 from attnscale.train.record import Record
 from attnscale.train.sinks.jsonlines import JsonLines
 
@@ -15,6 +16,7 @@ Sink = Callable[[Record], None]
 SINKS = {
     "tensorboard:DIR": "attnscale.train.sinks.tensorboard:TensorBoard",
     "wandb": "attnscale.train.sinks.wandb:WeightsAndBiases",
+    "mlflow": "attnscale.train.sinks.mlflow:MLflow",
     "table": "attnscale.show.live_table:LiveTable",
 }
 LOGS = (".jsonl", ".json")  # what the path of a log ends in
@@ -43,5 +45,6 @@ def known_sinks() -> str:
 
 def _made(home: str, *arguments: str) -> Sink:
     module, _, name = home.partition(":")
-    sink: Sink = getattr(import_module(module), name)(*arguments)
+    with needing("This sink"):
+        sink: Sink = getattr(import_module(module), name)(*arguments)
     return sink

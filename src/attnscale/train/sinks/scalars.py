@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from attnscale.measure.statistics import logged
 from attnscale.train.record import Record
 
+PREFIX = "attnscale_"
+
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """`attnscale/LAYER/NUMBER` and its value over the heads, where that is finite."""
+    """`attnscale_NUMBER/LAYER` and its value over the heads, where finite; tools group by what stands first."""
     names = list(logged())
     for layer, found in record.layers.items():
         for name in names:
             value = found.whole(name)
             if math.isfinite(value):
-                yield f"attnscale/{layer}/{name}", value
+                yield f"{PREFIX}{name}/{layer}", value

@@ -1,9 +1,10 @@
-"""Records as TensorBoard curves, one a layer and number."""
+"""Records as TensorBoard curves, one a layer and number; layers share a section, and a chart, a number."""
 
 from attnscale.diagnose.grouped import grouped
 from attnscale.errors import SettingError
+from attnscale.measure.statistics import logged
 from attnscale.train.record import Record
-from attnscale.train.sinks.scalars import scalars
+from attnscale.train.sinks.scalars import PREFIX, scalars
 
 
 class TensorBoard:
@@ -17,6 +18,8 @@ class TensorBoard:
                 "The sink 'tensorboard:…' needs the package tensorboard; run 'pip install tensorboard'."
             ) from None
         self._writer = SummaryWriter(folder)
+        charts = {name: ["Multiline", [f"^{PREFIX}{name}/"]] for name in logged()}
+        self._writer.add_custom_scalars({"attnscale": charts})
 
     def __call__(self, record: Record) -> None:
         """Add a point to every curve; those of ranks that were not merged are rank 0's."""

@@ -1,0 +1,36 @@
+"""What the everyday takes, in the processor's seconds: on a busy machine the clock tells of others."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+MOST = 3.0  # seconds over the import of torch and of transformers' own class
+IMPORTS = ["-c", "import torch; from transformers import BertModel"]
+
+
+def seconds(*arguments):
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.fixture
+def bert(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+    transformers.BertModel(transformers.BertConfig(**shape)).save_pretrained(tmp_path / "bert")
+    return str(tmp_path / "bert")
+
+
+def test_checking_a_small_bert_takes_little_more_than_the_imports(bert, tmp_path):
+    seconds(*IMPORTS)  # what the system has to read from the disk once
+    imports = seconds(*IMPORTS)
+    check = seconds("-m", "attnscale", "check", bert)
+    report = seconds("-m", "attnscale", "check", bert, "--html", str(tmp_path / "report.html"))
+    print(f"imports {imports:.2f}, check {check:.2f}, with a report {report:.2f}")
+    assert check - imports < MOST
+    assert report - imports < MOST
+    assert (tmp_path / "report.html").stat().st_size < 1.5e6

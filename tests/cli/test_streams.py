@@ -1,0 +1,71 @@
+"""Streams that are closed or full, and results that cannot be kept: a sentence and a status, never a traceback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from attnscale.cli import NOBODY_READS
+
+BROKEN = "tests.checking.broken:unscaled"
+FULL = "/dev/full"
+needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full here")
+posix = pytest.mark.skipif(sys.platform == "win32", reason="a shell that closes streams")
+ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+
+
+def shell(line):
+    """A line of sh, in which $attnscale is the command."""
+    own = ENVIRONMENT | {"attnscale": f"{sys.executable} -m attnscale"}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(["sh", "-c", line], env=own, capture_output=True, text=True, encoding="utf-8", check=False)
+
+
+@needs_full
+@pytest.mark.parametrize("command", ["predict", "predict --json", "rules", "--help", "--version"])
+def test_a_full_disk_is_told_in_one_sentence(command):
+    result = shell(f"$attnscale {command} > {FULL}")
+    assert result.returncode == 2
+    assert result.stderr == "attnscale: Could not write the output: No space left on device.\n"
+
+
+@posix
+@pytest.mark.parametrize("command", ["predict", "rules --json"])
+def test_a_closed_output_is_told_in_one_sentence(command):
+    result = shell(f"$attnscale {command} >&-")
+    assert result.returncode == 2
+    assert result.stderr == "attnscale: Could not write the output: Bad file descriptor.\n"
+
+
+@posix
+def test_what_cannot_be_told_on_stderr_changes_no_status():
+    assert shell("$attnscale predict 2>&-").returncode == 0
+    assert shell("$attnscale predict --heads 7 2>&-").returncode == 2
+
+
+@needs_full
+def test_a_full_stderr_changes_no_status():
+    assert shell(f"$attnscale predict --heads 7 2> {FULL}").returncode == 2
+
+
+@posix
+def test_a_reader_that_left_is_no_finding():
+    result = shell(f"{{ sleep 1; $attnscale check {BROKEN}; echo status $? >&2; }} | true")
+    assert result.stderr == f"status {NOBODY_READS}\n"
+
+
+def test_bench_refuses_a_folder_before_it_times_anything(tmp_path):
+    result = shell(f"$attnscale bench --device cpu --quick --out '{tmp_path}'")
+    assert result.returncode == 2
+    assert result.stderr == f"attnscale: Expected a file to write, and {tmp_path} is a folder.\n"
+    assert result.stdout == ""
+
+
+@needs_full
+def test_bench_shows_what_it_timed_where_the_file_cannot_be_written():
+    result = shell(f"$attnscale bench --device cpu --quick --out {FULL}")
+    assert result.returncode == 2
+    assert "plain SDPA, flash" in result.stdout
+    assert result.stderr.endswith(f"attnscale: Could not write {FULL}: No space left on device.\n")
+    assert "Traceback" not in result.stderr
