@@ -1,7 +1,7 @@
 """What watching and clipping cost in the loops that people run: `python benchmarks/loop.py --device cuda`
 
-GPT-2-small's shape under bfloat16 autocast, 16 × 1,024 tokens, and a Llama of 12 layers of 1,024 with 16 query heads and
-4 key heads in bfloat16, 8 × 2,048: each eager and compiled, in four loops:
+GPT-2-small's shape under bfloat16 autocast, 16 × 1,024 tokens, and a Llama of 12 layers of 1,024 with 16 query heads
+and 4 key heads in bfloat16, 8 × 2,048: each eager and compiled, in four loops:
 
 - plain, which everything is timed beside, in turns, in one run;
 - one with a Monitor: three steps of which the second is sampled, and what they take longer over a third of the plain
