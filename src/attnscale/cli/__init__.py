@@ -9,6 +9,7 @@ from attnscale import __version__
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
+from attnscale.cli.compare import compare
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(check)
+app.command()(compare)
 app.command()(predict)
 app.command()(rules)
 app.command()(claims)

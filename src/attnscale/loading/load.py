@@ -12,7 +12,7 @@ from attnscale.loading.inputs import make_inputs
 from attnscale.loading.loaded import Loaded, Request
 from attnscale.loading.telling import telling
 from attnscale.loading.weights import READABLE, read_weights
-from attnscale.models import CausalTransformer, default_text, encode, load_bundled
+from attnscale.models import CausalTransformer, encode, load_bundled
 from attnscale.models.text import VOCABULARY
 
 MOST_LENGTH = 2**20  # tokens: beyond the longest contexts there are
@@ -53,7 +53,7 @@ def _bundled(request: Request) -> Loaded:
     model, example = load_bundled()
     if request.random_init:
         model.reset_parameters()
-    is_asked = request.given or request.length
+    is_asked = request.given or request.length or request.samples > 1
     tokens, fed = _bytes(model, request) if is_asked else (example, _fed(example, "English text"))
     return Loaded(
         model, f"the bundled model{', at random initialisation' if request.random_init else ''}", fed, (tokens,)
@@ -61,9 +61,10 @@ def _bundled(request: Request) -> Loaded:
 
 
 def _bytes(model: CausalTransformer, request: Request) -> tuple[torch.Tensor, str]:
-    given = request.given or (default_text(),)
     length = request.length or model.context
-    ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in given]
+    ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in request.texts]
+    if not request.sequences:  # parts of one text: a character may be of several bytes
+        ids = [each[: min(map(len, ids))] for each in ids]
     if len({len(each) for each in ids}) > 1:
         raise SettingError("The bundled model takes no padding: expected sequences of the same length.")
     if max(max(each) for each in ids) >= VOCABULARY:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnscale.loading.given import Sequence
+from attnscale.loading.given import Sequence, cut
+from attnscale.models.text import default_text
 
 DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
 
@@ -27,11 +28,17 @@ class Request:
     random_init: bool = False
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=silent, repr=False)  # called with what is being done
+    samples: int = 1  # sequences to cut a text into, or to draw, where none are given
 
     @property
     def given(self) -> tuple[Sequence, ...]:
         """What the user gave to run the model on; empty where nothing was."""
-        return (self.text,) if self.text is not None else self.sequences
+        return cut(self.text, self.samples) if self.text is not None else self.sequences
+
+    @property
+    def texts(self) -> tuple[Sequence, ...]:
+        """The same, or English text where nothing was given."""
+        return self.given or cut(default_text(), self.samples)
 
     @property
     def source(self) -> str:
