@@ -7,6 +7,7 @@ from attnscale.checking.checked import Checked
 from attnscale.diagnose import Audit, audited
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
+from attnscale.loading.fetching import fetch
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
 
@@ -21,6 +22,8 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
 
 def check_loaded(request: Request, rows: int | None = None, what_if: str | None = None) -> tuple[Checked, Loaded]:
     """The same, and the model with its inputs, to run it again."""
+    if request.download:
+        fetch(request)
     with offline(), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         loaded = load_model(request)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,8 +33,9 @@ def check(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face folder (config.json with safetensors), a config.json alone (random initialisation), "
-            "or package.module:callable that makes a model or (model, inputs). Without one, the bundled model.",
+            help="A Hugging Face folder (config.json with safetensors), org/name or org/name@revision in the "
+            "local cache, a GGUF file, a PEFT adapter's folder, a config.json alone (random initialisation), or "
+            "package.module:callable that makes a model or (model, inputs). Without one, the bundled model.",
             show_default=False,
         ),
     ] = None,
@@ -46,6 +47,17 @@ def check(
     length: Length = None,
     device: Device = "cpu",
     random_init: Annotated[bool, typer.Option("--random-init", help="Leave its weights out.")] = False,
+    model_type: Annotated[str | None, typer.Option(help="What an old config.json leaves out: bert, gpt2, …")] = None,
+    factory: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODULE:CALLABLE", help="MODEL is a file of weights for what this makes."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The model that an adapter is put on: a folder, or org/name.")
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch org/name into the cache first; else nothing is fetched.")
+    ] = False,
     what_if: Annotated[
         str | None, typer.Option(metavar="LAYER", help="Try every rule on a layer's queries and keys.")
     ] = None,
@@ -81,6 +93,7 @@ def check(
         from attnscale.loading import Request
 
         request = Request(model, sequences.text, length, device, random_init, sequences.ids, report)
+        request = replace(request, model_type=model_type, factory=factory, base=base, download=download)
         comparison = None
         if save is None and against is None:
             checked = check_model(request, rows, what_if)

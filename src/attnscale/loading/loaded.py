@@ -28,6 +28,10 @@ class Request:
     random_init: bool = False
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=silent, repr=False)  # called with what is being done
+    model_type: str | None = None  # of a configuration that names none
+    factory: str | None = None  # package.module:callable, which makes the model that a file of weights is for
+    base: str | None = None  # the model that an adapter is put on, where it is not the one that it names
+    download: bool = False  # fetch a model by name before it is read
     samples: int = 1  # sequences to cut a text into, or to draw, where none are given
 
     @property

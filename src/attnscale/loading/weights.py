@@ -31,7 +31,8 @@ def find_weights(folder: Path) -> Path | None:
         return own[0]
     if others:
         names = ", ".join(path.name for path in others[:3])
-        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}.")
+        given = "; give the GGUF file itself" if any(path.suffix == ".gguf" for path in others) else ""
+        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}{given}.")
     return None
 
 
