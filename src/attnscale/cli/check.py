@@ -28,6 +28,9 @@ Data = Annotated[
 Length = Annotated[int | None, typer.Option(help="Tokens of each sequence to run it on; 256 by default.")]
 Device = Annotated[str, typer.Option(help="Where to run it: cpu, cuda, cuda:1, mps.")]
 
+ModelType = Annotated[str | None, typer.Option(help="What an old config.json leaves out: bert, gpt2, …")]
+Base = Annotated[str | None, typer.Option(help="The model that an adapter is put on: a folder, or org/name.")]
+
 
 def check(
     model: Annotated[
@@ -47,14 +50,12 @@ def check(
     length: Length = None,
     device: Device = "cpu",
     random_init: Annotated[bool, typer.Option("--random-init", help="Leave its weights out.")] = False,
-    model_type: Annotated[str | None, typer.Option(help="What an old config.json leaves out: bert, gpt2, …")] = None,
+    model_type: ModelType = None,
     factory: Annotated[
         str | None,
         typer.Option("--model", metavar="MODULE:CALLABLE", help="MODEL is a file of weights for what this makes."),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="The model that an adapter is put on: a folder, or org/name.")
-    ] = None,
+    base: Base = None,
     download: Annotated[
         bool, typer.Option("--download", help="Fetch org/name into the cache first; else nothing is fetched.")
     ] = False,

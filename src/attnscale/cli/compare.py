@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from attnscale.cli.check import Data, Device, Html, Length, Rows, Text, Tokens, given_to, progress
+from attnscale.cli.check import Base, Data, Device, Html, Length, ModelType, Rows, Text, Tokens, given_to, progress
 from attnscale.cli.files import require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.files import write_whole
@@ -26,6 +26,8 @@ def compare(
     data: Data = None,
     length: Length = None,
     device: Device = "cpu",
+    model_type: ModelType = None,
+    base: Base = None,
     tolerance: Tolerance = 0.01,
     json: AsJson = False,
 ) -> None:
@@ -48,7 +50,7 @@ def compare(
         from attnscale.loading import Request
 
         require_tolerance(tolerance)
-        request = Request(None, sequences.text, length, device, False, sequences.ids, report)
+        request = Request(None, sequences.text, length, device, False, sequences.ids, report, model_type, base=base)
         before, after = (Asked(name, request, rows).portrait() for name in (a, b))
         found = compare_portraits(before, after, tolerance)
         if html is not None:

@@ -5,8 +5,11 @@ from attnscale.comparing.moves import LEVEL
 from attnscale.comparing.portrait import COMPARED
 from attnscale.diagnose.grouped import grouped
 from attnscale.measure.statistics import STATISTICS
+from attnscale.plain import finite
 from attnscale.show.check import place
 from attnscale.show.compare import by_factor
+from attnscale.show.report.figures import Axis, Figure, Heat
+from attnscale.show.report.names import ticks
 from attnscale.show.report.parts import Note, Page, Row, Section, Table, render
 
 
@@ -48,7 +51,41 @@ def _heads(comparison: Comparison) -> Section:
         (layer, tuple(_row(head, shown) for head in comparison.heads if head.layer == layer)) for layer in layers
     )
     headings = ("head", *(STATISTICS[name].long for name in shown), "changed")
-    return Section("heads", "Head by head", (Table(headings, groups, frozenset({0, len(headings) - 1})),))
+    drawn = ((_map(comparison),),) if comparison.heads else ()
+    return Section("heads", "Head by head", (*drawn, Table(headings, groups, frozenset({0, len(headings) - 1}))))
+
+
+def _map(comparison: Comparison) -> Figure:
+    """How far every head moved, up or down, one statistic at a time."""
+    names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
+    layers = [[head for head in comparison.heads if head.layer == name] for name in names]
+    width = max(map(len, layers))
+    views = {}
+    for statistic in (name for name in COMPARED if any(name in head.moves for head in comparison.heads)):
+        moves = [[head.moves.get(statistic) for head in layer] + [None] * (width - len(layer)) for layer in layers]
+        sizes = [[None if move is None else move.size for move in row] for row in moves]
+        long = STATISTICS[statistic].long
+        views[long] = Heat(
+            values=sizes,
+            x=Axis("head"),
+            y=Axis("layer", ticks=ticks(names)),
+            unit=f"change of {long}",
+            rows=names,
+            low=0.0,
+            high=max((size for row in sizes for size in row if size is not None), default=0.0) or 1.0,
+            notice=_notice(long, [head for head in comparison.heads if statistic in head.moves], statistic),
+            errors=[[None if move is None else finite(move.error) for move in row] for row in moves],
+        )
+    return Figure("change-map", views, choose="Colour heads by the change of")
+
+
+def _notice(long: str, heads: list[HeadChange], statistic: str) -> str:
+    most = max(heads, key=lambda head: head.moves[statistic].size)
+    beyond = sum(head.moves[statistic].is_beyond for head in heads)
+    return (
+        f"Up or down, as a logarithm or of a share. The {long} moved most in head {most.head} of {most.layer}, "
+        f"{most.moves[statistic].told}; in {beyond} of {len(heads)} heads it moved beyond its error."
+    )
 
 
 def _row(head: HeadChange, shown: list[str]) -> Row:
