@@ -21,6 +21,8 @@ def made_by(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[st
 def _heads(layer: Layer, parameters: Mapping[str, Tensor], modules: set[str]) -> tuple[str, ...]:
     sides = [side for call in layer.origins[:1] for side in (call.query, call.key)]
     try:
+        if not all(map(_is_here, parameters.values())):
+            return ("",) * layer.heads
         if len(sides) != 2 or layer.wiring.normalised:  # behind a norm the gain stands for the weight
             raise UntraceableError
         rows = [_rows(side, layer.heads, parameters) for side in sides if side is not None]
@@ -37,6 +39,11 @@ def _heads(layer: Layer, parameters: Mapping[str, Tensor], modules: set[str]) ->
         for head in range(layer.heads)
     ]
     return tuple(_digest(layer, others | own) for own in sided)
+
+
+def _is_here(parameter: Tensor) -> bool:
+    """Whether it has its numbers: those of a model larger than memory have them while they are used."""
+    return not parameter.is_meta and (parameter.untyped_storage().nbytes() > 0 or parameter.numel() == 0)
 
 
 def _rows(origin: Origin, heads: int, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

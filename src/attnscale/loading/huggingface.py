@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_config
 from attnscale.loading.loaded import Request
-from attnscale.loading.memory import require_room
+from attnscale.loading.memory import fits, require_room
+from attnscale.loading.streaming import can_stream, streamed
 from attnscale.loading.telling import telling
 from attnscale.loading.weights import find_weights, read_weights, size_of
 
@@ -42,14 +43,25 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
         make = _class_of(config)
         if weights_path is None:
             config.dtype = torch.float32
-        require_room_for(make, config, request)
+        is_streamed = weights_path is not None and _is_streamed(make, config, weights_path, request)
+        if not is_streamed:
+            require_room_for(make, config, request)
         if weights_path is None:
             model: nn.Module = make(config)
             return model
     request.report("reading weights")
     with quiet(), telling(f"load the weights {weights_path}"):
+        if is_streamed:
+            return streamed(make, config, weights_path)
         require_room(size_of(weights_path), request.device)
         return fitted(make, config, read_weights(weights_path), weights_path)
+
+
+def _is_streamed(make: Any, config: Any, weights: Path, request: Request) -> bool:
+    """Whether the model does not fit as a whole, and its files can be read in parts."""
+    if not can_stream(weights, request.device):
+        return False
+    return not fits(size_of_model(make, config), request.device) or not fits(size_of(weights), request.device)
 
 
 def weights_beside(folder: Path) -> Path | None:
@@ -100,12 +112,25 @@ def _class_of(config: Any) -> Any:
 
 def require_room_for(make: Any, config: Any, request: Request) -> Any:
     """A sketch of the model, which has shapes and no numbers; one that its configuration makes too large is refused."""
+    sketch = _sketch(make, config)
+    require_room(_size(sketch, config), request.device)
+    return sketch
+
+
+def size_of_model(make: Any, config: Any) -> int:
+    """Bytes of its parameters and buffers."""
+    return _size(_sketch(make, config), config)
+
+
+def _sketch(make: Any, config: Any) -> Any:
     with torch.device("meta"):
-        sketch = make(deepcopy(config))
+        return make(deepcopy(config))
+
+
+def _size(sketch: Any, config: Any) -> int:
     tensors: Iterable[Tensor] = [*sketch.parameters(), *sketch.buffers()]
     itemsize = config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else torch.float16.itemsize
-    require_room(sum(tensor.numel() for tensor in tensors) * itemsize, request.device)
-    return sketch
+    return sum(tensor.numel() for tensor in tensors) * itemsize
 
 
 def fitted(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:
