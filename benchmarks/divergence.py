@@ -3,10 +3,12 @@
 A small transformer is trained on Python's help texts with Adam, at a learning rate that suits it and at rates where
 scores grow: plain and with each fix, over a few seeds. The loss of a run departs at the first step from which, smoothed
 over 20 steps, it stays 0.1 nats above that of the same seed and rate with a QK-norm, or is not finite. Alarms are those
-of attnscale.Monitor, QK-Clip acts on what it sees. Results go to benchmarks/results/divergence.json.
+of attnscale.Monitor, and QK-Clip is attnscale.QKClip, at every step. Results go to benchmarks/results/divergence.json.
 
 With `--scores float16` products of queries and keys are rounded as half precision rounds them, whose largest number is
-65,504: the run in which they pass it is over. QK-Clip then acts at every step.
+65,504: the run in which they pass it is over. Attention is written out there, so QKClip watches it from outside at
+every step, and such a step runs uncompiled also with `--compiled`, which compiles the model; with float32 scores it
+measures inside the compiled graph.
 """
 
 import argparse
@@ -21,8 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from attnscale import Monitor
-from attnscale.acting import clip_qk_
+from attnscale import Monitor, QKClip
 from attnscale.models import CausalTransformer, default_text, encode
 from attnscale.models.transformer import CausalSelfAttention, Turns, rotate
 
@@ -49,38 +50,44 @@ class HalfScores(CausalSelfAttention):
         return self.output((weights @ self._split(self.value(x))).transpose(1, 2).flatten(2))
 
 
-def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scores: str) -> dict:
-    """One run: losses, largest scores, alarms."""
+def train(
+    fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scores: str, compiled: str | None = None
+) -> dict:
+    """One run: losses, largest scores, alarms; `compiled` by this backend."""
     torch.manual_seed(seed)
     model = CausalTransformer(VOCABULARY, D_MODEL, LAYERS, HEADS, **FIXES[fix])
     if scores == "float16":
         for block in model.blocks:
             block.attention.__class__ = HalfScores
-    every = 1 if scores == "float16" and fix.startswith("QK-Clip") else EVERY
+    run = model if compiled is None else torch.compile(model, backend=compiled)
     optimizer = torch.optim.Adam(model.parameters(), rate, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(seed)
     losses, largest, alarms = [], [], []
-    monitor = Monitor(model, every=every)
-    monitor.sinks = [
+    clip = QKClip(model, CLIPPED) if fix.startswith("QK-Clip") else None
+    sinks = [
         lambda record: largest.append((record.step, max(layer.whole("max") for layer in record.layers.values()))),
         lambda record: alarms.extend((record.step, alarm) for alarm in record.alarms),
     ]
+    monitor = Monitor(model, every=EVERY, sinks=sinks)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50)  # a short warm-up, as everyone has
         starts = torch.randint(0, len(text) - LENGTH - 1, (BATCH,), generator=generator)
         tokens = text[starts[:, None] + torch.arange(LENGTH + 1)]
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(run(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if clip is not None:
+            clip.step()
         monitor.step()
-        if fix.startswith("QK-Clip") and step % every == 0:
-            clip_qk_(model, monitor, threshold=CLIPPED)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
     monitor.close()
+    is_inside = None if clip is None else clip.is_inside
+    if clip is not None:
+        clip.close()
     curve, first = smoothed(losses), {}
     for step, alarm in alarms:
         first.setdefault(alarm.code, step)
@@ -90,7 +97,7 @@ def train(fix: str, rate: float, seed: int, steps: int, text: torch.Tensor, scor
         "finite": math.isfinite(losses[-1]), "steps": len(losses),
         "largest_score": max((value for _, value in largest if not math.isnan(value)), default=math.nan),
         "largest": [[step, float(f"{value:.4g}")] for step, value in largest], "alarms": first, "crossed": crossed,
-        "curve": curve,
+        "curve": curve, "clipped_inside": is_inside,
     }  # fmt: skip
 
 
@@ -123,6 +130,7 @@ def main() -> None:
     arguments.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.1, 0.3])
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--scores", choices=("float32", "float16"), default="float32")
+    arguments.add_argument("--compiled", nargs="?", const="inductor", metavar="BACKEND", help="compile the model")
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--out", type=Path, default=RESULTS)
     given = arguments.parse_args()
@@ -131,7 +139,7 @@ def main() -> None:
     text, runs, reference, start = encode(default_text()), [], [], time.perf_counter()
     for rate, seed in itertools.product(given.rates, given.seeds):
         for fix in FIXES:
-            run = train(fix, rate, seed, given.steps, text, given.scores)
+            run = train(fix, rate, seed, given.steps, text, given.scores, given.compiled)
             curve = run.pop("curve")
             reference = curve if fix == REFERENCE else reference
             run["departs"] = departure(curve, reference)
@@ -143,9 +151,8 @@ def main() -> None:
                 flush=True,
             )
     shape = {"layers": LAYERS, "heads": HEADS, "d_model": D_MODEL, "length": LENGTH, "batch": BATCH}
-    given.out.write_text(
-        json.dumps(finite({**shape, "scores": given.scores, "steps": given.steps, "runs": runs})) + "\n"
-    )
+    settings = {"scores": given.scores, "compiled": given.compiled, "steps": given.steps}
+    given.out.write_text(json.dumps(finite({**shape, **settings, "runs": runs})) + "\n")
     print(f"{time.perf_counter() - start:.0f} s")
 
 

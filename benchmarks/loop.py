@@ -16,6 +16,7 @@ seed, and how far their losses part from the plain one's.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -81,6 +82,7 @@ class Loop:
     def __init__(self, make: Callable, given: argparse.Namespace, compiles: bool, **compiling: str) -> None:
         torch.manual_seed(0)
         self.device = given.device
+        gc.collect()  # what is left of a loop before must not be freed while this one is weighed
         before = self._allocated()
         self.model, self._loss, (batch, length), vocabulary = make(given.small)
         self.model.to(self.device).train()
@@ -224,15 +226,15 @@ def main() -> None:
     arguments.add_argument("--small", action="store_true", help="shapes for a CPU")
     arguments.add_argument("--rounds", type=int, default=20)
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--ways", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
     arguments.add_argument("--curves", action="store_true")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()
     torch.set_float32_matmul_precision("high")
     recorded, over = {}, []
     for name in given.models:
-        for compiles in (False, True):
-            found = measure(name, compiles, given)
-            way = "compiled" if compiles else "eager"
+        for way in given.ways:
+            found = measure(name, way == "compiled", given)
             recorded[f"{name}, {way}"] = found
             print(f"{name}, {way}", flush=True)
             for kind, value in found.items():

@@ -14,6 +14,7 @@ What is told and stops nothing, as a tree:
 
     AttnscaleWarning                everything this library warns of; a UserWarning
     ├── NotFollowedWarning          operations or modules that watching could not follow, and left out
+    ├── NotInsideWarning            attentions that are watched from outside at every step, which costs more
     ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
     ├── LostRankWarning             a rank that did not answer, and is not waited for again
     ├── SinkWarning                 a sink that failed, or a log that could not be written or thinned

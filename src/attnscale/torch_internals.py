@@ -104,7 +104,7 @@ _backwards = {
 _cpu_backward = Internal(
     "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", f"{SLOWER} (on a CPU)"
 )
-_compiled_call = Internal("torch._dynamo.eval_frame", "innermost_fn", "compiled models are measured uncompiled")
+_compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
 _default_store = Internal(
     "torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged: each keeps to itself"
 )
@@ -236,10 +236,9 @@ def inside_nested_tensors() -> bool:
 
 def calls_compiled(frame: FrameType) -> bool:
     """Whether this frame calls what torch.compile made, though it may be asked not to run compiled."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing was compiled, and to ask would load the compiler
-        return False
-    code = getattr(_compiled_call.found, "__code__", None)
-    return code is not None and frame.f_code.co_filename == code.co_filename
+    if frame.f_code.co_name != "compile_wrapper" or "torch._dynamo.eval_frame" not in sys.modules:
+        return False  # where nothing was compiled, to ask would load the compiler
+    return frame.f_code.co_filename == getattr(_compiled_call.found, "__file__", None)
 
 
 def current_stream(device: int | None = None) -> int:

@@ -81,7 +81,7 @@ def test_nothing_is_waited_for_where_scores_are_in_range(way):
     run(given).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        optimizer = torch.optim.SGD(made.parameters(), 0.1)
+        optimizer = torch.optim.SGD(made.parameters(), 1e-6)
         for _ in range(3):
             run(given).sum().backward()
             optimizer.step()

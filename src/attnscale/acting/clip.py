@@ -19,6 +19,7 @@ from torch import nn
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.freshness import fresh_maxima, note_changed
 from attnscale.acting.replicas import Maxima, agreed_maxima, axes_of, device_of
+from attnscale.acting.taken import note_taken
 from attnscale.acting.writing import Touched
 from attnscale.errors import SettingError
 from attnscale.plain import printable
@@ -60,6 +61,11 @@ class ClipReport:
     threshold: float
     heads: tuple[ClippedHead, ...]
     left: tuple[Left, ...]
+
+    @property
+    def factors(self) -> list[tuple[str, int, float]]:
+        """What the scores of each layer and head were multiplied by."""
+        return [(head.layer, head.head, head.gamma) for head in self.heads]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON takes it."""
@@ -137,6 +143,7 @@ def clip_qk_(
     over = {head: known for head, known in asked.items() if not known[decides] <= threshold}
     left = list(_stale(layers, largest, threshold, decides))
     if not over and not axes:
+        note_taken(model, ())
         return ClipReport(threshold, (), tuple(left))
     folding = Folding(model, layers)
     aims = {name: aim_of(threshold, folding.dtype(name)) for name in layers}
@@ -162,6 +169,7 @@ def clip_qk_(
             clipped.append(ClippedHead(name, each.head, known[decides], known[1], measured, each.factor, each.touched))
         note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed.items()))
     report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
+    note_taken(model, report.factors)
     log(report)
     return report
 

@@ -6,7 +6,7 @@ one, which changes no bit of it. What was clipped is told when the numbers have 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from attnscale.acting.clip import ClippedHead, ClipReport, aim_of, log
 from attnscale.acting.folding import Folding, Left
 from attnscale.acting.replicas import Axis, device_of
 from attnscale.acting.slots import Slots
-from attnscale.acting.uses import Floats
+from attnscale.acting.uses import Floats, Indices
 from attnscale.acting.writing import rows_held
 from attnscale.watching.layer import Layer
 
@@ -41,6 +41,28 @@ class _Rows:
         self.held.copy_(torch.where(factors == 1.0, self.held, changed.to(self.held.dtype)))
 
 
+@dataclass(frozen=True, eq=False)
+class _Takers:
+    """Of each row of a parameter, as ranks compute with it: the slot whose factor it takes, or −1, and the exponent."""
+
+    shape: tuple[int, ...]
+    across: tuple[int, ...]
+    offset: float
+    slots: Indices
+    exponents: Floats
+
+    def with_rows_of(self, other: "_Takers") -> "_Takers":
+        """And those that another rank has takers for, where both say the same of the parameter."""
+        if (self.shape, self.across, self.offset) != (other.shape, other.across, other.offset):
+            return self
+        more = self.slots < 0
+        slots, exponents = (
+            np.where(more, theirs, own)
+            for own, theirs in ((self.slots, other.slots), (self.exponents, other.exponents))
+        )
+        return replace(self, slots=slots, exponents=exponents)
+
+
 class Clipper:
     """Multiplies what makes the queries and keys of heads over the threshold; made once, by all ranks of the axes."""
 
@@ -60,24 +82,37 @@ class Clipper:
         self._is_capped = bool(np.isfinite(self.slots.known[SOFTCAP]).any())
         self._families = torch.from_numpy(families.ravel()).to(device)
         self._rows: list[_Rows] = []
-        self._place(device)
+        self._place(axes, device)
 
-    def _place(self, device: torch.device) -> None:
-        """Which slot and which exponent each row that is held takes; those of none take the last slot, of factor 1."""
-        shares, slots, exponents = self._shares, [], []
-        of_row = np.where(shares.head < 0, self.slots.count, shares.head + self.slots.own.start)
+    def _takers(self, axes: Sequence[Axis]) -> dict[str, _Takers]:
+        """By the name of the parameter; of one that is whole on ranks with heads of their own, those of all of them."""
+        shares, found = self._shares, dict[str, _Takers]()
+        slots = np.where(shares.head < 0, -1, shares.head + self.slots.own.start)
         for block, last in self._folding.blocks():
-            held = rows_held(self._folding.parameter(block.name), block.shape, block.across)
-            if held is None or not held[0].numel() or (shares.head[block.first : last] < 0).all():
+            rows = slice(block.first, last)
+            found[block.name] = _Takers(block.shape, block.across, block.offset, slots[rows], shares.exponent[rows])
+        for axis in (axis for axis in axes if axis.cut):
+            whole = {name: takers for name, takers in found.items() if name not in axis.cut}
+            for told in axis.gathered(whole):
+                for name, takers in told.items():
+                    found[name] = found[name].with_rows_of(takers) if name in found else takers
+        return found
+
+    def _place(self, axes: Sequence[Axis], device: torch.device) -> None:
+        """Which slot and which exponent each row that is held takes; those of none take the last slot, of factor 1."""
+        every, exponents = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+        for name, takers in self._takers(axes).items():
+            held = rows_held(self._folding.parameter(name), takers.shape, takers.across)
+            if held is None or not held[0].numel() or (takers.slots < 0).all():
                 continue
             local, numbers = held
-            at = np.where(numbers < 0, 0, numbers + block.first).ravel()
-            slots.append(np.where(numbers.ravel() < 0, self.slots.count, of_row[at]))
-            exponents.append(shares.exponent[at])
-            self._rows.append(_Rows(local, numbers.shape, block.offset))
-        nothing = np.zeros(0)
-        self._slot_of_row = torch.from_numpy(np.concatenate([nothing, *slots]).astype(np.int64)).to(device)
-        self._exponent_of_row = torch.from_numpy(np.concatenate([nothing, *exponents])).to(device)
+            is_here, at = numbers.ravel() >= 0, numbers.ravel().clip(0)
+            slots = np.where(is_here, takers.slots[at], -1)
+            every.append(np.where(slots < 0, self.slots.count, slots))
+            exponents.append(takers.exponents[at])
+            self._rows.append(_Rows(local, numbers.shape, takers.offset))
+        self._slot_of_row = torch.from_numpy(np.concatenate(every)).to(device)
+        self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(device)
 
     def factors(self, maxima: Tensor) -> Tensor:
         """What the scores of each slot are multiplied by, float64."""

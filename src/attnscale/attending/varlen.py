@@ -24,7 +24,7 @@ def serves(ragged: Ragged) -> bool:
         return False
     half = row.query.dtype in HALF_DTYPES
     flash, efficient = torch.backends.cuda.flash_sdp_enabled() and half, torch.backends.cuda.mem_efficient_sdp_enabled()
-    if _is_plain(ragged):
+    if row.visibility.is_full:
         return flash or efficient
     return flash and row.dropout_p == 0.0 and _window(ragged) is not None
 
@@ -37,7 +37,7 @@ def attend(ragged: Ragged) -> Tensor:
     if row.grouped:
         key, value = (tensor.repeat_interleave(row.group, dim=1) for tensor in (key, value))
     tensors = (as_tokens(padded(tensor, width)) for tensor in (row.query, key, value))
-    output = (attend_nested if _is_plain(ragged) else _attend_window)(ragged, *tensors)
+    output = (attend_nested if row.visibility.is_full else _attend_window)(ragged, *tensors)
     return as_one_row(output)[..., : row.value.shape[-1]]
 
 

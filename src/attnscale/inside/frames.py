@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnscale.inside.given import READERS, Given
+from attnscale.inside.given import Given, Reader
 
 # What is done at a call, by the name of the look: what was given, the look's own tensor, the number of the call in its
 # module, and whether it is traced -> what to go on with.
@@ -22,9 +22,9 @@ class Frame:
         self._looks = list(zip(looks, tensors, strict=True))
         self._calls, self._is_busy, self._is_traced = 0, False, is_traced
 
-    def attends(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def attends(self, reader: Reader, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that attends is called: look at what it was given, then let it be called as it is."""
-        given = None if self._is_busy else READERS[function](args, kwargs)
+        given = None if self._is_busy else reader(function, args, kwargs)
         if given is None:
             return function(*args, **kwargs)
         number, self._calls, self._is_busy = self._calls, self._calls + 1, True
@@ -44,8 +44,8 @@ class _Frames(threading.local):
 FRAMES = _Frames()
 
 
-def called(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called(reader: Reader, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that attends was called by its name: in a module that is looked at, or anywhere else."""
     if FRAMES.open:
-        return FRAMES.open[-1].attends(function, args, kwargs)
+        return FRAMES.open[-1].attends(reader, function, args, kwargs)
     return function(*args, **kwargs)

@@ -5,7 +5,9 @@ of each head that passed the limit, then the limit, whether queries and keys are
 was called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,12 +62,41 @@ def _note(
     raise_largest_(line[: query.shape[1]], line[LIMIT], line[CALLS], call)
 
 
+@torch.library.custom_op("attnscale::note_row_maxima", mutates_args=("tape",))
+def note_row_maxima(maxima: Tensor, tape: Tensor, number: int) -> None:
+    """Note the largest of the scores that a kernel tells of each row, (batch, heads, rows)."""
+    if in_backward() or number >= len(tape):
+        return
+    line, highest = tape[number], maxima.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(tape.dtype)
+    line[: len(highest)] = torch.maximum(line[: len(highest)], highest)
+    line[CALLS] += 1.0
+
+
+@note_row_maxima.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
 def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
+    if given.with_row_maxima is not None:
+        return replace(given, again=partial(_again, given.with_row_maxima, tape, number))
     with torch.no_grad():
         query, key = given.query.detach(), given.key.detach()
-        note = note_largest if is_traced else _note
-        note(query, key, given.mask, tape, given.scale, given.is_causal, number)
+        if is_traced and type(tape) is not Tensor:
+            note_largest(query, key, given.mask, tape, given.scale, given.is_causal, number)
+        else:  # `data`, since a checkpoint may have saved the tape, and refuses what was written to
+            _note(query, key, given.mask, tape.data, given.scale, given.is_causal, number)
     return given
+
+
+def _again(
+    call: Callable[[Tensor, Tensor], tuple[Any, Tensor]], tape: Tensor, number: int, query: Tensor, key: Tensor
+) -> Any:
+    """A call that tells of its rows."""
+    returned, maxima = call(query, key)
+    with torch.no_grad():
+        note_row_maxima(maxima.detach(), tape, number)
+    return returned
 
 
 LOOKS[LOOK] = _look

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnscale.inside.frames import FRAMES, Frame
-from attnscale.inside.given import READERS
+from attnscale.inside.given import reader_of
 from attnscale.inside.names import TORCH_NAMES, hold, let_go
 from attnscale.torch_internals import is_fake
 
@@ -42,8 +42,9 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in READERS:
-            return self._frame.attends(function, args, kwargs)
+        reader = reader_of(function)
+        if reader is not None:
+            return self._frame.attends(reader, function, args, kwargs)
         return function(*args, **kwargs)
 
 

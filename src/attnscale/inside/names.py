@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attnscale.inside.frames import called
-from attnscale.inside.given import SDPA
+from attnscale.inside.given import READERS, SDPA
 
 Name = tuple[str, str]  # module, attribute
 TORCH_NAMES: tuple[Name, ...] = ((F.__name__, SDPA.__name__),)
@@ -23,7 +23,7 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
     """torch's own, seen where it is called between two marks."""
     if torch.compiler.is_dynamo_compiling():
         return SDPA(*args, **kwargs)  # seen between the marks of its graph
-    return called(SDPA, args, kwargs)
+    return called(READERS[SDPA], SDPA, args, kwargs)
 
 
 _HOLDERS: Counter[Name] = Counter()

@@ -26,7 +26,13 @@ class Places:
     def are_complete(self) -> bool:
         """Whether all that is known of the model can be seen from inside."""
         are_all = self.known.attending == frozenset(self.modules)
-        return are_all and all(map(can_be_placed, self.modules.values()))
+        return are_all and all(map(can_be_placed, self.modules.values())) and all(map(self._is_read, self.modules))
+
+    def _is_read(self, path: str) -> bool:
+        """Whether a module calls what can be read: FlexAttention only in a graph, since outside it compiles itself."""
+        order = self.known.orders[path]
+        kinds = {self.known.calls[signature].kind for signature in order.calls}
+        return kinds <= ({"sdpa", "flex"} if order.is_compiled else {"sdpa"})
 
     @contextmanager
     def looked_at(self, look: str, tensor_of: Callable[[str], Tensor]) -> Iterator[None]:

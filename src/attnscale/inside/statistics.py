@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from attnscale.inside.frames import LOOKS
-from attnscale.inside.given import Given
+from attnscale.inside.given import FUNCTIONS, Given, Modified
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility
 from attnscale.watching.gradients import GradientSquares, by_query_head, of_kernel
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.kernels.flex import modification
 
 LOOK = "statistics"
 
@@ -50,18 +51,23 @@ def noted(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
+    buffers: list[Tensor],
     ticket: Tensor,
     scale: float,
     is_causal: bool,
+    functions: int,
+    score_buffers: int,
     number: int,
     learns: bool,
 ) -> None:
-    """Measure a call, inside a compiled graph."""
+    """Measure a call, inside a compiled graph; of its buffers the first belong to what changes scores."""
     ticket[1] += 1
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is not None:
-        squares = GradientSquares() if learns else None
-        recorder.note(number, _kernel(query, key, mask, scale, is_causal), squares, is_compiled=True)
+        shared = tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:])
+        modified = None if functions < 0 else Modified(functions, *shared)
+        kernel = _kernel(Given(query, key, mask, is_causal, scale, lambda *_: None, modified))
+        recorder.note(number, kernel, GradientSquares() if learns else None, is_compiled=True)
 
 
 @noted.register_fake
@@ -102,20 +108,29 @@ class _Followed(torch.autograd.Function):
 def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
     query, key = given.query, given.key
     learns = torch.is_grad_enabled() and query.requires_grad and key.requires_grad
-    if is_traced:
-        noted(query.detach(), key.detach(), given.mask, ticket, given.scale, given.is_causal, number, learns)
+    if is_traced and type(ticket) is not Tensor:
+        modified = given.modified or Modified(-1, (), ())
+        buffers = [*modified.score_buffers, *modified.mask_buffers]
+        functions = modified.functions, len(modified.score_buffers)
+        about = given.scale, given.is_causal, *functions, number, learns
+        noted(query.detach(), key.detach(), given.mask, [each.detach() for each in buffers], ticket, *about)
         if learns:
             query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
         return replace(given, query=query, key=key)
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is not None:
-        kernel = _kernel(query.detach(), key.detach(), given.mask, given.scale, given.is_causal)
+        kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
         recorder.note(number, kernel, of_kernel(query, key) if learns else None, is_compiled=False)
     return given
 
 
-def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, is_causal: bool) -> KernelCall:
-    return KernelCall("sdpa", query, key, scale, visibility=Visibility.of(mask, is_causal))
+def _kernel(given: Given) -> KernelCall:
+    if given.modified is None:
+        seen = Visibility.of(given.mask, given.is_causal)
+        return KernelCall("sdpa", given.query, given.key, given.scale, visibility=seen)
+    buffers = given.modified.score_buffers, given.modified.mask_buffers
+    modify = modification(*FUNCTIONS[given.modified.functions], *buffers, is_traced=True)
+    return KernelCall("flex", given.query, given.key, given.scale, score_mod=modify)
 
 
 LOOKS[LOOK] = _look

@@ -61,7 +61,8 @@ class Tapes:
 
     def wipe_(self) -> None:
         """Begin anew."""
-        torch._foreach_copy_(list(self._tapes.values()), self._blank)
+        for tape, blank in zip(self._tapes.values(), self._blank, strict=True):
+            tape.copy_(blank)
 
 
 def _heads(layer: Layer, lines: Mapping[str, list[_Line]]) -> list[list[int]]:

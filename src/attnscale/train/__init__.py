@@ -1,5 +1,6 @@
 """A model in training -> records of its scores, alarms, and where they are going; callbacks for training loops."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnscale.train.log import Log, read_log
@@ -11,16 +12,20 @@ from attnscale.train.sinks.jsonlines import JsonLines
 
 if TYPE_CHECKING:
     from attnscale.train.huggingface import ScoreCallback
+    from attnscale.train.huggingface_clip import QKClipCallback
     from attnscale.train.lightning import LightningScoreCallback
+    from attnscale.train.lightning_clip import LightningQKClipCallback
 
 __all__ = [
     "JsonLines",
     "LayerRecord",
     "LayerRun",
+    "LightningQKClipCallback",
     "LightningScoreCallback",
     "Log",
     "Monitor",
     "QKClip",
+    "QKClipCallback",
     "Record",
     "Run",
     "ScoreCallback",
@@ -29,14 +34,16 @@ __all__ = [
 ]
 
 
+_CALLBACKS = {
+    "ScoreCallback": "huggingface",
+    "QKClipCallback": "huggingface_clip",
+    "LightningScoreCallback": "lightning",
+    "LightningQKClipCallback": "lightning_clip",
+}
+
+
 def __getattr__(name: str) -> Any:
     """The callbacks, which import what they are for, when they are asked for."""
-    if name == "ScoreCallback":
-        from attnscale.train.huggingface import ScoreCallback
-
-        return ScoreCallback
-    if name == "LightningScoreCallback":
-        from attnscale.train.lightning import LightningScoreCallback
-
-        return LightningScoreCallback
+    if name in _CALLBACKS:
+        return getattr(import_module(f"attnscale.train.{_CALLBACKS[name]}"), name)
     raise AttributeError(f"module 'attnscale.train' has no attribute {name!r}")

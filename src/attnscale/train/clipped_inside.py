@@ -14,7 +14,7 @@ from attnscale.inside.places import Places
 from attnscale.inside.tapes import Tapes
 from attnscale.watching.layer import Layer
 
-TRIAL = 1  # steps after which it is looked whether the model attends where it did
+MOST_EMPTY = 4  # steps in which nobody attends, before a tape was ever written
 MOST_WAITING = 64  # steps whose numbers may be on their way
 
 
@@ -36,7 +36,7 @@ class ClippedInside:
     def __init__(
         self, model: nn.Module, places: Places, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]
     ) -> None:
-        self._axes, self._trial = axes, TRIAL
+        self._axes, self._is_tried, self._empty = axes, False, 0
         self._clipper = Clipper(model, layers, threshold, axes)
         self._tapes = Tapes(places, layers, threshold, device_of(model))
         self._arriving: list[_Arriving] = []
@@ -48,14 +48,15 @@ class ClippedInside:
         self._stack.close()
 
     def misses(self) -> bool:
-        """Whether the model, or its part on another rank, attends where no tape is: asked of the first steps alone."""
-        if not self._trial:
+        """Whether the model, or its part on another rank, attends where no tape is: asked until one did attend."""
+        if self._is_tried:
             return False
-        self._trial -= 1
-        misses = self._tapes.was_any_written() and not self._tapes.were_all_written()
+        told = [(self._tapes.was_any_written(), self._tapes.were_all_written())]
         for axis in self._axes:
-            misses = any(axis.gathered(misses))
-        return misses
+            told = [each for of_rank in axis.gathered(told) for each in of_rank]
+        self._is_tried = any(some for some, _ in told)
+        self._empty += not self._is_tried
+        return any(some and not every for some, every in told) or self._empty == MOST_EMPTY
 
     def clip(self) -> list[ClipReport]:
         """Clip what passed the threshold since the last step; reports of what is known by now."""

@@ -20,6 +20,7 @@ from attnscale.diagnose.growth import Growth
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.inside.places import Places
 from attnscale.inside.watching import watched_inside
+from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
 from attnscale.train.merging import Merged, Merging
@@ -121,6 +122,7 @@ class Monitor:
         self._known: KnownModel | None = None
         self._goes_inside = True  # until something was missed there
         self._sampled = 0  # steps
+        self._clips = Clips(model)
         self._resumed = 0  # how often a state was loaded
         self._told: set[tuple[type[AttnscaleWarning], str]] = set()
         self._modules: list[weakref.ref[nn.Module]] = []  # of the model, when it was last watched
@@ -159,6 +161,7 @@ class Monitor:
         if [known() for known in self._modules] != modules:
             self._known, self._goes_inside = None, True  # some were replaced, and are to be followed
         self._modules = [weakref.ref(module) for module in modules]
+        self._clips.begin()
         watch = self._watched(replace(self._settings, seed=self._seed, known=self._known))
         self._seen = watch.__enter__()
         self._watch = watch
@@ -272,10 +275,10 @@ class Monitor:
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:
-        at, part = (self.steps, time.time()), self._merging.part
+        at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
         if not self._merging.is_needed:
             self.layers, arriving = layers, Arriving(layers, part)
-            self._unwritten = lambda: self._conclude(at, layers, Merged(arriving.tallies()))
+            self._unwritten = lambda: self._conclude(at, layers, Merged(arriving.tallies()), clipped)
             if arriving.is_here:
                 self.flush()
             else:
@@ -288,17 +291,15 @@ class Monitor:
             for name, key in mine.items()
             if key in merged.tallies
         }
-        self._conclude(at, self.layers, merged)
+        self._conclude(at, self.layers, merged, clipped)
 
-    def _conclude(self, at: tuple[int, float], layers: dict[str, Layer], merged: Merged) -> None:
+    def _conclude(self, at: tuple[int, float], layers: dict[str, Layer], merged: Merged, clipped: Clipped) -> None:
         """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
         if not merged.tallies:
             return
         whole = whole_layers(merged.tallies)
-        found = {
-            name: replace(record, softcap=layers[name].softcap if name in layers else None)
-            for name, record in records(whole).items()
-        }
+        part = self._merging.part
+        found = {name: clipped.told_in(own, name, layers.get(name), part) for name, own in records(whole).items()}
         known = whole if self._merging.is_needed else layers
         alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
         self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, None, self.run, self._part)

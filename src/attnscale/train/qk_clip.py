@@ -91,7 +91,7 @@ class QKClip:
             raise InputError("Expected a QKClip that is open, got one that was closed.")
         self.steps += 1
         if self._inside is None:
-            return self._arrived(self._clip_outside())
+            return self._clip_outside()
         if not self._inside.misses():
             return self._arrived(self._inside.clip())
         self._leave()
@@ -148,7 +148,7 @@ class QKClip:
         if inside is not None:
             inside.leave()
 
-    def _clip_outside(self) -> list[ClipReport]:
+    def _clip_outside(self) -> ClipReport | None:
         assert self._outside is not None  # or inside
         (watch, seen), self._outside = self._outside, None
         try:
@@ -161,7 +161,10 @@ class QKClip:
         axes = axes_of(self.model, self._group) if self._goes_inside else []
         if not self._goes_inside or not self._go_inside(layers, axes):
             self._watch()
-        return [report] if report.heads or report.left else []
+        if not report.heads and not report.left:
+            return None
+        self._last = report
+        return report
 
     def _go_inside(self, layers: dict[str, Layer], axes: list[Axis]) -> bool:
         """Measure inside from now on, where all ranks can."""
@@ -194,7 +197,7 @@ class QKClip:
     def _arrived(self, reports: list[ClipReport]) -> ClipReport | None:
         for report in reports:
             self._last = report
-            note_taken(self.model, report)
+            note_taken(self.model, report.factors)
         return reports[-1] if reports else None
 
 
@@ -203,8 +206,6 @@ def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
     if places is None or not places.are_complete:
         return "not all of them are fused kernels that are called alike at every step"
     for name, layer in layers.items():
-        if layer.highest_bias or layer.sinks is not None or layer.softcap is not None:
+        if layer.highest_bias or layer.sinks is not None:
             return f"more than products of queries and keys is in the scores of {name}"
-        if {call.kind for call in places.known.calls.values()} - {"sdpa"}:
-            return f"{name} is computed by {layer.kind}"
     return ""

@@ -54,9 +54,10 @@ class Reporter:
     def softmax(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
         """A softmax was written out; None where its input cannot be followed to a product."""
         self.softmaxes += 1
-        self._recognition.give_up()
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
+        if product is not None:  # others, as of a loss, are told of where they mix values
+            self._recognition.give_up()
         call = None if product is None else written_call(product, scores, node, axis)
         if product is None or call is None:
             self.unread[self._running.shown(self._running.stack[-1])] += 1

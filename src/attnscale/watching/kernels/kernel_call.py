@@ -64,7 +64,7 @@ class KernelCall:
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
         call = replace(self, attends_itself=attends_itself)
-        found = call._plain(rows) if self.score_mod is None else call._modified(self.score_mod, rows)
+        found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         every = rows is None
         return SeenCall(
             kind=self.kind,
@@ -102,8 +102,8 @@ class KernelCall:
         )
 
     def _is_told_by(self, *ways: Way) -> bool:
-        """Whether its arguments and these ways tell all of it, at every step: no function of the user's does more."""
-        return self.score_mod is None and all(way.constant for way in ways)
+        """Whether its arguments and these ways tell all of it, at every step."""
+        return all(way.constant for way in ways)
 
     @property
     def is_causal(self) -> bool:
@@ -157,10 +157,10 @@ class KernelCall:
             query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
             return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
 
-    def _plain(self, rows: int | None) -> "_Found":
+    def _plain(self, rows: int | None) -> "Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
         bias = highest_added(self.visibility.bias)
-        return _Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
+        return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     def _kv_heads(self) -> int:
         """Key heads that are no copies of each other."""
@@ -187,7 +187,7 @@ class KernelCall:
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
-    def _modified(self, modify: ScoreMod, rows: int | None) -> "_Found":
+    def modified(self, modify: ScoreMod, rows: int | None) -> "Found":
         """What a score modification does, all by asking it."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
@@ -205,7 +205,7 @@ class KernelCall:
         )
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.attends_itself and self.key.shape[-2] == length else None
-        return _Found(
+        return Found(
             by_row.without(padding).measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
@@ -216,7 +216,7 @@ class KernelCall:
         )
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What the scores of a kernel are, by its arguments or by asking its score modification."""
 
     stats: ScoreStats

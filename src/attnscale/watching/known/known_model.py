@@ -82,7 +82,7 @@ def remembered(
     orders: Mapping[str, Order],
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
-    if not all(call.factors is not None and not call.biased for call in seen.values()):
+    if not all(call.factors is not None and (call.kind == "flex" or not call.biased) for call in seen.values()):
         return None
     calls = {
         place: replace(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from attnscale.torch_internals import recorded_operations
+from attnscale.torch_internals import in_backward, recorded_operations
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import KernelCall
@@ -58,7 +58,8 @@ class Recognition:
 
     def ran(self, name: str, output: Any, began: int, depth: int, is_watched: bool) -> tuple[Line, WaitingCall] | None:
         """A module has run; the line and the call of its kernel, where the graph alone tells of it."""
-        self._orders.ran(name, depth)
+        if not in_backward():  # which runs modules again, unseen
+            self._orders.ran(name, depth)
         if not self._settings.reads_graph:
             return None
         if self.known is None:

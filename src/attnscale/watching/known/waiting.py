@@ -9,7 +9,7 @@ from attnscale.numerics import without_autocast
 from attnscale.torch_internals import version_of
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import projected_norm
+from attnscale.watching.kernels.kernel_call import Found, projected_norm
 
 
 class WaitingCall:
@@ -46,6 +46,13 @@ def _versions(kernel: KernelCall) -> list[int]:
     return [version_of(tensor) for tensor in (kernel.query, kernel.key, kernel.visibility.mask) if tensor is not None]
 
 
+def _plain(kernel: KernelCall, call: SeenCall, rows: int | None) -> Found:
+    """What its arguments say; whether a mask is causal is known, since to look at it would be to wait for a GPU."""
+    causal = kernel.is_causal if kernel.visibility.mask is None else call.causal
+    bias, hidden = kernel.highest_bias(), kernel.hidden_keys
+    return Found(kernel.stats(rows), kernel.scale, kernel.softcap, bias, causal, hidden, kernel.padding)
+
+
 def _of_heads(factors: Factors, heads: int) -> Factors:
     """Those of so many key heads, where each stands for several others or several for one."""
     shared = max(1, len(factors) // max(heads, 1))
@@ -59,15 +66,12 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
     kernel = replace(kernel, attends_itself=call.attends_itself)
     every = rows is None
-    key_norm = projected_norm(kernel.key, key, kernel.hidden_keys, every)
-    call.causal = (
-        kernel.is_causal if kernel.visibility.mask is None else call.causal
-    )  # to look at a mask is to wait for a GPU
-    call.softcap, call.highest_bias = kernel.softcap, kernel.highest_bias()
+    found = _plain(kernel, call, rows) if kernel.score_mod is None else kernel.modified(kernel.score_mod, rows)
+    key_norm = projected_norm(kernel.key, key, found.hidden_keys, every)
+    call.causal, call.softcap, call.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
-    call.stats = kernel.stats(rows)
-    call.scales = torch.from_numpy(kernel.scale * abs(query) * abs(key).repeat(group))
-    call.padding = kernel.padding
-    call.query_norm = projected_norm(kernel.query, query, kernel.padding, every)
+    call.stats, call.padding = found.stats, found.padding
+    call.scales = torch.from_numpy(found.multiplier * abs(query) * abs(key).repeat(group))
+    call.query_norm = projected_norm(kernel.query, query, found.padding, every)
     call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)
     return call

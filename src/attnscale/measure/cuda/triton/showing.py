@@ -14,8 +14,8 @@ from attnscale.measure.cuda.triton.shown import ADDED, BOOLEAN, NO_MASK, shown_k
 from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles, tiles
 
 PLANES = 7  # SCORED, and the number of visible keys
-CHUNK, MOST_CHUNKS = 1024, 64  # keys whose longest one program looks for, and programs a head
-LENGTHS_AT_ONCE = 64  # keys
+CHUNK, MOST_CHUNKS = 128, 64  # keys whose longest one program looks for, and programs a head
+LENGTHS_AT_ONCE = 128  # keys
 
 
 def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = None, kind: Hashable = None) -> Tensor:

@@ -1,0 +1,315 @@
+"""QKClip does at every step what watch() and clip_qk_ do, for eager and compiled models of every layout."""
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnscale import QKClip
+from attnscale.errors import InputError, NotInsideWarning, SettingError
+
+from ..acting.models import between
+from .clip_runs import (
+    D_MODEL,
+    HEADS,
+    MODELS,
+    Attention,
+    WrittenOut,
+    by_hand,
+    copies,
+    data,
+    growing,
+    highest,
+    made,
+    trained,
+    with_clip,
+)
+
+pytestmark = [  # torch's own
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what its compiler imports
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Lazy modules are a new feature"),
+]
+
+
+def each_block(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+WAYS = {
+    "eager": lambda model: model,
+    "aot_eager": lambda model: torch.compile(model, backend="aot_eager"),
+    "each block": each_block,
+}
+
+
+def assert_clipped_alike(name, way, micro=1, steps=4):
+    threshold = between(highest(made(**MODELS[name]), parts=micro))
+    expected = made(**MODELS[name])
+    told = by_hand(expected, threshold, steps, micro=micro)
+    model = made(**MODELS[name])
+    clip, reports = with_clip(model, threshold, steps, WAYS[way], micro=micro)
+    assert clip.is_inside
+    clip.close()
+    assert any(report.heads for report in told[1:]), "nothing was clipped where it is measured inside"
+    for one, other in zip(told, reports, strict=True):
+        assert bool(one.heads) == (other is not None and bool(other.heads))
+        for mine, theirs in zip(one.heads, () if other is None else other.heads, strict=bool(one.heads)):
+            assert (mine.layer, mine.head, mine.measured) == (theirs.layer, theirs.head, theirs.measured)
+            assert theirs.maximum == pytest.approx(mine.maximum, rel=1e-4)
+            assert theirs.gamma == pytest.approx(mine.gamma, rel=1e-4)
+            assert [each.rows for each in theirs.touched] == [each.rows for each in mine.touched]
+    for (parameter, wanted), found in zip(expected.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda text, p=parameter: f"{p}: {text}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_is_clipped_as_by_hand(name):
+    assert_clipped_alike(name, "eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("grouped keys", "aot_eager"),
+        ("latent keys", "each block"),
+        ("gains kept as 1 + weight", "aot_eager"),
+        ("tied", "each block"),
+    ],
+)
+def test_a_compiled_model_is_clipped_as_by_hand(name, way):
+    assert_clipped_alike(name, way)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("plain", way) for way in WAYS),
+        *((name, way) for name in ("reentrant checkpoints", "checkpoints") for way in ("eager", "each block")),
+    ],
+)
+def test_maxima_are_those_of_every_micro_batch_and_nothing_is_counted_twice(name, way):
+    assert_clipped_alike(name, way, micro=3)
+
+
+@pytest.mark.parametrize(("way", "steps"), [("eager", 1000), ("aot_eager", 50)])
+def test_heads_that_never_pass_keep_their_weights_to_the_last_bit(way, steps):
+    plain, clipped = Tiny(), Tiny()
+    clip, runs = QKClip(clipped, 100.0), [WAYS[way](model) for model in (plain, clipped)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, clipped)]
+    for step in range(steps):
+        x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(step))
+        for run, optimizer in zip(runs, optimizers, strict=True):
+            optimizer.zero_grad()
+            run(x).square().mean().backward()
+            optimizer.step()
+        assert clip.step() is None
+    clip.close()
+    assert clip.steps == steps
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), clipped.parameters(), strict=True))
+
+
+class Tiny(nn.Module):
+    """One attention of two heads, as fast as can be."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = nn.Linear(8, 24)
+
+    def forward(self, x):
+        query, key, value = self.made(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_head_that_is_not_finite_is_never_written(value):
+    model = made()
+    clip, head = QKClip(model, 2.0), slice(D_MODEL // HEADS)
+    trained(model, model, 2, after=clip.step)
+    assert clip.is_inside
+    attention = model.blocks[0].attention
+    with torch.no_grad():
+        attention.q_proj.weight[0] = value
+        attention.q_proj.weight[D_MODEL // HEADS : 2 * D_MODEL // HEADS] *= 50
+    before = copies(attention)
+    attention(data(0))
+    report = clip.step()
+    clip.close()
+    assert [(left.layer, left.head) for left in report.left] == [("blocks.0.attention", 0)]
+    assert "inf" in report.left[0].reason
+    assert 1 in [each.head for each in report.heads]
+    assert not [each for each in report.heads if each.head == 0]
+    for name in ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"):
+        torch.testing.assert_close(
+            attention.get_parameter(name)[head], before[name][head], rtol=0, atol=0, equal_nan=True
+        )
+        assert attention.get_parameter(name)[head.stop :].isfinite().all()
+
+
+def test_it_is_attached_to_an_optimiser_and_taken_off_again():
+    model, other = made(), made()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with QKClip(model, 2.0) as clip, QKClip(other, 2.0) as beside:
+        handle = clip.attach(optimizer)
+        trained(model, model, 3, optimizer=optimizer)
+        trained(other, other, 3, optimizer=torch.optim.SGD(other.parameters(), 0.05), after=beside.step)
+        assert clip.steps == 3
+        assert clip.last is not None
+        handle.remove()
+        trained(model, model, 1, optimizer=optimizer)
+        assert clip.steps == 3
+    trained(other, other, 1, optimizer=torch.optim.SGD(other.parameters(), 0.05))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_resumed_run_goes_on_as_one_that_was_not_broken_off():
+    whole, model = made(), made()
+    with_clip(whole, 2.0, 4)[0].close()
+    clip, _ = with_clip(model, 2.0, 2)
+    state = json.loads(json.dumps(clip.state_dict()))
+    clip.close()
+    assert state == {"steps": 2, "threshold": 2.0}
+    again = made()
+    again.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())))
+    resumed, optimizer = QKClip(again, 50.0), growing(again)
+    again(data(9))  # forgotten
+    resumed.load_state_dict(state)
+    for step in (2, 3):
+        again(data(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        resumed.step()
+    assert (resumed.steps, resumed.threshold) == (4, 2.0)
+    resumed.close()
+    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_close_leaves_nothing_in_place(steps):
+    before = F.scaled_dot_product_attention
+    model = made()
+    attributes = {name: {*vars(module)} for name, module in model.named_modules()}
+    clip, _ = with_clip(model, 2.0, steps)
+    clip.close()
+    clip.close()
+    assert F.scaled_dot_product_attention is before
+    plain = made()
+    for (name, module), other in zip(model.named_modules(), plain.modules(), strict=True):
+        assert type(module) is type(other)
+        assert {*vars(module)} == attributes[name]
+    with pytest.raises(InputError, match="closed"):
+        clip.step()
+
+
+def test_copies_of_a_model_that_is_clipped_are_plain():
+    model = made()
+    clip, _ = with_clip(model, 2.0, 2)
+    assert type(model.blocks[0].attention) is not Attention
+    assert type(copy.deepcopy(model).blocks[0].attention) is Attention
+    clip.close()
+
+
+def test_steps_without_a_forward_change_nothing():
+    model = made()
+    clip = QKClip(model, 2.0)
+    before = copies(model)
+    assert clip.step() is None
+    assert clip.step() is None
+    assert not clip.is_inside
+    trained(model, model, 2, after=clip.step)
+    assert clip.is_inside
+    before = copies(model)
+    assert clip.step() is None
+    assert clip.step() is None
+    assert clip.steps == 6
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    trained(model, model, 1)
+    assert clip.step().heads
+    clip.close()
+
+
+def test_what_runs_without_gradients_does_not_count():
+    model = made()
+    clip, _ = with_clip(model, 2.0, 2)
+    model.eval()
+    with torch.no_grad():
+        model(100 * data(0))
+    model.train()
+    assert clip.step() is None
+    clip.close()
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, as Hugging Face's do, through a softmax that is no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = made()
+
+    def forward(self, x):
+        return F.cross_entropy(self.inner(x).flatten(0, 1), torch.zeros(x.shape[:2], dtype=torch.int64).flatten())
+
+
+def test_a_model_that_computes_its_own_loss_is_measured_inside():
+    model = WithLoss()
+    clip, _ = with_clip(model, 2.0, 3)
+    assert clip.is_inside
+    assert clip.last.heads
+    clip.close()
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, math.inf, "100", True, None])
+def test_a_threshold_that_no_score_can_be_held_to_is_refused(threshold):
+    with pytest.raises(SettingError, match="threshold"):
+        QKClip(made(), threshold)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(InputError, match="a torch"):
+        QKClip([made()])
+
+
+class Captured(Attention):
+    """Keeps torch's function for itself, where no name leads elsewhere."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.attend = F.scaled_dot_product_attention
+
+    def forward(self, x):
+        query, key = self.make(x)
+        return self.attend(query, key, self.value(x), enable_gqa=True)
+
+
+def test_a_model_that_attends_where_nobody_looks_is_told_and_clipped_from_outside():
+    model = made(Captured)
+    with pytest.warns(NotInsideWarning, match="did not run where"):
+        clip, reports = with_clip(model, 2.0, 7)
+    assert not clip.is_inside
+    assert reports[0] is not None
+    assert reports[-1] is not None
+    clip.close()
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+def test_attention_that_is_written_out_is_told_once_and_clipped_from_outside(way):
+    threshold = between(highest(made(WrittenOut)))
+    expected, model = made(WrittenOut), made(WrittenOut)
+    told = by_hand(expected, threshold)
+    with pytest.warns(NotInsideWarning, match="from outside at every step") as warned:
+        clip, reports = with_clip(model, threshold, 4, WAYS[way])
+    assert len([each for each in warned if each.category is NotInsideWarning]) == 1
+    assert not clip.is_inside
+    clip.close()
+    assert [bool(report) for report in reports] == [bool(report.heads) for report in told]
+    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
