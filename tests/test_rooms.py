@@ -17,7 +17,8 @@ SRC = Path(attnscale.__file__).parent
 ROOMS = (
     "plain", "errors", "extras", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules",
     "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside",
-    "diagnose", "acting", "train", "models", "loading", "checking", "bench", "lab", "claims", "show", "cli",
+    "diagnose", "acting", "train", "models", "loading", "checking", "comparing", "bench", "lab", "claims", "show",
+    "cli",
 )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_the_public_names():
     assert sorted(attnscale.__all__) == [
         "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "QKClip", "ScoreMoments",
         "ScoreStats", "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
-        "attention_with_stats", "audit", "calibrate_", "clip_qk_",
+        "attention_with_stats", "audit", "calibrate_", "clip_qk_", "compare",
         "reference", "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnscale import reference, rules, theory, train
     from attnscale.acting import ClipReport, calibrate_, clip_qk_, rescale_
+    from attnscale.comparing import compare
     from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
     from attnscale.measure import (
@@ -41,6 +42,7 @@ __all__ = [
     "audit",
     "calibrate_",
     "clip_qk_",
+    "compare",
     "reference",
     "rescale_",
     "rules",
@@ -74,6 +76,7 @@ _HOME = {
     "calibrate_": "attnscale.acting",
     "clip_qk_": "attnscale.acting",
     "rescale_": "attnscale.acting",
+    "compare": "attnscale.comparing",
     "Monitor": "attnscale.train",
     "QKClip": "attnscale.train",
 }

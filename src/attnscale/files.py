@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from attnscale.errors import SettingError
 
+MARGIN = 2**16  # bytes beyond what a file is said to hold: one under /proc is said to hold none
 BY_HANDLE = Path("/proc/self/fd")  # where a file that has no name yet is found
 
 
@@ -42,7 +43,7 @@ def read_whole(path: Path, most: int) -> bytes:
             raise SettingError(f"Expected a file in {path}, and it is none.")
         if found.st_size > most:
             raise SettingError(f"Expected at most {most / 2**20:,.0f} MiB in {path}, got {found.st_size / 2**20:,.0f}.")
-        return file.read(most)
+        return file.read(min(most, found.st_size + MARGIN))  # asked for more, it takes the memory for it first
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from attnscale.checking import Checked
+from attnscale.comparing import LayerPortrait, Portrait, compare_portraits
+from attnscale.comparing.portrait import COMPARED
 from attnscale.diagnose import Finding, diagnose
 from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
 from attnscale.lab.twins import TwinRun, Twins
@@ -52,6 +55,19 @@ def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.005, step
         told = Finding(names[-1], 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it.")
         found.append(Record(step, float(step), layers, [told] if alarm and step == 750 else []))
     return found
+
+
+def compared(names=("blocks.0.attention", "blocks.1.attention"), title="a model"):
+    """Two portraits of these layers, in the second of which a head spreads twice as wide, and a finding came."""
+    random = np.random.default_rng(0)
+    sides = []
+    for factor in (1.0, 2.0):
+        layers = {name: {each: random.normal(1.0, 0.01, (8, 3)) for each in COMPARED} for name in names}
+        layers[names[0]]["spread"][:, 1] *= factor
+        came = [Finding(names[0], 1, "saturated", "warning", f"{title} spreads.", 2.0, 1.0, "Look at it.")]
+        portraits = {name: LayerPortrait(samples) for name, samples in layers.items()}
+        sides.append(Portrait(title, "eight sequences", portraits, tuple(came if factor > 1 else ())))
+    return compare_portraits(*sides)
 
 
 def result(name="d_k"):

@@ -7,15 +7,16 @@ import pytest
 
 from attnscale.checking import Checked
 from attnscale.diagnose import diagnose
-from attnscale.show.report import lab_page, report_page, run_page, twins_page
+from attnscale.show.report import comparison_page, lab_page, report_page, run_page, twins_page
 from tests.browser import PHONE, sideways
 from tests.busy import held_up
 
-from .reports import EVIL, checked, layers_of, records, result, twins
+from .reports import EVIL, checked, compared, layers_of, records, result, twins
 
 KINDS = {
     "check": lambda: report_page(checked((EVIL, "<b>bold</b>&lt;"), title=EVIL, rows=64, length=97)),
     "log": lambda: run_page(EVIL, records((EVIL, "<b>bold</b>&lt;"))),
+    "compare": lambda: comparison_page(compared((EVIL, "<b>bold</b>&lt;"), title=EVIL)),
     "lab": lambda: lab_page(result(EVIL)),
     "twins": lambda: twins_page(twins((EVIL, "b"), names_of_runs=(EVIL, "<b>other</b>"), title=EVIL)),
 }

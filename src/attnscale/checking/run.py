@@ -7,6 +7,7 @@ from attnscale.checking.checked import Checked
 from attnscale.diagnose import Audit, audited
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
+from attnscale.loading.fetching import fetch
 from attnscale.loading.huggingface import quiet
 from attnscale.loading.telling import telling
 
@@ -16,6 +17,13 @@ TOLD, UNJUDGED = 0.05, 0.30
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
     """Check the model asked for: `rows` are looked at per head, all where None; `what_if` names a layer to try on."""
+    return check_loaded(request, rows, what_if)[0]
+
+
+def check_loaded(request: Request, rows: int | None = None, what_if: str | None = None) -> tuple[Checked, Loaded]:
+    """The same, and the model with its inputs, to run it again."""
+    if request.download:
+        fetch(request)
     with offline(), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         loaded = load_model(request)
@@ -25,7 +33,7 @@ def check_model(request: Request, rows: int | None = None, what_if: str | None =
         checked = Checked(loaded.title, loaded.fed, request.device, rows, notes, audit, what_if)
         if what_if is not None:
             _ = checked.what_if  # a layer that was not seen is told now
-        return checked
+        return checked, loaded
 
 
 def _watched(loaded: Loaded, rows: int | None, request: Request) -> Audit:

@@ -9,6 +9,7 @@ from attnscale import __version__
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
+from attnscale.cli.compare import compare
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
@@ -28,7 +29,7 @@ NOBODY_READS = 141  # and for a pipe that was closed, as `| head` does: neither 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
-for command in (demo, check, predict, rules, claims, explore, lab, bench, watch_log):
+for command in (demo, check, compare, predict, rules, claims, explore, lab, bench, watch_log):
     app.command(help=in_paragraphs(command.__doc__ or ""))(command)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,55 @@ DEEPEST = 64  # lists in lists: configurations nest three or four deep
 MOST_BYTES = 2**27  # of JSON that comes with a model: an index of 100,000 tensors has a tenth of that
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in that file, disarmed, with nothing in it that would take forever to build."""
+def read_config(path: Path, model_type: str | None = None) -> dict[str, Any]:
+    """The configuration in that file, disarmed, with nothing in it that would take forever to build.
+
+    One that names no `model_type`, as old ones, is taken as of the type given.
+    """
     config = read_json(path)
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config, dict):
         raise ModelError(f"Expected {path} to be a model's configuration with a 'model_type', and it is not.")
+    if not isinstance(config.get("model_type"), str):
+        if model_type is None:
+            raise ModelError(
+                f"Expected {path} to be a model's configuration with a 'model_type', and it has none: {_advice(config)}"
+            )
+        config["model_type"] = model_type
+    elif model_type is not None and model_type != config["model_type"]:
+        raise ModelError(f"{path} names its model_type, {config['model_type']!r}; leave --model-type out.")
     cleaned: dict[str, Any] = disarmed(config)
     require_modest(cleaned, path)
     return cleaned
+
+
+def _advice(config: dict[str, Any]) -> str:
+    """Which line is missing, by the classes that the configuration names."""
+    kind = _named_type(config)
+    shown, unsure = (kind, "") if kind else ("bert", " if it is a BERT, or whatever else it is")
+    return f'add the line "model_type": "{shown}", to it, or give --model-type {shown}{unsure}.'
+
+
+def _named_type(config: dict[str, Any]) -> str | None:
+    """The type of the model whose class a configuration names.
+
+    >>> _named_type({"architectures": ["GPT2LMHeadModel"]}), _named_type({"architectures": ["XLMRobertaModel"]})
+    ('gpt2', 'xlm-roberta')
+    """
+    named = config.get("architectures")
+    try:
+        known = import_module("transformers.models.auto.modeling_auto")
+    except ImportError:
+        return None
+    tables = [value for name, value in vars(known).items() if name.endswith("MAPPING_NAMES")]
+    for name in named if isinstance(named, list) else []:
+        kinds = {kind for table in tables for kind, made in table.items() if name == made or name in _listed(made)}
+        if kinds:  # several types may share a class, which is called as one of them is
+            return str(max(sorted(kinds), key=lambda kind: name.lower().startswith(re.sub("[-_]", "", kind))))
+    return None
+
+
+def _listed(made: Any) -> tuple[Any, ...]:
+    return tuple(made) if isinstance(made, tuple | list) else ()
 
 
 def require_modest(value: Any, path: Path, name: str = "") -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from attnscale.errors import SettingError
 
 Sequence: TypeAlias = str | list[int]  # a text for the model's tokenizer, or token ids as they are
+LEAST_PART = 64  # characters
 MOST_SEQUENCES = 64  # of a file: a batch that fits wherever one sequence does, nearly
 
 
@@ -27,6 +28,17 @@ def read_tokens(text: str) -> tuple[Sequence, ...]:
 def read_examples(text: str) -> tuple[Sequence, ...]:
     """JSON lines, each an object with a "text" or with "input_ids"; the first MOST_SEQUENCES of them."""
     return tuple(_examples(text))
+
+
+def cut(text: str, parts: int) -> tuple[Sequence, ...]:
+    """A text in so many parts of one length, or in fewer that are long enough to tell anything.
+
+    >>> cut("one text", 8), [len(part) for part in cut("a" * 1000, 2)]
+    (('one text',), [500, 500])
+    """
+    number = max(1, min(parts, len(text) // LEAST_PART))
+    length = len(text) // number if number > 1 else len(text)
+    return tuple(text[start : start + length] for start in range(0, number * length, length))
 
 
 def _examples(text: str) -> Iterator[Sequence]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_config
 from attnscale.loading.loaded import Request
-from attnscale.loading.memory import require_room
+from attnscale.loading.memory import fits, require_room
+from attnscale.loading.streaming import can_stream, streamed
 from attnscale.loading.telling import telling
 from attnscale.loading.weights import find_weights, read_weights, size_of
 
@@ -25,13 +26,13 @@ RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers
 
 def load_huggingface(config_path: Path, weights_path: Path | None, request: Request) -> nn.Module:
     """The model that a config.json describes, with those weights, or at random initialisation without any."""
-    raw = read_config(config_path)
+    raw = read_config(config_path, request.model_type)
     quantised = raw.pop("quantization_config", None)
     if quantised is not None and weights_path is not None:
         raise ModelError(
             f"The weights of {config_path.parent} are quantised, which is not supported; or --random-init."
         )
-    transformers = _transformers()
+    transformers = transformers_package()
     if raw["model_type"] not in transformers.CONFIG_MAPPING:
         raise ModelError(
             f"Unknown model_type {raw['model_type']!r} in {config_path}: transformers {transformers.__version__} "
@@ -42,14 +43,25 @@ def load_huggingface(config_path: Path, weights_path: Path | None, request: Requ
         make = _class_of(config)
         if weights_path is None:
             config.dtype = torch.float32
-        _require_room(make, config, request)
+        is_streamed = weights_path is not None and _is_streamed(make, config, weights_path, request)
+        if not is_streamed:
+            require_room_for(make, config, request)
         if weights_path is None:
             model: nn.Module = make(config)
             return model
     request.report("reading weights")
     with quiet(), telling(f"load the weights {weights_path}"):
+        if is_streamed:
+            return streamed(make, config, weights_path)
         require_room(size_of(weights_path), request.device)
-        return _loaded(make, config, read_weights(weights_path), weights_path)
+        return fitted(make, config, read_weights(weights_path), weights_path)
+
+
+def _is_streamed(make: Any, config: Any, weights: Path, request: Request) -> bool:
+    """Whether the model does not fit as a whole, and its files can be read in parts."""
+    if not can_stream(weights, request.device):
+        return False
+    return not fits(size_of_model(make, config), request.device) or not fits(size_of(weights), request.device)
 
 
 def weights_beside(folder: Path) -> Path | None:
@@ -77,7 +89,8 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers() -> Any:
+def transformers_package() -> Any:
+    """Transformers, or one sentence on how to get it."""
     try:
         return import_module("transformers")
     except ImportError:
@@ -86,7 +99,7 @@ def _transformers() -> Any:
 
 def _class_of(config: Any) -> Any:
     """The class that the configuration names, if it is transformers' own and made for it; else the bare model."""
-    transformers = _transformers()
+    transformers = transformers_package()
     named = config.architectures if isinstance(config.architectures, list) else []
     for name in named:
         found: Any = getattr(transformers, str(name), None)
@@ -97,16 +110,31 @@ def _class_of(config: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def _require_room(make: Any, config: Any, request: Request) -> None:
-    """Refuse a model that its configuration makes too large, by a sketch of it that has shapes and no numbers."""
+def require_room_for(make: Any, config: Any, request: Request) -> Any:
+    """A sketch of the model, which has shapes and no numbers; one that its configuration makes too large is refused."""
+    sketch = _sketch(make, config)
+    require_room(_size(sketch, config), request.device)
+    return sketch
+
+
+def size_of_model(make: Any, config: Any) -> int:
+    """Bytes of its parameters and buffers."""
+    return _size(_sketch(make, config), config)
+
+
+def _sketch(make: Any, config: Any) -> Any:
     with torch.device("meta"):
-        sketch = make(deepcopy(config))
+        return make(deepcopy(config))
+
+
+def _size(sketch: Any, config: Any) -> int:
     tensors: Iterable[Tensor] = [*sketch.parameters(), *sketch.buffers()]
     itemsize = config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else torch.float16.itemsize
-    require_room(sum(tensor.numel() for tensor in tensors) * itemsize, request.device)
+    return sum(tensor.numel() for tensor in tensors) * itemsize
 
 
-def _loaded(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:
+def fitted(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:
+    """The model of a class with these weights; what does not fit is told."""
     # From the tensors, never from the folder: nothing else in it is looked at.
     model: nn.Module
     model, info = make.from_pretrained(

@@ -12,7 +12,6 @@ from attnscale.errors import ModelError, SettingError
 from attnscale.loading.given import Sequence
 from attnscale.loading.loaded import DEFAULT_LENGTH, Request
 from attnscale.loading.tokens import Batch, Tokenizer, padded, random_tokens, tokenizer_in
-from attnscale.models.text import default_text
 
 SAMPLE_RATE = 16_000  # one second of sound, for models that take waveforms
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # of which tokens each is
@@ -39,13 +38,13 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
     unknown = 0.0
     pairs = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= taken.keys()  # CLIP and its kin
     if main == "pixel_values" or pairs:
-        kwargs["pixel_values"] = _pictures(config)
+        kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
         fed.append(f"a random picture {'×'.join(map(str, kwargs['pixel_values'].shape[1:]))}")
     elif main == "input_features":
-        kwargs["input_features"] = _features(config, request.length)
+        kwargs["input_features"] = torch.cat([_features(config, request.length) for _ in range(request.samples)])
         fed.append(f"random sound features {'×'.join(map(str, kwargs['input_features'].shape[1:]))}")
     elif main == "input_values":
-        kwargs["input_values"] = _sound(config)
+        kwargs["input_values"] = torch.cat([_sound(config) for _ in range(request.samples)])
         fed.append(f"random sound of {kwargs['input_values'].shape[1]} samples")
     elif main != "input_ids":
         raise ModelError(
@@ -80,8 +79,9 @@ def _tokens(model: Any, request: Request, folder: Path | None) -> tuple[Batch, s
     vocabulary, tokenizer = _vocabulary(model), _tokenizer(folder, request)
     if tokenizer is None and not request.given:
         untold = "There is no tokenizer that could be read, so the tokens are random."
-        return Batch(random_tokens(vocabulary, length)), f"{length} random tokens", f"{note} {untold}".strip()
-    ids = [_ids(sequence, tokenizer, length) for sequence in request.given or (default_text(),)]
+        drawn = random_tokens(vocabulary, length, request.samples)
+        return Batch(drawn), f"{drawn.numel()} random tokens", f"{note} {untold}".strip()
+    ids = [_ids(sequence, tokenizer, length) for sequence in request.texts]
     highest = max(max(sequence) for sequence in ids)
     if highest >= vocabulary:
         owner = "tokenizer does" if tokenizer else "tokens do"

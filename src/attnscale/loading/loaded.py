@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnscale.loading.given import Sequence
+from attnscale.loading.given import Sequence, cut
+from attnscale.models.text import default_text
 
 DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
 
@@ -27,11 +28,21 @@ class Request:
     random_init: bool = False
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=silent, repr=False)  # called with what is being done
+    model_type: str | None = None  # of a configuration that names none
+    factory: str | None = None  # package.module:callable, which makes the model that a file of weights is for
+    base: str | None = None  # the model that an adapter is put on, where it is not the one that it names
+    download: bool = False  # fetch a model by name before it is read
+    samples: int = 1  # sequences to cut a text into, or to draw, where none are given
 
     @property
     def given(self) -> tuple[Sequence, ...]:
         """What the user gave to run the model on; empty where nothing was."""
-        return (self.text,) if self.text is not None else self.sequences
+        return cut(self.text, self.samples) if self.text is not None else self.sequences
+
+    @property
+    def texts(self) -> tuple[Sequence, ...]:
+        """The same, or English text where nothing was given."""
+        return self.given or cut(default_text(), self.samples)
 
     @property
     def source(self) -> str:

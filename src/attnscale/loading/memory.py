@@ -14,18 +14,25 @@ CGROUP = Path("/sys/fs/cgroup")
 def require_room(needed: int, device: str) -> None:
     """Refuse a model whose weights, of so many bytes, do not fit into what is free."""
     free = free_bytes(device)
-    if free is not None and needed > SHARE * free:
+    if free is not None and not fits(needed, device):
         raise ModelError(
             f"Out of memory: the model's weights take {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free "
             f"on {device}, of which they may take {SHARE:.0%}."
         )
 
 
+def fits(needed: int, device: str) -> bool:
+    """Whether weights of so many bytes do."""
+    free = free_bytes(device)
+    return free is None or needed <= SHARE * free
+
+
 def free_bytes(device: str) -> int | None:
     """What is free on a device; None where the system does not say."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
-    free = [value for value in (_free_of_the_system(), _free_of_the_container()) if value is not None]
+    told = (_free_of_the_system(), _free_of_the_container(), _free_of_the_process())
+    free = [value for value in told if value is not None]
     return min(free) if free else None
 
 
@@ -45,3 +52,16 @@ def _free_of_the_container() -> int | None:
     except (OSError, ValueError):
         return None
     return None if limit == "max" else max(int(limit) - used, 0)
+
+
+def _free_of_the_process() -> int | None:
+    """What its own limit on data leaves, `ulimit -d`; None without one."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_DATA, getrlimit
+
+        limit = getrlimit(RLIMIT_DATA)[0]
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except (ImportError, OSError):  # Windows; a system without /proc
+        return None
+    used = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")]
+    return max(limit - used[0], 0) if used and limit != RLIM_INFINITY else None

@@ -81,7 +81,7 @@ def padded(sequences: list[list[int]], padding: int | None) -> Batch:
     return Batch(ids, None if mask.all() else mask)
 
 
-def random_tokens(vocabulary: int, length: int) -> Tensor:
-    """Token ids drawn alike from the whole vocabulary, the same every time, (1, length)."""
+def random_tokens(vocabulary: int, length: int, sequences: int = 1) -> Tensor:
+    """Token ids drawn alike from the whole vocabulary, the same every time, (sequences, length)."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(vocabulary, (1, length), generator=generator)
+    return torch.randint(vocabulary, (sequences, length), generator=generator)

@@ -31,7 +31,8 @@ def find_weights(folder: Path) -> Path | None:
         return own[0]
     if others:
         names = ", ".join(path.name for path in others[:3])
-        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}.")
+        given = "; give the GGUF file itself" if any(path.suffix == ".gguf" for path in others) else ""
+        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}{given}.")
     return None
 
 
@@ -40,14 +41,19 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".json":
         return _read_file(path)
     weights: dict[str, Tensor] = {}
-    for shard in _shards(path):
+    for shard in files_of(path):
         weights |= _read_file(shard)
     return weights
 
 
 def size_of(path: Path) -> int:
     """Bytes of the weights in a file, or in all the files that an index lists."""
-    return sum(file.stat().st_size for file in ([path] if path.suffix != ".json" else _shards(path)))
+    return sum(file.stat().st_size for file in files_of(path))
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file of weights, or all that an index lists."""
+    return [path] if path.suffix != ".json" else _shards(path)
 
 
 def _shards(index: Path) -> list[Path]:

@@ -54,7 +54,7 @@ def survey(path: Path, wanted: str | None = None, curves: bool = False) -> Surve
         if not index.runs:
             raise SettingError(f"Expected records of attnscale.Monitor in {path}, and found none in it.")
         entries = [_entry(number, run) for number, run in enumerate(index.runs, 1)]
-        chosen = index.newest if wanted is None else _named(wanted, index, entries)
+        chosen = index.newest if wanted is None else named_run(wanted, index)
         if len(index.runs) > 1 or not chosen.is_in_order:
             looking = _Looking(curves)
             for record in chosen.records(log):
@@ -75,7 +75,9 @@ class _Looking:
             self.course.add(record)
 
 
-def _named(wanted: str, index: Index, entries: list[Entry]) -> RunIndex:
+def named_run(wanted: str, index: Index) -> RunIndex:
+    """The run of a name, or of a number in order of their first lines."""
+    entries = [_entry(number, run) for number, run in enumerate(index.runs, 1)]
     for entry, run in zip(entries, index.runs, strict=True):
         if wanted in (entry.name, str(entry.number)):
             return run

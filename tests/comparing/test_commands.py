@@ -1,0 +1,156 @@
+"""`attnscale compare`, `check --save` and `check --against`, by what they print and how they exit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnscale
+from attnscale.cli import main
+from attnscale.models import CausalTransformer
+
+CHANGED = "tests.comparing.models:changed"
+PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
+ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(PATHS)}
+SHORT = ("--length", "64")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command in this process: status, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnscale", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "baseline.json"
+    command = [sys.executable, "-m", "attnscale", "check", *SHORT, "--save", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return path
+
+
+def test_what_did_not_change_passes(run, baseline):
+    status, out, err = run("check", *SHORT, "--against", baseline)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-1] == "No head of 16 changed beyond its error."
+
+
+def test_what_got_worse_fails_and_names_the_head(run, baseline, monkeypatch):
+    monkeypatch.setenv("FACTOR", "1.5")
+    status, out, _ = run("check", CHANGED, *SHORT, "--against", baseline, "--json")
+    found = json.loads(out)["comparison"]
+    assert status == 1
+    assert [(head["layer"], head["head"]) for head in found["changed"]] == [("blocks.1.attention", 2)]
+    assert "blocks.1.attention, head 2" in " ".join(found["worse"])
+    by_head = {(head["layer"], head["head"]): head for head in found["heads"]}
+    spread = by_head["blocks.1.attention", 2]["moves"]["spread"]
+    assert spread["after"] / spread["before"] == pytest.approx(1.5, rel=0.01)
+    assert spread["error"] is not None
+
+
+def test_what_got_better_passes(run, baseline, monkeypatch):
+    monkeypatch.setenv("FACTOR", "0.8")
+    status, out, _ = run("check", CHANGED, *SHORT, "--against", baseline)
+    assert status == 0
+    assert "blocks.1.attention, head 2" in out
+    assert "‖q‖ × 0.8" in out
+
+
+def test_a_change_below_the_tolerance_is_none(run, baseline, monkeypatch):
+    monkeypatch.setenv("FACTOR", "1.2")
+    assert run("check", CHANGED, *SHORT, "--against", baseline)[0] == 1
+    assert run("check", CHANGED, *SHORT, "--against", baseline, "--tolerance", "0.5")[0] == 0
+
+
+def test_compare_prints_writes_and_fits(run, baseline, tmp_path, monkeypatch):
+    monkeypatch.setenv("FACTOR", "2")
+    page = tmp_path / "report.html"
+    status, out, err = run("compare", baseline, CHANGED, *SHORT, "--html", page)
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "blocks.1.attention, head 2" in out
+    assert "spread" in out
+    text = page.read_text(encoding="utf-8")
+    assert "Head by head" in text
+    assert "blocks.1.attention, head 2" in text
+
+
+def test_other_settings_are_told_as_other_inputs(run, baseline):
+    status, out, _ = run("compare", baseline, "bundled", "--length", "96")
+    assert status == 0
+    assert "The inputs differ" in out
+
+
+HEAD = '{"kind": "attnscale check", "version": 1, "title": "", "fed": "", "inputs": "", "layers": '
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "no JSON"),
+        ("[]", "as an object"),
+        ('{"kind": "attnscale check", "version": 9}', "version"),
+        (HEAD + '{"a": {}}}', "samples"),
+        (HEAD + '{"a": {"samples": {"spread": [[1, 2], [1]]}}}}', "as many numbers"),
+        (HEAD + '{"a": {"samples": {"spread": [[1e999]]}}}}', "numbers of at most"),
+    ],
+)
+def test_a_damaged_baseline_is_one_sentence(run, tmp_path, content, reason):
+    path = tmp_path / "baseline.json"
+    path.write_text(content, encoding="utf-8")
+    status, out, err = run("check", "--against", path)
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert reason in err
+
+
+def test_a_missing_baseline_is_one_sentence_before_any_work(run, tmp_path):
+    status, _, err = run("check", "no/such/model", "--against", tmp_path / "none.json")
+    assert status == 2
+    assert "none.json" in err
+
+
+def recorded(path, factor):
+    """A run of eleven records, in which one head's queries are longer."""
+    torch.manual_seed(3)
+    model = CausalTransformer(vocabulary=64, d_model=44, layers=2, heads=2)
+    with torch.no_grad():
+        model.blocks[1].attention.query.weight[:22] *= factor
+    monitor = attnscale.Monitor(model, every=1, sinks=[str(path)])
+    for step in range(11):
+        torch.manual_seed(step)
+        tokens = torch.randint(0, 64, (6, 24))
+        model(tokens).square().mean().backward()
+        model.zero_grad()
+        monitor.step()
+    monitor.close()
+    return path
+
+
+def test_runs_are_compared_by_their_latest_records(run, tmp_path):
+    before, after = recorded(tmp_path / "a.jsonl", 1.0), recorded(tmp_path / "b.jsonl", 2.0)
+    status, out, _ = run("compare", before, after, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert {(head["layer"], head["head"]) for head in found["changed"]} == {("blocks.1.attention", 0)}
+    moves = found["heads"][2]["moves"]
+    assert moves["query_norm"]["change"] == pytest.approx(0.693, abs=0.05)
+    assert "query_gradient" in moves
+    again = json.loads(run("compare", before, f"{before}#1", "--json")[1])
+    assert again["changed"] == []
+    assert run("compare", before, f"{before}#7")[0] == 2
+    assert run("compare", before, tmp_path / "none.jsonl")[0] == 2

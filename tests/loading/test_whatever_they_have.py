@@ -1,0 +1,214 @@
+"""Old configurations, weights alone, GGUF files and adapters."""
+
+import json
+import sys
+import warnings
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import attnscale
+from attnscale.checking import check_model
+from attnscale.errors import ModelError, SettingError
+from attnscale.loading import Request, load_model, offline
+from attnscale.models import CausalTransformer
+
+MODEL = "tests.loading.test_whatever_they_have:made"
+GGUF = pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not here")
+PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="the package peft is not here")
+
+
+def made():
+    torch.manual_seed(5)
+    return CausalTransformer(vocabulary=256, d_model=44, layers=2, heads=2)
+
+
+def without_type(folder, **fields):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+
+
+def test_an_old_configuration_is_told_which_line_to_add(bert):
+    without_type(bert)
+    with pytest.raises(ModelError, match='add the line "model_type": "bert", to it, or give --model-type bert'):
+        load_model(Request(str(bert)))
+    assert "BertForMaskedLM" in load_model(Request(str(bert), model_type="bert")).title
+
+
+def test_the_line_follows_the_class_that_a_configuration_names(bert):
+    without_type(bert, architectures=["RobertaForMaskedLM"])
+    with pytest.raises(ModelError, match='"model_type": "roberta"'):
+        load_model(Request(str(bert)))
+    (bert / "config.json").write_text(json.dumps({"architectures": ["Own", [], 3]}), encoding="utf-8")
+    with pytest.raises(ModelError, match="or whatever else it is"):
+        load_model(Request(str(bert)))
+
+
+def test_a_type_that_contradicts_the_configuration_is_refused(bert):
+    with pytest.raises(ModelError, match="leave --model-type out"):
+        load_model(Request(str(bert), model_type="gpt2"))
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_alone_go_into_what_the_users_code_makes(tmp_path, prefix):
+    path, weights = tmp_path / "weights.safetensors", {name: value * 2 for name, value in made().state_dict().items()}
+    save_file({f"{prefix}{name}": value.contiguous() for name, value in weights.items()}, path)
+    loaded = load_model(Request(str(path), factory=MODEL))
+    for name, value in loaded.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name])
+    assert loaded.title == f"{MODEL} with {path}"
+
+
+def test_weights_that_do_not_fit_are_told(tmp_path):
+    path, weights = tmp_path / "weights.safetensors", made().state_dict()
+    name = next(iter(weights))
+    save_file({each: value.contiguous() for each, value in weights.items() if each != name}, path)
+    with pytest.raises(ModelError, match=f"do not fit {MODEL}: '{name}' is missing"):
+        load_model(Request(str(path), factory=MODEL))
+    save_file({each: value.contiguous() for each, value in weights.items()} | {"more": torch.zeros(2)}, path)
+    with pytest.raises(ModelError, match="'more' is unknown to the model"):
+        load_model(Request(str(path), factory=MODEL))
+    with pytest.raises(ModelError, match=r"--model package\.module:callable"):
+        load_model(Request(str(path)))
+    with pytest.raises(SettingError, match="with a file of weights"):
+        load_model(Request(None, factory=MODEL))
+
+
+def test_a_pickle_with_more_than_tensors_is_refused_there_too(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save({"model": nn.Linear(2, 2)}, path)
+    with pytest.raises(ModelError, match="could run code"):
+        load_model(Request(str(path), factory=MODEL))
+
+
+def write_gguf(path, factor=1.0):
+    """A Llama of two layers, as llama.cpp lays it out."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    width, heads, inner, vocabulary = 64, 4, 96, 128
+    writer.add_name("small")
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocabulary)
+    random = np.random.default_rng(0)
+
+    def matrix(name, *shape, times=1.0):
+        values = random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 * times
+        quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    matrix("token_embd.weight", vocabulary, width)
+    for block in range(2):
+        writer.add_tensor(f"blk.{block}.attn_norm.weight", np.ones(width, dtype=np.float32))
+        writer.add_tensor(f"blk.{block}.ffn_norm.weight", np.ones(width, dtype=np.float32))
+        matrix(f"blk.{block}.attn_q.weight", width, width, times=factor)
+        matrix(f"blk.{block}.attn_k.weight", width // 2, width)
+        matrix(f"blk.{block}.attn_v.weight", width // 2, width)
+        matrix(f"blk.{block}.attn_output.weight", width, width)
+        matrix(f"blk.{block}.ffn_gate.weight", inner, width)
+        matrix(f"blk.{block}.ffn_up.weight", inner, width)
+        matrix(f"blk.{block}.ffn_down.weight", width, inner)
+    writer.add_tensor("output_norm.weight", np.ones(width, dtype=np.float32))
+    matrix("output.weight", vocabulary, width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@GGUF
+def test_a_gguf_file_is_read_through_transformers(tmp_path):
+    checked = check_model(Request(str(write_gguf(tmp_path / "small.gguf"))))
+    layers = checked.audit.layers
+    assert checked.title == f"LlamaForCausalLM from {tmp_path / 'small.gguf'}"
+    assert [(layer.heads, layer.kv_heads, layer.head_dim, layer.causal) for layer in layers.values()] == [
+        (4, 2, 16, True)
+    ] * 2
+    assert all(layer.scale_applied == pytest.approx(0.25) for layer in layers.values())
+
+
+@GGUF
+def test_the_weights_of_a_gguf_file_reach_the_scores(tmp_path):
+    one, other = (write_gguf(tmp_path / f"{factor}.gguf", factor) for factor in (1.0, 2.0))
+    found = attnscale.compare(one, other)
+    assert len(found.changed) == 8
+    assert found.heads[0].moves["query_norm"].change == pytest.approx(np.log(2), abs=0.02)
+
+
+@GGUF
+@pytest.mark.parametrize("size", [0, 30, 2000])
+def test_a_damaged_gguf_file_is_one_sentence(tmp_path, size):
+    path = write_gguf(tmp_path / "small.gguf")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelError, match=r"Could not|Out of memory"):
+        load_model(Request(str(path)))
+
+
+def test_without_the_package_a_gguf_file_says_which_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnscale.loading.gguf.find_spec", lambda name: None)
+    path = tmp_path / "small.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
+        load_model(Request(str(path)))
+
+
+@pytest.fixture
+def adapter(saved_bert, tmp_path):
+    """LoRA on the queries of a BERT, as peft saves it."""
+    peft = pytest.importorskip("peft")
+    base = load_model(Request(str(saved_bert))).model
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    folder = tmp_path / "adapter"
+    with offline(), warnings.catch_warnings(action="ignore"):  # on a base that has no name
+        peft.get_peft_model(base, config).save_pretrained(folder)
+    return folder
+
+
+@PEFT
+def test_an_adapter_is_put_on_its_base(saved_bert, adapter):
+    plain, adapted = (load_model(Request(str(path), base=str(saved_bert))) for path in (saved_bert, adapter))
+    before, after = (dict(loaded.model.named_parameters()) for loaded in (plain, adapted))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("query.weight")}
+    assert adapted.title.endswith(f"with the adapter {adapter}")
+
+
+@PEFT
+def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    for name, said in (("/etc", "no model's name"), (None, "no model's name"), ("some/model", "none of this name")):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        with pytest.raises(ModelError, match=said):
+            load_model(Request(str(adapter)))
+
+
+@PEFT
+def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
+    config = json.loads((saved_bert / "config.json").read_text(encoding="utf-8"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"does not fit its base|Could not put"):
+        load_model(Request(str(adapter), base=str(other)))
+
+
+def test_without_the_package_an_adapter_says_which_is_missing(tmp_path, saved_bert, monkeypatch):
+    monkeypatch.setattr("attnscale.loading.adapter.find_spec", lambda name: None)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    with pytest.raises(ModelError, match="needs the package peft: pip install peft"):
+        load_model(Request(str(tmp_path), base=str(saved_bert)))
+    assert "peft" not in sys.modules or find_spec("peft") is not None
