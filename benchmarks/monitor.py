@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from attnscale import Monitor
 from attnscale.models import CausalTransformer
-from attnscale.train.monitor import FOLLOWED
+from attnscale.train.sampling import FOLLOWED
 
 D_MODEL, HEADS = 768, 12
 LIMITS = {"cpu": {"watched": 1.15, "every 50th": 1.01}, "cuda": {"watched": 1.03, "every 50th": 1.01}}

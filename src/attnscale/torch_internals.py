@@ -227,18 +227,15 @@ def inside_nested_tensors() -> bool:
     frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES_OF_A_MODE):
         if frame is None or frame.f_globals.get("__name__", "").startswith("torch.nested._internal"):
-            break
+            return frame is not None
         frame = frame.f_back
-    else:
-        return False
-    return frame is not None
+    return False
 
 
 def calls_compiled(frame: FrameType) -> bool:
     """Whether this frame calls what torch.compile made, though it may be asked not to run compiled."""
-    if frame.f_code.co_name != "compile_wrapper" or "torch._dynamo.eval_frame" not in sys.modules:
-        return False  # where nothing was compiled, to ask would load the compiler
-    return frame.f_code.co_filename == getattr(_compiled_call.found, "__file__", None)
+    is_there, where = "torch._dynamo.eval_frame" in sys.modules, (frame.f_code.co_filename, frame.f_code.co_name)
+    return is_there and where == (getattr(_compiled_call.found, "__file__", ""), "compile_wrapper")
 
 
 def current_stream(device: int | None = None) -> int:

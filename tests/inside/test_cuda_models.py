@@ -83,9 +83,9 @@ def test_sampled_steps_are_measured_inside(model):
     run = torch.compile(made)
     monitor = Monitor(made, 1, None, [found.append])
     train(made, run, 3, after=monitor.step, device="cuda", bfloat16=True)
-    assert monitor._goes_inside
-    assert monitor._known is not None
-    assert monitor._known.is_compiled
+    assert monitor._sampling.goes_inside
+    assert monitor._sampling.known is not None
+    assert monitor._sampling.known.is_compiled
     monitor.close()
     for one, other in zip(expected, found, strict=True):
         for name, layer in one.layers.items():

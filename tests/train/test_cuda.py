@@ -49,7 +49,7 @@ def test_the_forward_is_the_same_to_the_last_bit_and_takes_no_more_memory():
 
 def test_steps_that_are_known_give_the_numbers_of_following(monkeypatch):
     _, known, _ = train(3, rate=0.0, rows=None)
-    monkeypatch.setattr("attnscale.train.monitor.FOLLOWED", 1)
+    monkeypatch.setattr("attnscale.train.sampling.FOLLOWED", 1)
     _, followed, _ = train(3, rate=0.0, rows=None)
     for name, layer in followed[1].layers.items():
         for number, values in layer.numbers.items():

@@ -1,7 +1,5 @@
 """Ragged batches on a GPU, without padding: torch's kernels for sequences laid end to end."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,15 +40,15 @@ def attend(ragged: Ragged) -> Tensor:
 
 
 def attend_nested(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """SDPA of jagged tensors, which has kernels for them."""
+    """SDPA of jagged tensors, which has kernels for them; for causal ones the gradients of torch 2.11 are wrong."""
     rows = ragged.rows.offsets.long()
     keys = rows if ragged.rows.equals(ragged.keys) else ragged.keys.offsets.long()
     nested = [
         torch.nested.nested_tensor_from_jagged(tokens.contiguous(), offsets).transpose(1, 2)
         for tokens, offsets in ((query, rows), (key, keys), (value, keys))
     ]
-    causal, dropout_p, scale = ragged.row.visibility.last == 0, ragged.row.dropout_p, ragged.row.scale
-    output = F.scaled_dot_product_attention(nested[0], nested[1], nested[2], None, dropout_p, causal, scale=scale)
+    dropout_p, scale = ragged.row.dropout_p, ragged.row.scale
+    output = F.scaled_dot_product_attention(nested[0], nested[1], nested[2], None, dropout_p, scale=scale)
     by_token: Tensor = jagged(output.transpose(1, 2)).values()
     return by_token
 
@@ -70,12 +68,6 @@ def _attend_window(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) ->
 
 def _starts(layout: Layout) -> tuple[Tensor, int]:
     return layout.offsets.to(torch.int32), layout.longest
-
-
-def _is_plain(ragged: Ragged) -> bool:
-    """Whether every row sees its whole sequence, or what SDPA's causal flag says, rows and keys being of one length."""
-    seen = replace(ragged.row.visibility, from_the_end=False)
-    return seen.is_full or (seen.is_causal and ragged.rows.equals(ragged.keys))
 
 
 def _window(ragged: Ragged) -> tuple[int, int] | None:

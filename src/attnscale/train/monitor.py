@@ -18,8 +18,6 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.growth import Growth
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
-from attnscale.inside.places import Places
-from attnscale.inside.watching import watched_inside
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -27,16 +25,12 @@ from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
 from attnscale.train.ranks import Moment
 from attnscale.train.record import Record, new_name
+from attnscale.train.sampling import Sampling
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
-from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.settings import Settings
-from attnscale.watching.watch import watched
 
-# Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
-# costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then.
-FOLLOWED = 10
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 
 
@@ -119,13 +113,10 @@ class Monitor:
         )  # fmt: skip
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
-        self._known: KnownModel | None = None
-        self._goes_inside = True  # until something was missed there
-        self._sampled = 0  # steps
+        self._sampling = Sampling(model)
         self._clips = Clips(model)
         self._resumed = 0  # how often a state was loaded
         self._told: set[tuple[type[AttnscaleWarning], str]] = set()
-        self._modules: list[weakref.ref[nn.Module]] = []  # of the model, when it was last watched
         OPEN.add(self)
         self.begin()
 
@@ -157,22 +148,10 @@ class Monitor:
             self._try(self._begin_watching)
 
     def _begin_watching(self) -> None:
-        modules = list(self.model.modules())
-        if [known() for known in self._modules] != modules:
-            self._known, self._goes_inside = None, True  # some were replaced, and are to be followed
-        self._modules = [weakref.ref(module) for module in modules]
         self._clips.begin()
-        watch = self._watched(replace(self._settings, seed=self._seed, known=self._known))
+        watch = self._sampling.watched(replace(self._settings, seed=self._seed))
         self._seen = watch.__enter__()
         self._watch = watch
-
-    def _watched(self, settings: Settings) -> AbstractContextManager[Seen]:
-        """From outside, or inside the run of a model that is known."""
-        if settings.known is not None and settings.known.is_compiled and self._goes_inside:
-            places = Places(self.model, settings.known)
-            if places.are_complete:
-                return watched_inside(places, settings)
-        return watched(self.model, settings)
 
     @property
     def _moment(self) -> Moment:
@@ -252,13 +231,14 @@ class Monitor:
         self.begin()
 
     def _leave(self) -> dict[str, Layer]:
-        leaving, seen, self._watch, self._seen, self._known = self._watch, self._seen, None, None, None
+        leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
+        self._sampling.begins_to_leave()
         if leaving is None or seen is None:  # watching could not begin, or was broken off
             return {}
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
-            self._goes_inside &= not seen.is_inside
+            self._sampling.saw_nothing(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
         if seen.without_gradients:
@@ -268,10 +248,7 @@ class Monitor:
                     "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
                 )
             )
-        self._sampled += 1
-        self._goes_inside &= not seen.is_inside or seen.known_model is not None
-        is_kept = seen.is_inside or self._sampled % FOLLOWED
-        self._known = seen.known_model if is_kept else None
+        self._sampling.saw(seen)
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:

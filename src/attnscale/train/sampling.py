@@ -1,0 +1,57 @@
+"""How a model is watched from one sampled step to the next: followed, known by its kernels, or inside its own run."""
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from torch import nn
+
+from attnscale.inside.places import Places
+from attnscale.inside.watching import watched_inside
+from attnscale.watching import Seen
+from attnscale.watching.known.known_model import KnownModel
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
+
+# Every so many sampled steps all operations are followed anew; between them a model is known by its kernels, which
+# costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then. To follow a
+# compiled model is to run it uncompiled, so one that is measured inside is followed again only where it was replaced.
+FOLLOWED = 10
+
+
+class Sampling:
+    """What is remembered of a model between the steps that are sampled of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.known: KnownModel | None = None
+        self.goes_inside = True  # until something was missed there
+        self._sampled = 0  # steps
+        self._modules: list[weakref.ref[nn.Module]] = []  # of the model, when it was last watched
+
+    def watched(self, settings: Settings) -> AbstractContextManager[Seen]:
+        """From outside, or inside the run of a model that is known and compiled."""
+        modules = list(self._model.modules())
+        if [known() for known in self._modules] != modules:
+            self.known, self.goes_inside = None, True  # some were replaced, and are to be followed
+        self._modules = [weakref.ref(module) for module in modules]
+        if self.known is not None and self.known.is_compiled and self.goes_inside:
+            places = Places(self._model, self.known)
+            if places.are_complete:
+                return watched_inside(places, settings)
+        return watched(self._model, replace(settings, known=self.known))
+
+    def begins_to_leave(self) -> None:
+        """What was known is believed again when the step has been seen to its end."""
+        self.known = None
+
+    def saw_nothing(self, seen: Seen) -> None:
+        """A step was over and nothing was seen of it."""
+        self.goes_inside &= not seen.is_inside
+
+    def saw(self, seen: Seen) -> None:
+        """A step was seen to its end."""
+        self._sampled += 1
+        self.goes_inside &= not seen.is_inside or seen.known_model is not None
+        is_kept = seen.is_inside or self._sampled % FOLLOWED
+        self.known = seen.known_model if is_kept else None
