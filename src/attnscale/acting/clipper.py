@@ -18,6 +18,7 @@ from attnscale.acting.replicas import Axis, device_of
 from attnscale.acting.slots import Slots
 from attnscale.acting.uses import Floats, Indices
 from attnscale.acting.writing import rows_held
+from attnscale.torch_internals import local_part
 from attnscale.watching.layer import Layer
 
 AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
@@ -27,9 +28,16 @@ AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
 class _Rows:
     """What this rank holds of a parameter; each row is multiplied by the factor at its place among all."""
 
+    parameter: Tensor
     held: Tensor
     shape: tuple[int, ...]  # of its factors
     offset: float
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter lies where it lay: not so once its model was moved or converted."""
+        local = local_part(self.parameter)
+        return (self.parameter if local is None else local).data_ptr() == self.held.data_ptr()
 
     def multiply_(self, factors: Tensor) -> None:
         """Multiply in place, rounded once; `offset` counts with the values."""
@@ -110,9 +118,14 @@ class Clipper:
             slots = np.where(is_here, takers.slots[at], -1)
             every.append(np.where(slots < 0, self.slots.count, slots))
             exponents.append(takers.exponents[at])
-            self._rows.append(_Rows(local, numbers.shape, takers.offset))
+            self._rows.append(_Rows(self._folding.parameter(name), local, numbers.shape, takers.offset))
         self._slot_of_row = torch.from_numpy(np.concatenate(every)).to(device)
         self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(device)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all parameters lie where they lay."""
+        return all(rows.is_current for rows in self._rows)
 
     def factors(self, maxima: Tensor) -> Tensor:
         """What the scores of each slot are multiplied by, float64."""

@@ -51,7 +51,7 @@ def _note(
     query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
 ) -> None:
     """What a backward pass recomputes was noted before."""
-    if in_backward() or number >= len(tape):
+    if in_backward() or number >= len(tape) or tape.device != query.device:  # of a model that was moved since
         return
     line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
     hidden = keys_nobody_sees(mask)

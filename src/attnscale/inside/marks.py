@@ -72,6 +72,14 @@ def end_in_graph(*tensors: Tensor) -> None:
         frame.end()
 
 
+def abandon() -> None:
+    """Leave nothing of a run that was broken off, as by an error in the middle of tracing."""
+    while FRAMES.open:
+        frame = FRAMES.open.pop()
+        if isinstance(frame, _Traced):
+            frame.end()
+
+
 @cache
 def stand_in_graphs() -> None:
     """Let Dynamo put the marks into graphs as they are; it takes a second to load."""

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from attnscale.inside import names
+from attnscale.inside import marks, names
 from attnscale.inside.placing import can_be_placed, place, take_away
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.running import modules_by_path
@@ -38,6 +38,7 @@ class Places:
     def looked_at(self, look: str, tensor_of: Callable[[str], Tensor]) -> Iterator[None]:
         """Look at all of them, with a tensor of its own for each path."""
         with ExitStack() as stack:
+            stack.callback(marks.abandon)
             names.hold(self._names)
             stack.callback(names.let_go, self._names)
             for path, module in self.modules.items():

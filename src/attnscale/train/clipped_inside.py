@@ -47,6 +47,11 @@ class ClippedInside:
         """Take the tapes away."""
         self._stack.close()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the model lies where it lay when it was looked at: tapes and parameters are known by their place."""
+        return self._clipper.is_current
+
     def misses(self) -> bool:
         """Whether the model, or its part on another rank, attends where no tape is: asked until one did attend."""
         if self._is_tried:

@@ -64,7 +64,7 @@ class QKClip:
         if not isinstance(model, nn.Module):
             raise InputError(f"Expected a torch.nn.Module to clip, got {type(model).__name__}.")
         check_threshold(threshold)
-        self.model, self.threshold, self._group = model, float(threshold), group
+        self.model, self._threshold, self._group = model, float(threshold), group
         self.steps = 0
         self._last: ClipReport | None = None
         self._outside: tuple[AbstractContextManager[Seen], Seen] | None = None
@@ -73,6 +73,11 @@ class QKClip:
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
         self._watch()
+
+    @property
+    def threshold(self) -> float:
+        """What no score is to pass; another one needs another QKClip, or load_state_dict()."""
+        return self._threshold
 
     @property
     def is_inside(self) -> bool:
@@ -92,6 +97,12 @@ class QKClip:
         self.steps += 1
         if self._inside is None:
             return self._clip_outside()
+        if not self._inside.is_current:  # it was moved or converted: followed anew
+            self.flush()
+            self._leave()
+            self._known = None
+            self._watch()
+            return None
         if not self._inside.misses():
             return self._arrived(self._inside.clip())
         self._leave()
@@ -127,7 +138,7 @@ class QKClip:
         check_threshold(threshold)
         self.flush()
         self._leave()
-        self.steps, self.threshold, self._known = int(state["steps"]), threshold, None
+        self.steps, self._threshold, self._known = int(state["steps"]), threshold, None
         self._watch()
 
     def __enter__(self) -> "QKClip":
