@@ -220,7 +220,7 @@ def test_a_name_that_is_code_stays_a_name_everywhere(page, check):
     assert "img" not in {tag for tag, _ in elements.found}
     assert not any(name.startswith("on") for _, attributes in elements.found for name in attributes)
     assert EVIL in "".join(elements.text)
-    assert [tag for tag, _ in elements.found].count("script") == 3
+    assert [tag for tag, _ in elements.found].count("script") == 2
     island = re.search(r'<script type="application/json" id="figures">(.*?)</script>', written, re.DOTALL)[1]
     assert "onerror=alert(1)&gt;" in json.loads(island)["head-map"]["views"][0]["rows"][0]
     _, out, _ = check(f"{BROKEN}evil")
@@ -237,7 +237,7 @@ def test_scripts_are_allowed_by_the_hash_of_what_they_hold(page):
     written = page("healthy")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', written)[1].replace("&#39;", "'")
     scripts = re.findall(r"<script>(.*?)</script>", written, re.DOTALL)
-    assert len(scripts) == 2
+    assert len(scripts) == 1
     for script in scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode()
         assert f"'sha256-{digest}'" in policy

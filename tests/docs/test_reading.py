@@ -8,7 +8,6 @@ import pytest
 
 from docs.tools.blocks import ROOT, blocks
 from docs.tools.source import definitions, linked, source_page, with_source_links
-from tests.test_rooms import ROOMS
 
 PAGE = "reading-the-code.md"
 TEXT = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
@@ -54,12 +53,6 @@ def test_the_query_passes_the_stops_in_the_order_of_the_page(capsys):
 
 def test_the_walk_ends_at_a_finding():
     assert ("Finding", "src/attnscale/diagnose/finding.py") in list(linked(STOPS[-1], PAGE))
-
-
-def test_the_rooms_of_the_page_stand_in_the_order_of_the_rooms():
-    (drawn,) = (block.body for block in blocks(SECTIONS["The rooms"]))
-    told = [name for line in drawn.splitlines() for name in re.split(r"  +", line)[1:]]
-    assert tuple(told) == ROOMS
 
 
 def test_each_of_the_five_changes_names_its_files_and_a_test():

@@ -191,7 +191,9 @@ def test_an_adapter_is_put_on_its_base(saved_bert, adapter):
 def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     for name, said in (("/etc", "no model's name"), (None, "no model's name"), ("some/model", "none of this name")):
-        (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        (adapter / "adapter_config.json").write_text(
+            json.dumps(config | {"base_model_name_or_path": name}), encoding="utf-8"
+        )
         with pytest.raises(ModelError, match=said):
             load_model(Request(str(adapter)))
 

@@ -49,7 +49,9 @@ def test_a_run_under_the_threshold_ends_as_it_does_without_it(tmp_path):
 def test_a_resumed_run_goes_on_with_its_threshold_and_count(tmp_path):
     train(tmp_path, QKClipCallback(threshold=THRESHOLD)).train()
     checkpoint = tmp_path / "out" / "checkpoint-5"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["QKClipCallback"]
+    saved = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["stateful_callbacks"][
+        "QKClipCallback"
+    ]
     assert saved["attributes"]["remembered"] == {"steps": 5, "threshold": THRESHOLD}
     again = QKClipCallback()
     train(tmp_path, again).train(resume_from_checkpoint=str(checkpoint))
