@@ -51,28 +51,51 @@ def noted(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    buffers: list[Tensor],
     ticket: Tensor,
     scale: float,
     is_causal: bool,
-    functions: int,
-    score_buffers: int,
     number: int,
     learns: bool,
 ) -> None:
-    """Measure a call, inside a compiled graph; of its buffers the first belong to what changes scores."""
-    ticket[1] += 1
-    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
-    if recorder is not None:
-        shared = tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:])
-        modified = None if functions < 0 else Modified(functions, *shared)
-        kernel = _kernel(Given(query, key, mask, is_causal, scale, lambda *_: None, modified))
-        recorder.note(number, kernel, GradientSquares() if learns else None, is_compiled=True)
+    """Measure a call, inside a compiled graph."""
+    _note(Given(query, key, mask, is_causal, scale, lambda *_: None), ticket, number, learns)
 
 
 @noted.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+@torch.library.custom_op("attnscale::noted_modified", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
+def noted_modified(
+    query: Tensor,
+    key: Tensor,
+    buffers: list[Tensor],
+    ticket: Tensor,
+    scale: float,
+    functions: int,
+    score_buffers: int,
+    number: int,
+    learns: bool,
+) -> None:
+    """Measure a call of FlexAttention; of its buffers the first belong to what changes scores.
+
+    An operator of its own: in a checkpoint inductor loses a list among the arguments.
+    """
+    modified = Modified(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
+    _note(Given(query, key, None, False, scale, lambda *_: None, modified), ticket, number, learns)
+
+
+@noted_modified.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _note(given: Given, ticket: Tensor, number: int, learns: bool) -> None:
+    ticket[1] += 1
+    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
+    if recorder is not None:
+        recorder.note(number, _kernel(given), GradientSquares() if learns else None, is_compiled=True)
 
 
 @torch.library.custom_op("attnscale::noted_gradient", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
@@ -109,11 +132,13 @@ def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
     query, key = given.query, given.key
     learns = torch.is_grad_enabled() and query.requires_grad and key.requires_grad
     if is_traced and type(ticket) is not Tensor:
-        modified = given.modified or Modified(-1, (), ())
-        buffers = [*modified.score_buffers, *modified.mask_buffers]
-        functions = modified.functions, len(modified.score_buffers)
-        about = given.scale, given.is_causal, *functions, number, learns
-        noted(query.detach(), key.detach(), given.mask, [each.detach() for each in buffers], ticket, *about)
+        detached = query.detach(), key.detach()
+        if given.modified is None:
+            noted(*detached, given.mask, ticket, given.scale, given.is_causal, number, learns)
+        else:
+            own = given.modified.score_buffers
+            buffers = [buffer.detach() for buffer in (*own, *given.modified.mask_buffers)]
+            noted_modified(*detached, buffers, ticket, given.scale, given.modified.functions, len(own), number, learns)
         if learns:
             query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
         return replace(given, query=query, key=key)

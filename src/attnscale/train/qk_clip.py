@@ -46,6 +46,7 @@ class QKClip:
     over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
     share out keys, are told by their `group`. What clip_qk_ promises holds.
 
+    >>> import torch
     >>> from attnscale.models import CausalTransformer
     >>> model = CausalTransformer(vocabulary=17, d_model=32, layers=1, heads=2)
     >>> optimizer = torch.optim.SGD(model.parameters(), 1e-3)
