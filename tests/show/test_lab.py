@@ -45,7 +45,7 @@ def test_a_check_that_fails_says_how_and_one_that_holds_is_a_line():
 def test_the_list_names_every_experiment_with_its_question():
     text = " ".join(printed(show_experiments, EXPERIMENTS.values(), width=200).split())
     for experiment in EXPERIMENTS.values():
-        assert f"{experiment.name} {experiment.question} {len(experiment.cells())}" in text
+        assert f"{experiment.name} {experiment.question} {len(experiment.cells()):,}" in text
 
 
 @pytest.mark.parametrize(

@@ -119,12 +119,12 @@ def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch
     sink.close()
     found = events.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert found.Scalars(f"attnscale/{LAYER}/bent")[0].value == 33.0
+    assert found.Scalars(f"attnscale_bent/{LAYER}")[0].value == 33.0
     points = {}
     run = SimpleNamespace(log=lambda values, commit: points.update(values))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
     sink_from("wandb")(record)
-    assert points[f"attnscale/{LAYER}/bent"] == 33.0
+    assert points[f"attnscale_bent/{LAYER}"] == 33.0
 
 
 def test_it_is_in_the_guide():
