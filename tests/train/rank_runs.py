@@ -112,7 +112,7 @@ def one_rank_sees_nothing(rank, world, folder):
 def one_rank_dies(rank, world, folder, how):
     begin(rank, world, f"{folder}/store")
     model = small_model()
-    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=3)
+    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=8)
     told = []
     for step in range(3):
         if rank == 2 and step == 1:

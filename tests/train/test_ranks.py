@@ -95,7 +95,7 @@ def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
     assert records[0].ranks == 4
     assert records[1].ranks == records[2].ranks == 2  # rank 3 reports to rank 2, and keeps to itself from then on
     told = json.loads((tmp_path / "told0.json").read_text(encoding="utf-8"))
-    assert [sentence for sentence in told if "LostRankWarning: Rank 2 did not answer rank 0 within 3 s" in sentence]
+    assert [sentence for sentence in told if "LostRankWarning: Rank 2 did not answer rank 0 within 8 s" in sentence]
     assert len(told) == 1
     alone = read_log(tmp_path / "scores.rank3.jsonl").records
     assert [(record.step, record.ranks, record.rank) for record in alone] == [(1, 1, 3), (2, 1, 3)]
