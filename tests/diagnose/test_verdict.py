@@ -177,8 +177,9 @@ def test_a_softmax_over_another_axis_has_no_saturated_rows():
 
 def test_sampled_rows_tell_the_keys_that_all_rows_see():
     query, key = (torch.randn(1, 3, 257, 11) for _ in range(2))
-    exact, sampled = (score_stats(query, key, is_causal=True, rows=rows) for rows in (None, 31))
-    assert exact.keys.tolist() == pytest.approx([129.0] * 3)
-    assert sampled.keys.tolist() == pytest.approx([129.0] * 3, rel=0.05)  # though the first rows are all looked at
-    layer = replace(layer_of(query, key, causal=True), stats=sampled)
-    assert [head.keys for head in head_verdicts(layer)] == pytest.approx([129.0] * 3, rel=0.05)
+    assert score_stats(query, key, is_causal=True).keys.tolist() == pytest.approx([129.0] * 3)
+    samples = [score_stats(query, key, is_causal=True, rows=31) for _ in range(100)]
+    on_average = torch.stack([sample.keys for sample in samples]).mean(0)
+    assert on_average.tolist() == pytest.approx([129.0] * 3, rel=0.02)  # though the first rows are all looked at
+    layer = replace(layer_of(query, key, causal=True), stats=samples[0])
+    assert [head.keys for head in head_verdicts(layer)] == pytest.approx(samples[0].keys.tolist())

@@ -28,6 +28,11 @@ def begin(rank, world, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
 
+def wait_for(*files):
+    while not all(file.exists() for file in files):
+        time.sleep(0.05)
+
+
 def train(model, monitor, tokens_of, steps=STEPS):
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for step in range(steps):
@@ -116,6 +121,7 @@ def one_rank_dies(rank, world, folder, how):
     told = []
     for step in range(3):
         if rank == 2 and step == 1:
+            wait_for(Path(f"{folder}/answered3"))
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         loss_of(model, batch(BATCH, step).chunk(world)[rank]).backward()
         if step == 0:
@@ -124,8 +130,9 @@ def one_rank_dies(rank, world, folder, how):
             warnings.simplefilter("always")
             monitor.step()
         told += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+        Path(f"{folder}/answered{rank}").touch()
     monitor.close()
     Path(f"{folder}/told{rank}.json").write_text(json.dumps(told), encoding="utf-8")
-    while rank == 0 and not all(Path(f"{folder}/told{other}.json").exists() for other in (1, 3)):
-        time.sleep(0.05)  # the file store's owner goes last
+    if rank == 0:
+        wait_for(*(Path(f"{folder}/told{other}.json") for other in (1, 3)))  # the file store's owner goes last
     os._exit(0)  # a group with a dead member does not shut down
