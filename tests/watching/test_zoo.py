@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import attnscale
+from attnscale.tracing.parameters import UntraceableError
 from tests.measure.oracle import NAMES, expected_stats
 from tests.others import OTHERS_MAY_WARN
 from tests.watching.layers import found_layers
@@ -64,6 +65,30 @@ def test_scale_applied_is_the_one_in_the_code(name):
         expected = entry.layers[path].scale
         if expected is not None:
             assert layer.scale_applied == pytest.approx(expected, rel=entry.tolerance), path
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if not name.startswith("compiled.")])
+def test_operations_that_arrive_whole_in_inference_mode_tell_the_same(name):
+    entry = ENTRIES[name]
+    plain, (model, inputs) = found_layers(watched(entry), entry), entry.build()
+    with torch.inference_mode(), attnscale.watch(model) as seen:
+        model(*inputs)
+    for path, layer in found_layers(seen, entry).items():
+        assert layer.scale_applied == pytest.approx(plain[path].scale_applied, rel=entry.tolerance, nan_ok=True)
+        for field in ("heads", "kv_heads", "head_dim", "causal", "calls", "softcap", "model_dims", "wiring"):
+            assert getattr(layer, field) == getattr(plain[path], field), field
+        assert parameters_of(layer) == parameters_of(plain[path])
+
+
+def parameters_of(layer):
+    """Which rows of which parameters make queries and keys, call by call; why not, where they cannot be followed."""
+    found = []
+    for origin in [origin for call in layer.origins for origin in (call.query, call.key) if origin is not None]:
+        try:
+            found.append([(each.parameter, each.across, each.rows.tolist()) for each in origin.sources()])
+        except UntraceableError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.code != "softmax_wrong_axis"])

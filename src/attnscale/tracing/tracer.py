@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attnscale.tracing.lineage import Ledger, Node
-from attnscale.tracing.operations import Operation, read
+from attnscale.tracing.operations import WHOLE, Operation, read
 from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Softmax
 
@@ -52,6 +52,11 @@ class Tracer:
     def are_normalised(self, product: Product) -> None:
         """What they mixed was divided by their sum."""
         self._unnormalised[product.modules[-1]] -= 1
+
+    def reads_whole(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation that is made of others, and about to run, is read as one."""
+        condition = WHOLE.get(name)
+        return condition is not None and condition(Operation(name, args, kwargs, None, self))
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
         """An operation ran."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.numerics import has_nan
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.roles import Mixed
@@ -66,7 +67,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if is_fake(types):
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out where they lie with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if _is_taken_apart(traits, args):
+        if _is_taken_apart(traits, args) and not self.tracer.reads_whole(traits.name, args, kwargs):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -95,7 +96,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
             if isinstance(value, Tensor) and not self.recognition.only_known:
-                softmax.measured(None, output.isnan().any() & ~value.isnan().any())
+                softmax.measured(None, has_nan(output) & ~has_nan(value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:

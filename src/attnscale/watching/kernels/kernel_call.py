@@ -59,7 +59,7 @@ class KernelCall:
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
-        query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
+        (query_way, ends), (key_way, _) = _way(self.query_node, self.query), _way(self.key_node, self.key)
         group = self.group
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
@@ -93,7 +93,7 @@ class KernelCall:
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
             reading=Reading(
-                _differs(self.query_node, self.query) or lost_on_the_way(query_way, key_way),
+                differs_by_row(ends) or lost_on_the_way(query_way, key_way),
                 learned_factor=query_way.learned_factor or key_way.learned_factor,
                 detached=detached_sides(query_way, key_way),
                 inert_added=flags_added(self.visibility.bias),
@@ -239,20 +239,14 @@ def _is_legible(node: Node | None, tensor: Tensor) -> bool:
     return node is not None and len(node.shape) == 4 and bool(tensor.numel())
 
 
-def _way(node: Node | None, tensor: Tensor) -> Way:
-    """How the queries, or keys, came from their projection; a factor a head."""
+def _way(node: Node | None, tensor: Tensor) -> tuple[Way, Factors]:
+    """How the queries, or keys, came from their projection; a factor a head, and of its first and last row."""
     heads = tensor.shape[1]
     if node is None or not _is_legible(node, tensor):
-        return Way(np.ones(heads), False, None, False)
+        return Way(np.ones(heads), False, None, False), np.ones((heads, 2))
     found = way(node, _ends(tensor))
-    return replace(found, factor=found.factor.reshape(heads, 2).mean(1))
-
-
-def _differs(node: Node | None, tensor: Tensor) -> str:
-    """Whether the first and the last query of a head were multiplied by the same."""
-    if node is None or not _is_legible(node, tensor):
-        return ""
-    return differs_by_row(way(node, _ends(tensor)).factor.reshape(tensor.shape[1], 2))
+    ends = found.factor.reshape(heads, 2)
+    return replace(found, factor=ends.mean(1)), ends
 
 
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
