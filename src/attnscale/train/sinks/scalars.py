@@ -1,7 +1,7 @@
 """A record as named numbers, for tools that draw curves."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attnscale.measure.statistics import logged
 from attnscale.train.record import Record
@@ -9,9 +9,9 @@ from attnscale.train.record import Record
 PREFIX = "attnscale_"
 
 
-def scalars(record: Record) -> Iterator[tuple[str, float]]:
+def scalars(record: Record, names: Iterable[str] | None = None) -> Iterator[tuple[str, float]]:
     """`attnscale_NUMBER/LAYER` and its value over the heads, where finite; tools group by what stands first."""
-    names = list(logged())
+    names = list(logged() if names is None else names)
     for layer, found in record.layers.items():
         for name in names:
             value = found.whole(name)
