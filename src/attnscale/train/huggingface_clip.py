@@ -10,7 +10,8 @@ try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
-    from attnscale.train.huggingface_log import TrainerLog, trainer_above
+    from attnscale.train.huggingface_log import TrainerLog
+    from attnscale.train.huggingface_trainer import trainer_above
 except ImportError:
     raise SettingError("QKClipCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 

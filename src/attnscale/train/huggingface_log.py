@@ -1,20 +1,16 @@
 """TrainerLog: numbers in the log of a Hugging Face Trainer, and in every integration that its report_to names.
 
-A callback is not told whose it is, and Trainer.log() prints what it is given: hundreds of numbers between the lines of
-a progress bar. So the trainer is looked up among its callers, and its callbacks are handed the numbers, all but those
-that print.
+Trainer.log() prints what it is given: hundreds of numbers between the lines of a progress bar. So its callbacks are
+handed the numbers, all but those that print.
 """
 
-import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
-from attnscale.errors import SinkWarning
 from attnscale.train.own_loggers import has_them_already
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink
@@ -55,20 +51,3 @@ class TrainerLog:
     def _is_fed(self, callback: TrainerCallback) -> bool:
         prints = isinstance(callback, (PrinterCallback, ProgressCallback))
         return callback is not self._own and not prints and not has_them_already(callback, self._sinks)
-
-
-def trainer_above() -> Any | None:
-    """The trainer that called a callback; None, and a warning, where something else did."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(getattr(owner, "callback_handler", None), CallbackHandler):
-            return owner
-        frame = frame.f_back
-    warnings.warn(
-        "No Hugging Face Trainer called this callback, so there is no log of its own to add to; log=False says that "
-        "none is wanted.",
-        SinkWarning,
-        stacklevel=3,
-    )
-    return None

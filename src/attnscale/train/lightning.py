@@ -1,10 +1,14 @@
 """LightningScoreCallback: a Monitor in the Lightning Trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attnscale.errors import SettingError
+from attnscale.train.learning import rate_of
 from attnscale.train.monitor import Monitor
 from attnscale.train.own_loggers import Wanted, has_them_already, numbers_of
 from attnscale.train.record import Record
@@ -37,6 +41,8 @@ class LightningScoreCallback(Callback):
     What the live table shows goes to the trainer's own loggers too, but to one whose tool `sinks` names as well. `log`
     may name other statistics, or be False.
 
+    Records have the loss that training_step returned, and the learning rate of the first optimiser.
+
     What it remembers is saved with each checkpoint, and restored with it.
 
         Trainer(..., callbacks=[attnscale.train.LightningScoreCallback(every=50, sinks=["scores.jsonl"])])
@@ -46,9 +52,11 @@ class LightningScoreCallback(Callback):
         self.settings, self._logged = settings, numbers_of(log)
         self.monitor: Monitor | None = None
         self._saved: dict[str, Any] | None = None
+        self._losses: list[Tensor] = []  # of the micro-batches of a sampled step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or go on where the checkpoint was taken."""
+        self._losses = []
         self.monitor = Monitor(pl_module, **self.settings)
         loggers = [logger for logger in trainer.loggers if not has_them_already(logger, self.monitor.sinks)]
         if self._logged and loggers and trainer.is_global_zero:
@@ -61,6 +69,7 @@ class LightningScoreCallback(Callback):
         """A micro-batch begins, the first of its step perhaps."""
         assert self.monitor is not None  # training started
         self.monitor.steps = trainer.global_step
+        self.monitor.note(lr=rate_of(trainer.optimizers[0]) if trainer.optimizers else None)
         self.monitor.begin()
 
     def on_train_batch_end(
@@ -68,7 +77,12 @@ class LightningScoreCallback(Callback):
     ) -> None:
         """A micro-batch is over, and its step where the optimiser moved."""
         assert self.monitor is not None  # training started
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.monitor.is_due and isinstance(loss, Tensor):
+            self._losses.append(loss.detach().float().mean())  # the trainer divided it by the number of micro-batches
         if trainer.global_step > self.monitor.steps:
+            self.monitor.note(loss=torch.stack(self._losses).sum() if self._losses else None)
+            self._losses = []
             self.monitor.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
