@@ -42,7 +42,7 @@ class LiveTable:
     def _table(self, record: Record) -> Table:
         alarms = list(self._alarms.values())
         worst = {alarm.layer: alarm.severity for alarm in sorted(alarms, key=lambda one: severity_rank(one.severity))}
-        table = Table(title=f"step {record.step}", box=None, pad_edge=False, title_justify="left")
+        table = Table(title=_title(record), box=None, pad_edge=False, title_justify="left")
         table.add_column("layer", overflow="fold")
         statistics = in_place(Place.LIVE)
         for statistic in statistics:
@@ -61,3 +61,10 @@ class LiveTable:
         )
         table.caption_justify = "left"
         return table
+
+
+def _title(record: Record) -> str:
+    """The step, with its loss and learning rate where they are known."""
+    learned = {"loss": record.loss, "learning rate": record.lr}
+    known = [f"{name} {number(value)}" for name, value in learned.items() if value is not None]
+    return " · ".join([f"step {record.step}", *known])

@@ -1,5 +1,7 @@
 """Course: a run of any length as few records, for curves; its last record as it is."""
 
+from dataclasses import replace
+
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.thinning import thin
 
@@ -39,4 +41,4 @@ def _of_layers(record: Record) -> Record:
         )
         for name, layer in record.layers.items()
     }
-    return Record(record.step, record.time, layers, [], record.ranks, record.rank, record.until, record.run)
+    return replace(record, layers=layers, alarms=[])
