@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from email import message_from_bytes
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -122,6 +124,32 @@ def run(python, folder, *arguments):
     return subprocess.run(
         [str(python), *arguments], cwd=folder, env=own, capture_output=True, text=True, encoding="utf-8", check=False
     )
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with ZipFile(wheel) as files:
+        return message_from_bytes(files.read(next(name for name in files.namelist() if name.endswith("METADATA"))))
+
+
+def test_the_wheel_says_where_it_comes_from(metadata):
+    urls = dict(entry.split(", ") for entry in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+
+
+def test_pictures_and_links_of_the_readme_show_on_the_package_index(metadata):
+    """There a path leads nowhere: every one stands behind the address of the repository."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = metadata.get_payload(decode=True).decode("utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    paths, addresses = (re.findall(r"(!?)\[[^\]]*\]\((\S+)\)", text) for text in (readme, shown))
+    assert any(picture for picture, _ in paths)
+    repository = PROJECT["urls"]["Repository"]
+    for (picture, path), (_, address) in zip(paths, addresses, strict=True):
+        assert (ROOT / path).exists()
+        assert address == f"{repository}/{'raw' if picture else 'blob'}/HEAD/{path}"
+    assert re.sub(rf"{re.escape(repository)}/(raw|blob)/HEAD/", "", shown).strip() == readme.strip()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="borrows packages by links")
