@@ -180,7 +180,7 @@ class WrittenCall:
         stated = torch.from_numpy(self.stated.mean(1))
         if not self.is_pure:
             return stated  # what else is in the scores would be taken for a slope
-        slope, _ = fit(self.predicted, scores, shown)
+        slope = fit(self.predicted, scores, shown)[0].cpu()
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @property
@@ -267,10 +267,10 @@ class WrittenCall:
         for fill in self.trail.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
-        if self._shifted or self._finite_gaps:
+        if self._shifted or self.finite_gaps:
             rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
-            for gap in self._finite_gaps:
+            for gap in self.finite_gaps:
                 hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
         return scores, ~hidden if bool(hidden.any()) else None
 
@@ -279,7 +279,7 @@ class WrittenCall:
         return bool(self.probed.arrival.shift.any())
 
     @cached_property
-    def _finite_gaps(self) -> list[float]:
+    def finite_gaps(self) -> list[float]:
         """Of masks that subtract a number too small to be told from a score by itself."""
         gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
         return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]
