@@ -231,7 +231,7 @@ def llama(implementation):
     return Logits()
 
 
-@pytest.mark.parametrize("implementation", ["eager"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_model_of_hugging_face_tells_the_same_compiled(implementation):
     expected, losses = monitored(lambda: llama(implementation), lambda model: model, 3)
     found, same = monitored(lambda: llama(implementation), whole(), 3)

@@ -4,6 +4,7 @@ Each module that attends carries a ticket: the number of its place, in the host'
 where it stands in whichever graph it runs. What a backward pass recomputes is not counted again.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -18,7 +19,7 @@ from attnscale.inside.given import FUNCTIONS, Given, Modified
 from attnscale.inside.written import Written
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility
-from attnscale.watching.gradients import GradientSquares, of_kernel
+from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.flex import modification
 from attnscale.watching.written.again import WrittenAgain
@@ -39,6 +40,10 @@ class Recorder(Protocol):
 
     def passed(self, first: Tensor, second: Tensor) -> None:
         """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
+        ...
+
+    def add(self, squares: GradientSquares, number: int, first: Tensor, second: Tensor) -> None:
+        """The same, of this call."""
         ...
 
 
@@ -161,36 +166,49 @@ def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
         if learns:
             query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
         return replace(given, query=query, key=key)
-    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
-    if recorder is not None:
-        kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
-        recorder.note(number, kernel, of_kernel(query, key) if learns else None, is_compiled=False)
+    kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
+    _note_eagerly(kernel, ticket, number, (query, key) if learns else None)
     return given
 
 
 def _look_at_softmax(written: Written, ticket: Tensor, number: int, is_traced: bool) -> None:
     tensors = written.scores.detach(), written.left.detach(), written.right.detach()
-    learns = torch.is_grad_enabled() and written.left.requires_grad and written.right.requires_grad
+    operands = written.left, written.right
+    learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
     if is_traced and type(ticket) is not Tensor:
         noted_written(*tensors, ticket, written.layout, number, learns)
+        if learns:
+            _follow_both(operands, lambda left, right: noted_gradient(left, right, ticket))
     else:
-        _note(WrittenAgain(*tensors, layout_from(written.layout)), ticket, number, learns)
-    if learns:
-        _follow_both(written.left, written.right, ticket)
+        again = WrittenAgain(*tensors, layout_from(written.layout))
+        _note_eagerly(again, ticket, number, operands if learns else None)
 
 
-def _follow_both(left: Tensor, right: Tensor, ticket: Tensor) -> None:
-    """Note both gradients when they have passed."""
+def _note_eagerly(
+    call: KernelCall | WrittenAgain, ticket: Tensor, number: int, learning: tuple[Tensor, Tensor] | None
+) -> None:
+    """Measure a call where it is made, and follow what reaches those that learn."""
+    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
+    if recorder is None:
+        return
+    squares = None if learning is None else GradientSquares()
+    recorder.note(number, call, squares, is_compiled=False)
+    if learning is not None and squares is not None:
+        _follow_both(learning, partial(recorder.add, squares, number))
+
+
+def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor], None]) -> None:
+    """Tell of both gradients when they have passed."""
     passed: dict[int, Tensor] = {}
 
     def note(side: int, gradient: Tensor) -> None:
         passed[side] = gradient.detach()
-        if len(passed) == 2:
+        if len(passed) == len(tensors):
             with torch.no_grad():
-                noted_gradient(passed.pop(0), passed.pop(1), ticket)
+                told(passed.pop(0), passed.pop(1))
 
-    left.register_hook(partial(note, 0))
-    right.register_hook(partial(note, 1))
+    for side, tensor in enumerate(tensors):
+        tensor.register_hook(partial(note, side))
 
 
 def _kernel(given: Given) -> KernelCall:

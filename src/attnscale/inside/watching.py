@@ -13,7 +13,7 @@ from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.numerics import without_autocast
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientSquares, by_query_head
+from attnscale.watching.gradients import GradientSquares, by_query_head, by_shared_key
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.orders import Order
@@ -117,7 +117,15 @@ class _Place:
             squares = call.gradients = GradientSquares()
         else:
             return
+        self._add(squares, known_by, first, second)
+
+    def add(self, squares: GradientSquares, number: int, first: Tensor, second: Tensor) -> None:
+        """The same, of this call."""
+        self._add(squares, self._order.calls[number] if number < len(self._order.calls) else None, first, second)
+
+    def _add(self, squares: GradientSquares, known_by: Signature | None, first: Tensor, second: Tensor) -> None:
         if known_by is not None:
             query, key = self._watching.known.operands(known_by, first, second)
+            owners = self._watching.known.calls[known_by].key_owners
             squares.add("query", by_query_head(query))
-            squares.add("key", by_query_head(key, query.shape[1] // max(key.shape[1], 1)))
+            squares.add("key", by_shared_key(key, query.shape[1], owners))

@@ -91,7 +91,7 @@ class Recognition:
         if kernel is None or call is None:
             self.give_up()
             return None
-        call.call.gradients = of_kernel(kernel.query, kernel.key, call.measure)
+        call.call.gradients = of_kernel(kernel.query, kernel.key, call.call.key_owners, call.measure)
         return trace.line, call
 
     def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:

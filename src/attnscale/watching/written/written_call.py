@@ -99,6 +99,7 @@ class WrittenCall:
             kind="eager",
             heads=self.heads,
             kv_heads=axes.kv_heads,
+            key_owners=axes.owners,
             head_dim=self.head_dim,
             model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
             query_len=axes.length,
@@ -199,9 +200,8 @@ class WrittenCall:
         """What a backward will bring to the operands of the product."""
         product, groups = self.axes.product, self.axes.groups
         entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
-        operands = (product.left, product.right)
-        query, key = operands if self.axes.keys_are_right else reversed(operands)
-        return of_product(query, key, entries.reshape(groups.shape))
+        query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
+        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
