@@ -88,7 +88,7 @@ def test_a_role_is_passed_on_by_the_one_rule_or_leaves_what_it_was_about(kind, e
 
 
 def test_an_operation_that_nobody_knows_is_followed_where_it_keeps_the_shape():
-    tracer = Tracer(Ledger(), lambda: ("",), lambda scores, node, axis, is_sdpa=False: None)
+    tracer = Tracer(Ledger(), lambda: ("",), lambda scores, node, axis, by="": None)
     x = torch.randn(2, 3)
     tracer.ledger.write(x, Node((2, 3), learned=True))
     tracer.read("erf", (x,), {}, y := torch.erf(x), is_mutable=False)

@@ -15,8 +15,8 @@ from attnscale.tracing.roles import Softmax
 class SeeSoftmax(Protocol):
     """Told of a softmax: its input, the node of it and the axis; None where it cannot be followed to a product."""
 
-    def __call__(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
-        """`is_sdpa`: the softmax of torch's SDPA in plain operations, which alone takes that one."""
+    def __call__(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
+        """`by`: the operation that it is, where it is one."""
         ...
 
 

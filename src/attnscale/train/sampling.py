@@ -39,7 +39,8 @@ class Sampling:
             places = Places(self._model, self.known)
             if places.are_complete:
                 return watched_inside(places, settings)
-        return watched(self._model, replace(settings, known=self.known))
+        known = None if self.known is None else self.known.from_outside
+        return watched(self._model, replace(settings, known=known))
 
     def begins_to_leave(self) -> None:
         """What was known is believed again when the step has been seen to its end."""

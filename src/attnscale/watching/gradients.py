@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +22,10 @@ class GradientSquares:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
 
-    def add(self, name: str, squares: Tensor) -> None:
-        """A gradient has passed, with these squares a head."""
+    def add(self, name: str, squares: Tensor | None) -> None:
+        """A gradient has passed, with these squares a head; None where they cannot be told."""
+        if squares is None:
+            return
         before = getattr(self, name)
         setattr(self, name, squares if before is None else before + squares)
 
@@ -30,7 +33,7 @@ class GradientSquares:
         self,
         name: str,
         tensor: Tensor,
-        by_head: Callable[[Tensor], Tensor],
+        by_head: Callable[[Tensor], Tensor | None],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Add up what reaches this tensor: `by_head` turns squares of the gradient into a value a head."""
@@ -46,22 +49,20 @@ class GradientSquares:
         tensor.register_hook(add)
 
 
-def of_kernel(query: Tensor, key: Tensor, meanwhile: Callable[[], None] | None = None) -> GradientSquares:
-    """Follow (batch, heads, length, features); the heads of a group share what reaches their key.
+def of_kernel(
+    query: Tensor, key: Tensor, owners: Indices | None, meanwhile: Callable[[], None] | None = None
+) -> GradientSquares:
+    """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
-    `meanwhile` is called whenever a gradient passes.
+    `owners` tells of each query head which key it has. `meanwhile` is called whenever a gradient passes.
     """
-    squares, group = GradientSquares(), query.shape[1] // max(key.shape[1], 1)
+    squares, heads = GradientSquares(), query.shape[1]
     squares.follow("query", query, by_query_head, meanwhile)
-
-    def of_key(gradient: Tensor) -> Tensor:
-        return by_query_head(gradient, group)
-
-    squares.follow("key", key, of_key, meanwhile)
+    squares.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners), meanwhile)
     return squares
 
 
-def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
+def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) -> GradientSquares:
     """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are."""
     squares = GradientSquares()
     if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
@@ -72,16 +73,57 @@ def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
         wide = gradient.to(wide_dtype(gradient))
         return wide.square().sum((1, 2), dtype=torch.float64)[at.to(gradient.device)].sum(0)
 
+    def of_copies(gradient: Tensor) -> Tensor | None:
+        return by_shared_key(gradient[at.to(gradient.device)], entries.shape[1], owners)
+
     squares.follow("query", query, by_entry)
-    squares.follow("key", key, by_entry)
+    squares.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)
     return squares
 
 
-def by_query_head(gradient: Tensor, group: int = 1) -> Tensor:
-    """Σ‖∂loss‖² of each head of (batch, heads, length, features), once for each query head that shares it."""
+def by_query_head(gradient: Tensor) -> Tensor:
+    """Σ‖∂loss‖² of each head of (batch, heads, length, features)."""
     lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=wide_dtype(gradient))
-    squares = lengths.square().sum(0, dtype=torch.float64)
-    return squares if group == 1 else squares.repeat_interleave(group)
+    return lengths.square().sum(0, dtype=torch.float64)
+
+
+def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
+    """Σ‖∂loss/∂k‖² of the key that each query head has, of (batch, keys, length, features).
+
+    What reaches the copies of a key reaches the key. None where one of these keys is shared by heads that are known to
+    have several.
+    """
+    keys = gradient.shape[1]
+    group = heads // max(keys, 1)
+    if owners is None:
+        squares = by_query_head(gradient)
+        return squares if group == 1 else squares.repeat_interleave(group)
+    own = owners[::group]
+    if len(own) != keys or (np.repeat(own, group) != owners).any():
+        return None
+    distinct = int(own.max()) + 1
+    if distinct < keys:
+        of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
+        gradient = of_keys.index_add_(1, torch.from_numpy(own).to(gradient.device), gradient.to(of_keys.dtype))
+    squares = by_query_head(gradient)
+    return squares if distinct == heads else squares[torch.from_numpy(owners).to(squares.device)]
+
+
+def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
+    """Which key each head has, numbered as they come, by the channels that made the first and the last key of each.
+
+    A cache stands before the new keys, padding after them: the end that tells more heads apart is believed.
+
+    >>> owners_told([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
+    [0, 0, 1, 1]
+    """
+    found = max((_numbered(keys) for keys in ends if () not in keys), key=lambda own: int(own.max()), default=otherwise)
+    return otherwise if len(found) % (int(found.max()) + 1) else found
+
+
+def _numbered(keys: Sequence[object]) -> Indices:
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
 
 
 def norm_over(calls: Sequence[GradientSquares], name: Literal["query", "key"]) -> Tensor | None:
