@@ -58,10 +58,13 @@ class Table:
 
     def __call__(self) -> Pooled:
         """Views of it: reading launches nothing, and reads what a replayed graph has written."""
-        return self._pooled
+        return self._formed() if torch.compiler.is_compiling() else self._pooled  # a graph takes no lock
 
     @cached_property
     def _pooled(self) -> Pooled:
+        return self._formed()
+
+    def _formed(self) -> Pooled:
         columns = self.columns.unbind(-1)
         rows, count = (column.view(torch.int64) for column in columns[-2:])
         mean, largest, bound, above = columns[2 : len(NUMBERS)]
