@@ -262,7 +262,8 @@ def test_it_runs_inside_what_is_compiled():
     q, k, v = ragged.nested()
     expected = (attention(q * 2, k, v, is_causal=True, scale="log_length") * 2).transpose(1, 2).values()
     torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(gradients(ours, ragged), gradients(expected, ragged))
+    found = [torch.autograd.grad(each.sin().sum(), ragged.tensors) for each in (ours, expected)]
+    torch.testing.assert_close(*found)
     compiled = torch.compile(attention_varlen, backend="aot_eager")
     starts = ragged.starts[0]
     torch.testing.assert_close(compiled(*ragged.tensors, starts), attention_varlen(*ragged.tensors, starts))

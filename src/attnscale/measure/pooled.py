@@ -49,7 +49,7 @@ class Pooled:
         return self.errors() if callable(self.errors) else self.errors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a hash of its fields fails in a graph of torch 2.11
 class Table:
     """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, TABLE)."""
 
@@ -73,7 +73,7 @@ class Table:
         return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """Rows that are pooled already."""
 
