@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import attnscale
 from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.diagnose.audit import diagnose
 from attnscale.tracing.lineage import Ledger
 from attnscale.watching import watcher
 from attnscale.watching.kernels import kernel_calls
@@ -105,8 +108,7 @@ def plain_jagged(scale):
 def plain_strided(scale):
     def attend(*tokens):
         q, k, v = (
-            torch.nested.as_nested_tensor(list(each.split(LENGTHS))).transpose(1, 2).contiguous()
-            for each in tokens
+            torch.nested.as_nested_tensor(list(each.split(LENGTHS))).transpose(1, 2).contiguous() for each in tokens
         )
         output = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).contiguous()
         return torch.cat(output.unbind())
@@ -285,3 +287,49 @@ def test_a_training_step_on_packed_tokens_is_recorded():
         (layer,) = monitor.last.layers.values()
         assert layer.rows == sum(LENGTHS) * HEADS
     monitor.close()
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([None, 1.0, 6.0]),
+    st.sampled_from(["nested", "plain", "padded"]),
+    st.integers(0, 2**31),
+)
+def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, scale, way, seed):
+    torch.manual_seed(seed)
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+
+    def ragged(*tokens):
+        q, k, v = (torch.nested.nested_tensor_from_jagged(each, starts).transpose(1, 2) for each in tokens)
+        attend = attnscale.attention if way == "nested" else F.scaled_dot_product_attention
+        return attend(q, k, v, scale=scale).transpose(1, 2).values()
+
+    def padded(q, k, v):
+        mask = inside[:, None, None, :]
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, mask, scale=scale).transpose(1, 2)
+
+    def one(q, k, v):
+        heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, scale=scale).squeeze(0).transpose(0, 1)
+
+    model, alone_model = Model(padded if way == "padded" else ragged), Model(one)
+    alone_model.load_state_dict(model.state_dict())
+    tokens = 3 * torch.randn(sum(lengths), HEADS * HEAD_DIM)
+    batch = nn.utils.rnn.pad_sequence(tokens.split(lengths), batch_first=True) if way == "padded" else tokens
+    with torch.no_grad():
+        with attnscale.watch(alone_model, rows=None, keep=True) as wanted:
+            outputs = [alone_model(part) for part in tokens.split(lengths)]
+        with attnscale.watch(model, rows=None, keep=True) as seen:
+            output = model(batch)
+        output = output[inside] if way == "padded" else output
+        torch.testing.assert_close(output, torch.cat(outputs), rtol=1e-4, atol=1e-5)
+    (ours,), (theirs,) = seen.layers.values(), wanted.layers.values()
+    torch.testing.assert_close(ours.scale_applied, theirs.scale_applied)
+    for name in (*NAMES, "rows", "count", "keys"):
+        found = getattr(ours.stats, name), getattr(theirs.stats, name)
+        torch.testing.assert_close(*found, msg=name, equal_nan=True, rtol=1e-4, atol=1e-4)
+    codes = [sorted({each.code for each in diagnose(found.layers, trained=True).findings}) for found in (seen, wanted)]
+    assert codes[0] == codes[1]
