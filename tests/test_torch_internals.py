@@ -16,7 +16,15 @@ from attnscale.torch_internals import INTERNALS
 SRC = Path(attnscale.__file__).parent
 NAMES = {internal.name: internal for internal in INTERNALS}
 # Of torch's objects, not of its modules: what a search by "torch." does not find.
-OF_OBJECTS = {"_local_tensor", "_version", "_schema", "_sequence_nr", "_qkv_same_embed_dim", "_call_impl"}
+OF_OBJECTS = {
+    "_ragged_idx",
+    "_local_tensor",
+    "_version",
+    "_schema",
+    "_sequence_nr",
+    "_qkv_same_embed_dim",
+    "_call_impl",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

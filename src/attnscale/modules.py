@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.attending.choosing import joined, run_sequences
-from attnscale.attending.nested import any_nested, sequences_see
+from attnscale.attending.nested import any_nested, in_graph, sequences_see
 from attnscale.attending.ragged import scaled_sequences
+from attnscale.attending.running import joined, run_sequences
 from attnscale.attending.sequences import Sequences, as_one_row, as_tokens, unnested, wrapping
 from attnscale.attending.weights import weights_of
 from attnscale.errors import InputError, ShapeError
@@ -84,7 +84,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             if key_padding_mask is not None or not self.batch_first:
                 raise InputError("Expected nested tensors with batch_first=True and without key_padding_mask.")
             seen = sequences_see(attn_mask, is_causal and attn_mask is None)
-            return uncompiled(self._forward_nested)(query, key, value, seen, need_weights, average_attn_weights)
+            run = self._forward_nested
+            run = uncompiled(run) if need_weights else in_graph(run, self.rule, query, key, value)
+            return run(query, key, value, seen, need_weights, average_attn_weights)
         if not (query.dim() == key.dim() == value.dim() and query.dim() in (2, 3)):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
             raise ShapeError(f"Expected query, key and value of 2 or 3 dimensions each, got {shapes}.")

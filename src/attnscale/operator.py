@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.attending.choosing import run, run_sequences
-from attnscale.attending.nested import any_nested, even_parts, nested_call
+from attnscale.attending.choosing import run
+from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
 from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
+from attnscale.attending.running import run_sequences
 from attnscale.attending.sequences import as_tokens
 from attnscale.attending.weights import weights_of
 from attnscale.inputs import check_inputs
@@ -42,7 +43,7 @@ def attention(
     """
     if any_nested(query, key, value):
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap
-        return uncompiled(_attend_nested)(query, key, value, *options)
+        return in_graph(_attend_nested, scale, query, key, value)(query, key, value, *options)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
@@ -101,7 +102,8 @@ def attention_varlen(
     """
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    return uncompiled(_attend_packed)(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p)
+    run_packed = in_graph(_attend_packed, scale)
+    return run_packed(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p)
 
 
 def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Every private name of torch that is used here, each behind one function.
 
-A torch that has one no longer costs the feature that `lost` names, never the user's forward;
-tests/test_torch_internals.py says in one sentence which torch lacks what.
+A torch without one costs the feature that `lost` names, never the user's forward; tests/test_torch_internals.py says
+in one sentence which torch lacks what.
 """
 
 import sys
@@ -55,9 +55,7 @@ class Internal:
 
 
 _dispatch_mode = Internal(
-    "torch.utils._python_dispatch",
-    "TorchDispatchMode",
-    "nothing can be watched: no mode sees what runs",
+    "torch.utils._python_dispatch", "TorchDispatchMode", "nothing can be watched: no mode sees what runs"
 )
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
@@ -79,9 +77,7 @@ _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
 _module_call = Internal(
-    "torch.nn",
-    "Module._call_impl",
-    "one of torch's own layers is taken for two where it is called on two lines",
+    "torch.nn", "Module._call_impl", "one of torch's own layers is taken for two where it is called on two lines"
 )
 _sdpa_choice = Internal(
     "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
@@ -109,9 +105,7 @@ _default_store = Internal(
     "torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged: each keeps to itself"
 )
 _shard_offset = Internal(
-    "torch.distributed.tensor._utils",
-    "compute_local_shape_and_global_offset",
-    "sharded parameters are not clipped or rescaled",
+    "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "sharded parameters are not rescaled"
 )
 
 DispatchMode: Any = _dispatch_mode.found or object
@@ -125,6 +119,16 @@ def can_watch() -> bool:
 def is_fake(kinds: tuple[type, ...]) -> bool:
     """Whether these classes of tensors have shapes alone."""
     return _fake_tensor.found is not None and _fake_tensor.found in kinds
+
+
+def unseen(tensor: Tensor) -> bool:
+    """Whether a tensor's values cannot be looked at: while a graph is traced, or where it has a shape alone."""
+    return torch.compiler.is_compiling() or tensor.device.type == "meta" or is_fake((type(tensor),))
+
+
+def ragged_axis(tensor: Tensor) -> int:
+    """The axis of a jagged tensor along which its sequences differ."""
+    return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # a subclass has it
 
 
 def without_modes() -> Any:

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import attnscale
 from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.diagnose.audit import diagnose
 from attnscale.tracing.lineage import Ledger
 from attnscale.watching import watcher
 from attnscale.watching.kernels import kernel_calls
@@ -74,13 +77,13 @@ class Model(nn.Module):
         return self.out_proj(self.attend(*heads).flatten(-2))
 
 
-def alone(scale):
+def alone(scale, is_causal=True):
     """Each sequence as a plain attention of its own."""
 
     def attend(*tokens):
         parts = zip(*(as_one_row(each).split(LENGTHS, -2) for each in tokens), strict=True)
         return as_tokens(
-            torch.cat([F.scaled_dot_product_attention(*p, is_causal=True, scale=scale) for p in parts], -2)
+            torch.cat([F.scaled_dot_product_attention(*p, is_causal=is_causal, scale=scale) for p in parts], -2)
         )
 
     return attend
@@ -90,6 +93,25 @@ def nested(scale):
     def attend(*tokens):
         q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
         return attnscale.attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).values()
+
+    return attend
+
+
+def plain_jagged(scale):
+    def attend(*tokens):
+        q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).values()
+
+    return attend
+
+
+def plain_strided(scale):
+    def attend(*tokens):
+        q, k, v = (
+            torch.nested.as_nested_tensor(list(each.split(LENGTHS))).transpose(1, 2).contiguous() for each in tokens
+        )
+        output = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).contiguous()
+        return torch.cat(output.unbind())
 
     return attend
 
@@ -118,12 +140,18 @@ def torch_efficient(scale):
 
 
 @pytest.mark.parametrize("scale", [None, 8.0])
-@pytest.mark.parametrize("attend", [nested, packed, torch_varlen, torch_flash, torch_efficient])
-def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale):
-    model, plain = Model(attend(scale)).eval(), Model(alone(scale)).eval()
+@pytest.mark.parametrize(
+    "attend", [nested, packed, torch_varlen, torch_flash, torch_efficient, plain_jagged, plain_strided]
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale, mode):
+    is_causal = attend not in (plain_jagged, plain_strided)  # which torch has no causal ones of
+    model, plain = Model(attend(scale)).eval(), Model(alone(scale, is_causal)).eval()
     plain.load_state_dict(model.state_dict())
     tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
-    with torch.no_grad():
+    if mode is not torch.no_grad and attend not in (plain_jagged, plain_strided, nested):
+        return  # the kernels that stand in have no gradient
+    with mode():
         expected = model(tokens)
         with attnscale.watch(model, rows=None) as seen, attnscale.watch(plain, rows=None) as wanted:
             output = model(tokens)
@@ -133,7 +161,8 @@ def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale):
         torch.testing.assert_close(ours.scale_applied, theirs.scale_applied)
         assert (ours.causal, ours.heads, ours.head_dim) == (theirs.causal, theirs.heads, theirs.head_dim)
         for name in (*NAMES, "rows", "count", "keys"):
-            torch.testing.assert_close(getattr(ours.stats, name), getattr(theirs.stats, name), msg=name, equal_nan=True)
+            found = getattr(ours.stats, name), getattr(theirs.stats, name)
+            torch.testing.assert_close(*found, msg=name, equal_nan=True, rtol=1e-4, atol=1e-5)
         found = [sorted({each.code for each in attnscale.audit(each, tokens).findings}) for each in (model, plain)]
     assert found[0] == found[1]
 
@@ -167,20 +196,38 @@ def test_a_model_on_jagged_tensors_is_not_accused_of_what_they_do_inside():
     assert seen.stats.rows.tolist() == [sum(LENGTHS)] * HEADS
 
 
-def test_what_runs_on_nested_tensors_inside_torch_goes_on_running():
-    """SDPA of jagged tensors on a CPU is made of products of nested tensors, which are not followed."""
-
+def test_products_of_nested_tensors_that_are_no_attention_are_none():
     class Jagged(nn.Module):
         def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x).values()
+            return (x @ x.transpose(-2, -1) * 2).contiguous()
 
-    tokens = torch.randn(sum(LENGTHS), HEADS, HEAD_DIM)
-    jagged = torch.nested.nested_tensor_from_jagged(tokens, STARTS).transpose(1, 2)
+    strided = torch.nested.as_nested_tensor([torch.randn(HEADS, length, HEAD_DIM) for length in LENGTHS])
     model = Jagged()
-    expected, outputs = model(jagged), []
     with pytest.raises(attnscale.AttnscaleError, match="saw none"), attnscale.watch(model):
-        outputs.append(model(jagged))
-    assert torch.equal(outputs[0], expected)
+        model(strided)
+
+
+@pytest.mark.parametrize("attend", [nested, plain_jagged, plain_strided])
+def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one(attend):
+    is_causal = attend is nested
+    model, plain = Model(attend(None)), Model(alone(None, is_causal))
+    plain.load_state_dict(model.state_dict())
+    monitors = [attnscale.Monitor(each, every=1, rows=None) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    for _ in range(3):
+        tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
+        for each, optimizer, monitor in zip((model, plain), optimizers, monitors, strict=True):
+            each(tokens).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+        (ours,), (theirs,) = (monitor.last.layers.values() for monitor in monitors)
+        assert ours.rows == theirs.rows == sum(LENGTHS) * HEADS
+        for name in theirs.numbers.keys() - {"query_gradient", "key_gradient"}:
+            found = [torch.tensor(layer.numbers[name], dtype=torch.float64) for layer in (ours, theirs)]
+            torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=name)
+    for monitor in monitors:
+        monitor.close()
 
 
 def test_strided_nested_tensors_of_a_kernel_are_their_sequences():
@@ -240,3 +287,49 @@ def test_a_training_step_on_packed_tokens_is_recorded():
         (layer,) = monitor.last.layers.values()
         assert layer.rows == sum(LENGTHS) * HEADS
     monitor.close()
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([None, 1.0, 6.0]),
+    st.sampled_from(["nested", "plain", "padded"]),
+    st.integers(0, 2**31),
+)
+def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, scale, way, seed):
+    torch.manual_seed(seed)
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+
+    def ragged(*tokens):
+        q, k, v = (torch.nested.nested_tensor_from_jagged(each, starts).transpose(1, 2) for each in tokens)
+        attend = attnscale.attention if way == "nested" else F.scaled_dot_product_attention
+        return attend(q, k, v, scale=scale).transpose(1, 2).values()
+
+    def padded(q, k, v):
+        mask = inside[:, None, None, :]
+        heads = (each.transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, mask, scale=scale).transpose(1, 2)
+
+    def one(q, k, v):
+        heads = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, scale=scale).squeeze(0).transpose(0, 1)
+
+    model, alone_model = Model(padded if way == "padded" else ragged), Model(one)
+    alone_model.load_state_dict(model.state_dict())
+    tokens = 3 * torch.randn(sum(lengths), HEADS * HEAD_DIM)
+    batch = nn.utils.rnn.pad_sequence(tokens.split(lengths), batch_first=True) if way == "padded" else tokens
+    with torch.no_grad():
+        with attnscale.watch(alone_model, rows=None, keep=True) as wanted:
+            outputs = [alone_model(part) for part in tokens.split(lengths)]
+        with attnscale.watch(model, rows=None, keep=True) as seen:
+            output = model(batch)
+        output = output[inside] if way == "padded" else output
+        torch.testing.assert_close(output, torch.cat(outputs), rtol=1e-4, atol=1e-5)
+    (ours,), (theirs,) = seen.layers.values(), wanted.layers.values()
+    torch.testing.assert_close(ours.scale_applied, theirs.scale_applied)
+    for name in (*NAMES, "rows", "count", "keys"):
+        found = getattr(ours.stats, name), getattr(theirs.stats, name)
+        torch.testing.assert_close(*found, msg=name, equal_nan=True, rtol=1e-4, atol=1e-4)
+    codes = [sorted({each.code for each in diagnose(found.layers, trained=True).findings}) for found in (seen, wanted)]
+    assert codes[0] == codes[1]

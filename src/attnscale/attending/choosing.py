@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.attending import flex, row_blocks, sdpa, varlen
+from attnscale.attending import flex, row_blocks, sdpa
 from attnscale.attending.call import Call
-from attnscale.attending.ragged import Ragged
 from attnscale.numerics import without_autocast
 
 
@@ -16,27 +15,12 @@ def run(call: Call) -> Tensor:
     in_one_block = call.query.shape[-2] <= row_blocks.BLOCK_ROWS
     if call.softcap is None and (in_one_block or not sdpa.materialises(call)):
         return sdpa.attend(call)
-    call = _as_autocast(call)
+    call = as_autocast(call)
     with without_autocast(call.query):
         return flex.attend(call) if flex.serves(call) else row_blocks.attend(call)
 
 
-def run_sequences(ragged: Ragged) -> Tensor:
-    """The output of every sequence, (1, heads, total, value_dim): all at once on a GPU, else one after the other."""
-    cast = replace(ragged, row=_as_autocast(ragged.row))
-    if varlen.serves(cast):
-        with without_autocast(cast.row.query):
-            return varlen.attend(cast)
-    return joined([run(call) for call in ragged.calls()], ragged)
-
-
-def joined(outputs: list[Tensor], ragged: Ragged) -> Tensor:
-    """The outputs of the sequences in one row."""
-    row = ragged.row
-    return torch.cat(outputs, dim=-2) if outputs else row.query.new_empty(*row.query.shape[:-1], row.value.shape[-1])
-
-
-def _as_autocast(call: Call) -> Call:
+def as_autocast(call: Call) -> Call:
     """What autocast does to SDPA's arguments, for the kernels it does not know."""
     device = call.query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):

@@ -1,19 +1,33 @@
 """Nested tensors, as SDPA takes them -> an attention over sequences, and what makes its output one of them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, scaled_sequences
-from attnscale.attending.sequences import Wrapping, jagged, ragged_axis, unnested, wrapping
+from attnscale.attending.sequences import Wrapping, jagged, unnested, wrapping
 from attnscale.errors import InputError
 from attnscale.inputs import check_inputs, check_one_mask
-from attnscale.rules.apply import Scale
+from attnscale.numerics import Given, Result, uncompiled
+from attnscale.rules.apply import Scale, is_of_the_catalogue
+from attnscale.torch_internals import ragged_axis
 from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
 def any_nested(*tensors: Tensor) -> bool:
     """Whether one of them holds sequences of several lengths."""
     return any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
+
+
+def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
+    """The function, uncompiled where lengths, or a rule of them, are known to Python alone: that makes no graph."""
+    traced = is_of_the_catalogue(scale) and not any(map(_has_python_lengths, tensors))
+    return function if traced else uncompiled(function)
+
+
+def _has_python_lengths(tensor: Tensor) -> bool:
+    return tensor.is_nested and (tensor.layout is not torch.jagged or jagged(tensor).lengths() is not None)
 
 
 def nested_call(

@@ -8,6 +8,7 @@ from attnscale.attending.sequences import Layout, Sequences, as_one_row
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.inputs import check_inputs
 from attnscale.rules.apply import Scale
+from attnscale.torch_internals import unseen
 from attnscale.visibility import Visibility
 
 Window = tuple[int, int]
@@ -81,14 +82,14 @@ def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> L
         )
     if starts.device != query.device:
         raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
-    if starts.device.type == "cpu" and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
+    if _is_known(starts) and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
         raise InputError(f"Expected {name} to begin with 0 and never to fall, got {starts.tolist()}.")
     return Layout(starts, longest)
 
 
 def _check_ends(name: str, layout: Layout, tokens: Tensor) -> None:
     """A GPU is not waited for."""
-    if layout.offsets.device.type == "cpu" and int(layout.offsets[-1]) != len(tokens):
+    if _is_known(layout.offsets) and int(layout.offsets[-1]) != len(tokens):
         raise ShapeError(
             f"Expected the last sequence to end with the {name}'s {len(tokens)} tokens, got {int(layout.offsets[-1])}."
         )
@@ -101,6 +102,22 @@ def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
             f"Expected the document of each of the {query.shape[0]} tokens, got shape {tuple(document_ids.shape)}; "
             "rows of several documents in a batch take Visibility.of_documents(…) as attn_mask."
         )
+    if unseen(document_ids):
+        return Layout(_starts_of_as_many(document_ids))
     begins = (document_ids.diff() != 0).nonzero().squeeze(-1) + 1
     ends = begins.new_tensor([len(document_ids)] if len(document_ids) else [])
     return Layout(torch.cat([begins.new_zeros(1), begins, ends]))
+
+
+def _starts_of_as_many(document_ids: Tensor) -> Tensor:
+    """The same with as many sequences as there are tokens, the last of them empty: a graph knows no other number."""
+    total = len(document_ids)
+    begins = torch.cat([document_ids.new_zeros(min(total, 1), dtype=torch.long), (document_ids.diff() != 0).long()])
+    at = torch.arange(total, device=document_ids.device)
+    nothing = torch.full((total + 1,), total, device=document_ids.device)
+    return nothing.scatter_reduce(0, begins.cumsum(0), at, "amin")
+
+
+def _is_known(starts: Tensor) -> bool:
+    """Whether looking at it costs nothing."""
+    return starts.device.type == "cpu" and not unseen(starts)

@@ -57,13 +57,14 @@ def scaled_sequences(
     """An attention over sequences, its scale a float, whatever rule gave it; rules count the keys of each sequence."""
     count = max(len(each.layout) for each in (query, key, value))
     query, key, value = (_shared(name, each, count) for name, each in _named(query, key, value))
-    if not key.layout.equals(value.layout):
+    if key.layout.differs(value.layout):
         raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
     tokens = query.tokens.shape[-2]
     scaled_query, scaled_key, factor = apply_scale_to_sequences(
         scale,
         query.tokens,
         key.tokens,
+        (query.layout.offsets, key.layout.offsets),
         lambda: (query.layout.lengths, key.layout.lengths),
         lambda: query.layout.sequence_of(tokens),
         lambda: visible_keys(query.layout, key.layout, visibility, tokens),

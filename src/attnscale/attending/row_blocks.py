@@ -1,6 +1,7 @@
 """Attention a block of query rows at a time: for what no fused kernel takes, in memory linear in the length."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -23,17 +24,21 @@ def attend(call: Call) -> Tensor:
     """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V, block by block, recomputed in the backward pass."""
     wide = wide_dtype(call.query)
     query, key, value = (tensor.to(wide) for tensor in (call.query, call.key, call.value))
-    q_len, kv_len = query.shape[-2], key.shape[-2]
-    block_rows = min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // max(1, math.prod(query.shape[:-2]) * kv_len)))
-
     output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
-    for first in range(0, q_len, block_rows):
-        rows = slice(first, min(first + block_rows, q_len))
-        keys = call.visibility.span(rows.start, rows.stop - 1, kv_len)
+    for rows, keys in blocks(call):
         attend_rows = partial(_attend_rows, call=call, rows=rows, keys=keys)
         tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.visibility.mask)
         output.append(_recomputed(attend_rows, *tensors) if _recomputes() else attend_rows(*tensors))
     return torch.cat(output, dim=-2).to(call.query.dtype)
+
+
+def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
+    """Rows that are computed at once, with the keys that any of them may see."""
+    q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+    block_rows = min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // max(1, math.prod(call.query.shape[:-2]) * kv_len)))
+    for first in range(0, q_len, block_rows):
+        rows = slice(first, min(first + block_rows, q_len))
+        yield rows, call.visibility.span(rows.start, rows.stop - 1, kv_len)
 
 
 def _attend_rows(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import ShapeError
+from attnscale.torch_internals import ragged_axis, unseen
 
 Wrapping = Callable[[Tensor], Tensor]
 
@@ -25,6 +26,11 @@ class Layout:
         """Of sequences of these lengths."""
         ends = torch.tensor([0, *lengths]).cumsum(0)
         return cls(ends.to(device, non_blocking=True))
+
+    @classmethod
+    def even(cls, count: int, length: int, device: torch.device) -> "Layout":
+        """Of so many sequences of one length."""
+        return cls(torch.arange(count + 1, device=device) * length, length)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -50,12 +56,18 @@ class Layout:
         return every.repeat_interleave(self.sizes, output_size=tokens)
 
     def equals(self, other: "Layout") -> bool:
-        """Whether sequences of one begin where those of the other do."""
-        return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
+        """Whether sequences of one are known to begin where those of the other do."""
+        if self is other or self.offsets is other.offsets:
+            return True
+        return not unseen(self.offsets) and torch.equal(self.offsets, other.offsets)
 
-    def repeated(self, times: int) -> "Layout":
-        """One sequence so many times."""
-        return Layout.of(self.lengths * times, self.offsets.device)
+    def differs(self, other: "Layout") -> bool:
+        """Whether some sequence is known to begin elsewhere."""
+        return not unseen(self.offsets) and not self.equals(other)
+
+    def with_one_more(self) -> "Layout":
+        """Of sequences with one token more each."""
+        return Layout(self.offsets + torch.arange(len(self.offsets), device=self.offsets.device))
 
 
 @dataclass(frozen=True)
@@ -67,16 +79,18 @@ class Sequences:
 
     def with_another(self, token: Tensor) -> "Sequences":
         """The same with one more token, (1, heads, 1, width), behind every sequence."""
-        parts = self.tokens.split(self.layout.lengths, dim=-2)
-        longer = [length + 1 for length in self.layout.lengths]
-        tokens = torch.cat([piece for part in parts for piece in (part, token)], dim=-2) if parts else self.tokens
-        return Sequences(tokens, Layout.of(longer, self.tokens.device))
+        total, longer = self.tokens.shape[-2], self.layout.with_one_more()
+        behind = token.expand(-1, -1, len(self.layout), -1)
+        at = torch.arange(total, device=self.tokens.device) + self.layout.sequence_of(total)
+        places = torch.cat([at, longer.offsets[1:].long() - 1])
+        return Sequences(torch.cat([self.tokens, behind], dim=-2)[:, :, places.argsort()], longer)
 
     def repeated(self, times: int) -> "Sequences":
         """A batch of one sequence, for so many that share it."""
         if times == len(self.layout):
             return self
-        return Sequences(self.tokens.repeat(1, 1, times, 1), self.layout.repeated(times))
+        length = self.tokens.shape[-2]
+        return Sequences(self.tokens.repeat(1, 1, times, 1), Layout.even(times, length, self.tokens.device))
 
 
 def as_one_row(tokens: Tensor) -> Tensor:
@@ -116,11 +130,6 @@ def jagged(tensor: Tensor) -> Any:
     return tensor
 
 
-def ragged_axis(tensor: Tensor) -> int:
-    """The axis of a jagged tensor along which its sequences differ."""
-    return next(axis for axis, size in enumerate(tensor.shape) if type(size) is not int)
-
-
 def _even(tensor: Tensor, name: str) -> Sequences:
     """A plain tensor beside nested ones: sequences of one length."""
     if tensor.dim() != 4:
@@ -130,7 +139,7 @@ def _even(tensor: Tensor, name: str) -> Sequences:
         )
     batch, _, length, _ = tensor.shape
     row = tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-    return Sequences(row, Layout.of([length] * batch, tensor.device))
+    return Sequences(row, Layout.even(batch, length, tensor.device))
 
 
 def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
@@ -150,4 +159,6 @@ def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
 
 
 def _is_known(layout: Layout) -> bool:
+    if unseen(layout.offsets):
+        return False
     return len(layout) > 0 and ("lengths" in vars(layout) or layout.offsets.device.type == "cpu")

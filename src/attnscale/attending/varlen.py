@@ -8,6 +8,7 @@ from attnscale.attending.call import padded
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences import Layout, as_one_row, as_tokens, jagged
 from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES
+from attnscale.torch_internals import unseen
 
 ALIGNMENT = 8  # of the head dimensions that the kernels take,
 WIDEST_HEAD = 256  # and the widest of them
@@ -22,7 +23,7 @@ def serves(ragged: Ragged) -> bool:
         return False
     half = row.query.dtype in HALF_DTYPES
     flash, efficient = torch.backends.cuda.flash_sdp_enabled() and half, torch.backends.cuda.mem_efficient_sdp_enabled()
-    if row.visibility.is_full:
+    if row.visibility.is_full and not unseen(ragged.rows.offsets):
         return flash or efficient
     return flash and row.dropout_p == 0.0 and _window(ragged) is not None
 
@@ -35,7 +36,8 @@ def attend(ragged: Ragged) -> Tensor:
     if row.grouped:
         key, value = (tensor.repeat_interleave(row.group, dim=1) for tensor in (key, value))
     tensors = (as_tokens(padded(tensor, width)) for tensor in (row.query, key, value))
-    output = (attend_nested if row.visibility.is_full else _attend_window)(ragged, *tensors)
+    is_plain = row.visibility.is_full and not unseen(ragged.rows.offsets)
+    output = (attend_nested if is_plain else _attend_window)(ragged, *tensors)
     return as_one_row(output)[..., : row.value.shape[-1]]
 
 
@@ -58,7 +60,7 @@ def _attend_window(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) ->
 
     window = _window(ragged)
     assert window is not None
-    (starts_q, longest_q), (starts_k, longest_k) = _starts(ragged.rows), _starts(ragged.keys)
+    (starts_q, longest_q), (starts_k, longest_k) = _starts(ragged.rows, query), _starts(ragged.keys, key)
     output = varlen_attn(
         *(query, key, value, starts_q, starts_k, longest_q, longest_k), scale=ragged.row.scale, window_size=window
     )
@@ -66,14 +68,16 @@ def _attend_window(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) ->
     return output
 
 
-def _starts(layout: Layout) -> tuple[Tensor, int]:
-    return layout.offsets.to(torch.int32), layout.longest
+def _starts(layout: Layout, tokens: Tensor) -> tuple[Tensor, int]:
+    """No sequence is longer than all tokens: in a graph that is all there is to know, unless it was said."""
+    is_known = layout.known_longest is not None or not unseen(layout.offsets)
+    return layout.offsets.to(torch.int32), layout.longest if is_known else len(tokens)
 
 
 def _window(ragged: Ragged) -> tuple[int, int] | None:
     """Keys to the left and right of a row, counted from the end, as those kernels do; None where they cannot."""
     seen = ragged.row.visibility
-    if not seen.from_the_end and not ragged.rows.equals(ragged.keys):
+    if not seen.is_full and not seen.from_the_end and not ragged.rows.equals(ragged.keys):
         return None
     left, right = (0 if seen.first is None else -seen.first), (0 if seen.last is None else seen.last)
     if left < 0 or right < 0 or seen.mask is not None or seen.documents is not None:

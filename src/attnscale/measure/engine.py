@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.choosing import run
-from attnscale.attending.nested import any_nested
+from attnscale.attending.nested import any_nested, in_graph
 from attnscale.inputs import check_inputs
 from attnscale.measure import nested, plan
 from attnscale.measure.cpu import attention as on_cpu
@@ -48,7 +48,8 @@ def score_stats(
     """
     check_rows(rows)
     if any_nested(query, key):
-        return uncompiled(nested.score_stats)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows)
+        run_nested = in_graph(nested.score_stats, scale, query, key)
+        return run_nested(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
@@ -97,7 +98,8 @@ def attention_with_stats(
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        return uncompiled(nested.attention_with_stats)(query, key, value, rows, *options)
+        run_nested = in_graph(nested.attention_with_stats, scale, query, key, value)
+        return run_nested(query, key, value, rows, *options)
     kind = None
     if attn_mask is None and softcap is None:
         kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)

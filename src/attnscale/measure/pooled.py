@@ -49,7 +49,7 @@ class Pooled:
         return self.errors() if callable(self.errors) else self.errors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a hash of its fields fails in a graph of torch 2.11
 class Table:
     """Heads that a kernel has pooled: NUMBERS, SUMS, FINISHED and, as int64, rows and count; float64 (heads, TABLE)."""
 
@@ -58,10 +58,13 @@ class Table:
 
     def __call__(self) -> Pooled:
         """Views of it: reading launches nothing, and reads what a replayed graph has written."""
-        return self._pooled
+        return self._formed() if torch.compiler.is_compiling() else self._pooled  # a graph takes no lock
 
     @cached_property
     def _pooled(self) -> Pooled:
+        return self._formed()
+
+    def _formed(self) -> Pooled:
         columns = self.columns.unbind(-1)
         rows, count = (column.view(torch.int64) for column in columns[-2:])
         mean, largest, bound, above = columns[2 : len(NUMBERS)]
@@ -70,7 +73,7 @@ class Table:
         return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Known:
     """Rows that are pooled already."""
 

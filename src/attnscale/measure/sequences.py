@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import joined, run, run_sequences
+from attnscale.attending.choosing import run
 from attnscale.attending.ragged import Ragged
+from attnscale.attending.running import joined, run_sequences
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone

@@ -4,13 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
+from attnscale.attending.nested import in_graph
 from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
 from attnscale.attending.sequences import as_tokens
 from attnscale.measure.measuring import check_rows
 from attnscale.measure.sequences import attend_sequences
+from attnscale.measure.sequences_op import attend_unseen
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale
+from attnscale.torch_internals import unseen
 
 
 def attention_varlen_with_stats(
@@ -42,11 +44,12 @@ def attention_varlen_with_stats(
     check_rows(rows)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    return uncompiled(_attend)(query, key, value, sequences, rows, seen, scale, enable_gqa, softcap, dropout_p)
+    return in_graph(_attend, scale)(query, key, value, sequences, rows, seen, scale, enable_gqa, softcap, dropout_p)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sequences: Given, rows: int | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
-    output, stats = attend_sequences(packed_call(query, key, value, *layouts(query, *sequences), *options), rows)
+    ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
+    output, stats = (attend_unseen if unseen(ragged.rows.offsets) else attend_sequences)(ragged, rows)
     return as_tokens(output), stats

@@ -38,6 +38,7 @@ def apply_scale_to_sequences(
     scale: Scale,
     query: Tensor,
     key: Tensor,
+    starts: tuple[Tensor, Tensor],
     lengths: Callable[[], tuple[tuple[int, ...], tuple[int, ...]]],
     sequence: Callable[[], Tensor],
     visible: Callable[[], Tensor],
@@ -54,12 +55,18 @@ def apply_scale_to_sequences(
     known = about_rule(rule)
     if known is not None and known.over_sequences is None:
         return apply_scale(rule, query, key, visible)
+    if known is not None and known.over_sequences is not None:
+        return multiply(query, known.over_sequences(query, key, *starts)[:, None, None]), key, 1.0
     q_lens, kv_lens = lengths()
     pairs = list(zip(query.split(q_lens, dim=-2), key.split(kv_lens, dim=-2), strict=True))
-    if known is not None and known.over_sequences is not None:
-        some = [pair for pair in pairs if all(tensor.shape[-2] for tensor in pair)]
-        return multiply(query, known.over_sequences(some)[:, None, None]) if some else query, key, 1.0
     return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
+
+
+def is_of_the_catalogue(scale: Scale) -> bool:
+    """Whether it is known what a scale does to sequences laid end to end: all but rules from elsewhere."""
+    if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
+        return True
+    return about_rule(get_rule(scale)) is not None
 
 
 def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:

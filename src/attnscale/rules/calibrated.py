@@ -4,12 +4,20 @@ import torch
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.rules.calibrated_op import calibrated_factor, pairs_of_sequences
 from attnscale.rules.rule import Scaled, Visible, about, multiply
+from attnscale.torch_internals import unseen
 
 
-def calibrated_sequences(sequences: list[tuple[Tensor, Tensor]]) -> Tensor:
+def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Tensor:
     """1 / std(q·k), (heads,), over every pair of a query and a key of one sequence."""
-    found = [(query.shape[-2] * key.shape[-2], *_moments(query, key)) for query, key in sequences]
+    if unseen(starts_q):
+        factor: Tensor = calibrated_factor(query, key, starts_q, starts_k)
+        return factor
+    pairs_of = list(pairs_of_sequences(query, key, starts_q, starts_k))
+    if not pairs_of:
+        return query.new_ones(query.shape[1], dtype=wide_dtype(query))
+    found = [(own.shape[-2] * theirs.shape[-2], *_moments(own, theirs)) for own, theirs in pairs_of]
     pairs = sum(count for count, *_ in found)
     mean = sum(count / pairs * means for count, means, _ in found)
     variance = sum(count / pairs * (variances + (means - mean).square()) for count, means, variances in found)

@@ -13,7 +13,8 @@ from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
-OverSequences: TypeAlias = Callable[[list[tuple[Tensor, Tensor]]], Tensor]  # queries, keys -> a factor of each head
+# Queries and keys of sequences laid end to end, (1, heads, total, head_dim), and where these begin -> factors of heads
+OverSequences: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(Protocol):

@@ -1,6 +1,7 @@
 """Watcher: the mode that sees every operation of a model, and hands each on: kernels, and all else to be traced."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,9 +11,11 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.numerics import has_nan
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
+from attnscale.tracing.nested import NestedTensors
 from attnscale.tracing.roles import Mixed
 from attnscale.tracing.tracer import Tracer
 from attnscale.watching.kernels import KernelCall, kernel_calls
+from attnscale.watching.kernels.nested import multiplied, sequences
 from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
@@ -23,6 +26,11 @@ from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 
+NESTED_SDPA = (
+    "scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
 
 
@@ -53,6 +61,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
+        self.nested = NestedTensors(ledger)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
         self.failures: list[str] = []
         self._model, self._settings = model, settings
@@ -82,7 +91,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
             self.norms.took(args)
-        if traits.is_kernel:
+        if _of_nested_tensors(args, result) and not (traits.is_kernel and traits.name not in NESTED_SDPA):
+            self._hand_on_nested(traits, args, kwargs, result)
+        elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
             for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
                 self._report(call, given.get("value"), result)
@@ -90,6 +101,21 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             self.recognition.give_up()
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
+
+    def _hand_on_nested(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
+        """Nested tensors are followed sequence by sequence."""
+        calls: Iterable[KernelCall] = ()
+        if traits.name in NESTED_SDPA:
+            calls = sequences(self.nested, dict(zip(traits.arguments, args, strict=False)) | kwargs)
+        elif traits.name == "matmul" and all(isinstance(arg, Tensor) and arg.is_nested for arg in args[:2]):
+            calls = multiplied(self.nested.of(args[0]), self.nested.of(args[1]))
+        self.nested.read(traits.name, args, result)
+        for call in calls:
+            self.recognition.give_up()  # what is known of a model are its kernels
+            softmax = self.reporter.kernel(call)
+            output = result[0] if isinstance(result, (tuple, list)) else result
+            if softmax is not None and isinstance(output, Tensor) and output.is_nested:
+                self.nested.mixed(output, softmax)
 
     def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
@@ -161,6 +187,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         which = f"none of {softmaxes} softmaxes" if softmaxes > 1 else "the one softmax that ran" if softmaxes else ""
         took = f"{which} took {'no' if softmaxes == 1 else 'a'} product of two activations"
         return f"no fused attention kernel ran, and {took if which else 'no softmax'}"
+
+
+def _of_nested_tensors(args: Any, result: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.is_nested for each in (result, *args))
 
 
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:

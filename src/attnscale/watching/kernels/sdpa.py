@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnscale.tracing.lineage import Ledger
+from attnscale.tracing.nested import NestedTensors
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
+from attnscale.watching.kernels.nested import sequences
 
 
 def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
@@ -13,7 +15,7 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     query, key, scale = given["query"], given["key"], given.get("scale")
     mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
     if query.is_nested:
-        yield from _nested(given)
+        yield from sequences(NestedTensors(ledger), given)
     elif query.dim() == 4:
         yield KernelCall(
             "sdpa",
@@ -27,19 +29,3 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             value=given["value"],
             drops=bool(given.get("dropout_p")),
         )
-
-
-def _nested(given: dict[str, Any]) -> Iterator[KernelCall]:
-    """Strided nested tensors, one sequence after the other: of what is inside them no lineage is known."""
-    scale, causal = given.get("scale"), bool(given.get("is_causal"))
-    for query, key, value in zip(*(given[name].unbind() for name in ("query", "key", "value")), strict=True):
-        if query.dim() == 3 and query.numel() and key.numel():
-            yield KernelCall(
-                "sdpa",
-                query.unsqueeze(0),
-                key.unsqueeze(0),
-                query.shape[-1] ** -0.5 if scale is None else float(scale),
-                visibility=Visibility.of(None, causal),
-                value=value.unsqueeze(0),
-                drops=bool(given.get("dropout_p")),
-            )

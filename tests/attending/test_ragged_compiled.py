@@ -1,0 +1,264 @@
+"""Ragged batches in one graph of torch.compile: what is given as lengths is not looked at while it is traced."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attnscale import (
+    MultiheadAttention,
+    attention,
+    attention_varlen,
+    attention_varlen_with_stats,
+    attention_with_stats,
+    score_stats,
+)
+from attnscale.attending import varlen
+from attnscale.attending.packed import layouts, packed_call
+from attnscale.attending.running import attend_sequences, run_sequences
+from attnscale.attending.sequences import as_one_row
+from attnscale.attending.sequences_op import arguments_of
+from attnscale.measure.sequences_op import measured_sequences
+from attnscale.rules.calibrated import calibrated_sequences
+from attnscale.rules.calibrated_op import calibrated_factor
+from tests.measure.oracle import NAMES
+from tests.others import OTHERS_MAY_WARN
+from tests.ragged import SEEN, batch, batches
+from tests.rules.oracle import EXAMPLES
+
+pytestmark = OTHERS_MAY_WARN
+Q_LENS, KV_LENS = [3, 0, 7, 1], [4, 2, 5, 1]
+
+
+def assert_same(run, ragged, *given, backend="aot_eager"):
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    ours, expected = compiled(*given), run(*given)
+    torch.testing.assert_close(_tokens(ours), _tokens(expected))
+    learning = [tensor for tensor in ragged.tensors if tensor.requires_grad]
+    found = [torch.autograd.grad(_tokens(each).sin().sum(), learning) for each in (ours, expected)]
+    torch.testing.assert_close(*found)
+
+
+def _tokens(output):
+    return output.transpose(1, 2).values() if output.is_nested else output
+
+
+@settings(max_examples=20)
+@given(batches(), st.sampled_from([None, 2.0]))
+def test_the_operator_of_graphs_is_each_sequence_alone(problem, softcap):
+    ragged, seen = problem
+    given = layouts(ragged.query, *ragged.starts, None, None, None)
+    call = packed_call(*ragged.tensors, *given, seen, "log_length", True, softcap, 0.0)
+    ours, expected = attend_sequences(*arguments_of(call)), run_sequences(call)
+    torch.testing.assert_close(ours, expected)
+    found = [torch.autograd.grad(each.sin().sum(), ragged.tensors, retain_graph=True) for each in (ours, expected)]
+    torch.testing.assert_close(*found)
+    factor = [
+        each(as_one_row(ragged.query), as_one_row(ragged.key), *ragged.starts)
+        for each in (calibrated_factor, calibrated_sequences)
+    ]
+    torch.testing.assert_close(*factor)
+    found = [torch.autograd.grad(each.sin().sum(), ragged.tensors[:2], allow_unused=True) for each in factor]
+    if all(gradient is not None for gradient in found[1]) and bool((factor[1] < 1e6).all()):
+        torch.testing.assert_close(*found)
+
+
+def test_the_operators_keep_torchs_rules():
+    ragged = batch(Q_LENS, KV_LENS, heads=4, kv_heads=2, requires_grad=True)
+    given = layouts(ragged.query, *ragged.starts, None, None, None)
+    call = packed_call(*ragged.tensors, *given, SEEN[4], None, True, 3.0, 0.0)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attend_sequences, arguments_of(call), test_utils=checks)
+    torch.library.opcheck(measured_sequences, (*arguments_of(call), 5, True), test_utils=checks)
+    rows = as_one_row(ragged.query), as_one_row(ragged.key)
+    torch.library.opcheck(calibrated_factor, (*rows, *ragged.starts), test_utils=checks)
+
+
+def test_packed_tokens_make_one_graph_with_gradients():
+    ragged = batch(Q_LENS, KV_LENS, heads=4, kv_heads=2, requires_grad=True)
+
+    def run(*given):
+        seen = {"is_causal": True, "window_size": (2, 1)}
+        return attention_varlen(*given, enable_gqa=True, **seen, softcap=2.0) * 2 + attention_varlen(
+            *given, enable_gqa=True
+        )
+
+    assert_same(run, ragged, *ragged.tensors, *ragged.starts)
+
+
+def test_jagged_tensors_and_rules_make_one_graph_with_gradients():
+    ragged = batch(Q_LENS, Q_LENS, heads=3, head_dim=11, value_dim=11, requires_grad=True)
+    rules = [EXAMPLES[name].make(3, 3, 11) for name in ("calibrated", "log_length")]
+
+    def run(query, key, value):
+        for rule in rules:
+            query = attention(query * 1.5, key, value, SEEN[4], scale=rule) + query
+        return query
+
+    assert_same(run, ragged, *ragged.nested())
+
+
+def test_inductor_takes_it_too():
+    ragged = batch(Q_LENS, Q_LENS, value_dim=3, dtype=torch.float32, requires_grad=True)
+
+    def run(query, key, value):
+        return attention(query * 2, key, value, is_causal=True, scale="log_length") + query
+
+    assert_same(run, ragged, *ragged.nested(), backend="inductor")
+
+
+def test_other_lengths_are_not_compiled_again():
+    graphs = []
+
+    def counted(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    def run(query, key, value, starts):
+        return attention_varlen(query, key, value, starts, is_causal=True, scale="log_length")
+
+    def run_nested(query, key, value):
+        return attention(query, key, value, is_causal=True, scale="log_length")
+
+    packed, nested = (torch.compile(each, fullgraph=True, backend=counted) for each in (run, run_nested))
+    many = []
+    for lengths in ([3, 4, 9], [5, 2, 2], [1, 1, 6, 2], [8, 0, 2, 2, 2], [2, 17]):
+        ragged = batch(lengths, lengths)
+        given = *ragged.tensors, ragged.starts[0]
+        torch.testing.assert_close(packed(*given), run(*given))
+        torch.testing.assert_close(_tokens(nested(*ragged.nested())), run(*given))
+        many.append(len(graphs))
+    assert many[2:] == [many[2]] * 3  # once the tokens, and then the sequences, are any number
+
+
+@pytest.mark.parametrize("rows", [None, 6])
+def test_statistics_come_out_of_the_graph(rows):
+    ragged = batch(Q_LENS, Q_LENS, requires_grad=True)
+
+    def run(*given):
+        return attention_with_stats(*given, is_causal=True, scale="log_length", rows=rows)
+
+    nested, stats = torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.nested())
+    expected, exact = attention_with_stats(*ragged.nested(), is_causal=True, scale="log_length")
+    torch.testing.assert_close(_tokens(nested), _tokens(expected))
+    found = [torch.autograd.grad(_tokens(each).sin().sum(), ragged.tensors) for each in (nested, expected)]
+    torch.testing.assert_close(*found)
+    assert stats.exact == (rows is None)
+    if rows is None:
+        for name in (*NAMES, "rows", "count"):
+            torch.testing.assert_close(getattr(stats, name), getattr(exact, name), equal_nan=True, msg=name)
+    else:
+        assert stats.rows.tolist() == [rows] * 2
+        assert (exact.max <= stats.max_bound).all()
+        assert stats.stderr("entropy").shape == (2,)
+
+
+def test_statistics_are_read_inside_the_graph():
+    ragged = batch(Q_LENS, KV_LENS)
+
+    def run(starts, keys, nested):
+        stats = attention_varlen_with_stats(*ragged.tensors, starts, keys, softcap=2.0)[1]
+        return stats.entropy, stats.std, stats.count, score_stats(*nested, softcap=2.0).max
+
+    given = *ragged.starts, ragged.nested()[:2]
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given))
+
+
+def test_documents_are_found_inside_the_graph():
+    ragged = batch([5, 4], [5, 4], requires_grad=True)
+    ids = torch.tensor([3, 3, 3, 3, 3, 0, 0, 0, 0])
+
+    def run(*given):
+        *tensors, ids = given
+        return attention_varlen(*tensors, document_ids=ids, is_causal=True)
+
+    assert_same(run, ragged, *ragged.tensors, ids)
+
+
+def test_the_module_makes_one_graph():
+    add = {"add_bias_kv": True, "add_zero_attn": True}
+    layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, scale="QKNorm", **add)
+    tokens = torch.randn(sum(Q_LENS), 12, dtype=torch.float64, requires_grad=True)
+    jagged = torch.nested.nested_tensor_from_jagged(tokens, torch.tensor([0, *Q_LENS]).cumsum(0))
+
+    def run(x):
+        return layer(x, x, x, need_weights=False)[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    ours, expected = (each(jagged).values() for each in (compiled, run))
+    torch.testing.assert_close(ours, expected)
+    learning = [tokens, *layer.parameters()]
+    found = [torch.autograd.grad(each.sin().sum(), learning, allow_unused=True) for each in (ours, expected)]
+    torch.testing.assert_close(*found)
+
+
+def test_a_batch_under_autocast_is_cast_before_it_is_run():
+    ragged = batch(Q_LENS, Q_LENS, dtype=torch.float32, requires_grad=True)
+
+    def run(*given):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention_varlen(*given, softcap=3.0)
+
+    given = *ragged.tensors, ragged.starts[0]
+    ours, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given)
+    assert ours.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, expected)
+
+
+def test_what_is_dropped_is_dropped_in_the_gradient_too():
+    ragged = batch([4, 3], [4, 3], heads=1, requires_grad=True)
+    values = torch.eye(7, dtype=torch.float64).unsqueeze(1).requires_grad_()
+
+    def run(*given):
+        return attention_varlen(*given, dropout_p=0.5)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    weights = compiled(ragged.query, ragged.key, values, ragged.starts[0])
+    (found,) = torch.autograd.grad(weights[:, 0, :].sum(), values)
+    torch.testing.assert_close(found[:, 0], weights[:, 0].sum(0).unsqueeze(-1).expand(7, 7).detach())
+    assert 0 < int((weights == 0).sum()) - 24 < 25  # of 4·4 + 3·3 weights, beside those of other sequences
+    again = compiled(ragged.query, ragged.key, values, ragged.starts[0])
+    assert not torch.equal(weights, again)
+
+
+def test_tensors_without_values_give_shapes():
+    ragged = batch(Q_LENS, KV_LENS, heads=4, kv_heads=2)
+    options = {"is_causal": True, "scale": "log_length", "enable_gqa": True}
+    given = *ragged.tensors, *ragged.starts
+    expected = attention_varlen(*given, **options)
+    with FakeTensorMode() as mode:
+        faked = attention_varlen(*(mode.from_tensor(each) for each in given), **options)
+    for each in (faked, attention_varlen(*(each.to("meta") for each in given), **options)):
+        assert (each.shape, each.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.usefixtures("flash_on_a_cpu")
+def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
+    monkeypatch.setattr(varlen, "serves", lambda ragged: True)
+    ragged = batch(Q_LENS, Q_LENS, head_dim=8, value_dim=8)
+    starts = ragged.starts[0]
+    expected = [attention_varlen(*ragged.tensors, starts, is_causal=causal) for causal in (True, False)]
+
+    def run(*given):
+        return [attention_varlen(*given, is_causal=causal) for causal in (True, False)]
+
+    torch.testing.assert_close(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.tensors, starts), expected
+    )
+
+
+def test_what_only_python_knows_runs_beside_the_graph():
+    """Strided nested tensors, and rules of one's own, which are called sequence by sequence."""
+    ragged = batch(Q_LENS, Q_LENS)
+
+    def run(*given):
+        return attention(*given, scale=lambda query, key, visible: (query, key, 0.3)) * 2
+
+    expected = attention(*ragged.nested(), scale=0.3) * 2
+    torch.testing.assert_close(_tokens(torch.compile(run, backend="aot_eager")(*ragged.nested())), _tokens(expected))
+    strided = torch.nested.as_nested_tensor([torch.randn(2, length, 3) for length in (2, 3)])
+    for attend in (F.scaled_dot_product_attention, attention):
+        with pytest.raises(Exception, match=r"(?s)strided|nested|NestedTensor"):
+            torch.compile(attend, backend="aot_eager", fullgraph=True)(strided, strided, strided)
