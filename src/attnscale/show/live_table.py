@@ -15,7 +15,7 @@ from attnscale.show.numbers import number
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5
-UNTOLD = "–"  # a record does not say how many keys rows see, so without an alarm nothing can be told
+UNTOLD = "–"  # without an alarm a record is not judged
 
 
 class LiveTable:

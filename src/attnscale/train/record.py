@@ -38,6 +38,7 @@ class LayerRecord:
     broken: int = 0  # heads whose scores are NaN or infinite
     softcap: float | None = None  # which no score passes
     clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
+    keys: float | None = None  # that a row sees on average
 
     @property
     def lowered(self) -> float:
@@ -147,6 +148,7 @@ def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
         broken,
         layer.optional("softcap", layer.number),
         clipped,
+        layer.optional("keys", layer.number, least=0.0),
     )
 
 
@@ -190,6 +192,7 @@ def _layer_json(layer: LayerRecord) -> str:
     head: dict[str, Any] = {"rows": layer.rows}
     head |= {"broken": layer.broken} if layer.broken else {}
     head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
+    head |= {"keys": _finite(layer.keys)} if layer.keys is not None else {}
     lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
     numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
     return f"{_json(head)[:-1]}{''.join(numbers)}}}"
