@@ -251,14 +251,22 @@ def test_what_windows_lacks_is_not_imported_unguarded():
     assert found == []
 
 
-@pytest.mark.parametrize("line", ["import fcntl", "from os import fork", "KILL = signal.SIGKILL",
-                                  "class A:\n x = os.getuid()", "def f(x=os.nice): pass", "c = m.get_context('fork')"])  # fmt: skip
+LACKING = (
+    "import fcntl", "from os import fork", "KILL = signal.SIGKILL", "class A:\n x = os.getuid()",
+    "def f(x=os.nice): pass", "c = m.get_context('fork')",
+)  # fmt: skip
+GUARDED = (
+    "def f():\n import fcntl", "try:\n import fcntl\nexcept ImportError: pass",
+    "if hasattr(os, 'nice'):\n os.nice(1)", "x = signal.SIGINT",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LACKING)
 def test_what_windows_lacks_is_found(line):
     assert any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
 
 
-@pytest.mark.parametrize("line", ["def f():\n import fcntl", "try:\n import fcntl\nexcept ImportError: pass",
-                                  "if hasattr(os, 'nice'):\n os.nice(1)", "x = signal.SIGINT"])  # fmt: skip
+@pytest.mark.parametrize("line", GUARDED)
 def test_what_is_asked_for_first_is_not(line):
     assert not any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
 
