@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -26,7 +27,12 @@ def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """The tensor's dtype, or float32 where that is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return _wider(tensor.dtype)
+
+
+@cache
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def lengths(vectors: Tensor) -> Tensor:
