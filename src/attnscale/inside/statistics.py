@@ -19,7 +19,7 @@ from attnscale.inside.given import FUNCTIONS, Given, Modified
 from attnscale.inside.written import Written
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility
-from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.flex import modification
 from attnscale.watching.written.again import WrittenAgain
@@ -28,13 +28,13 @@ from attnscale.watching.written.layout import layout_from
 LOOK = "statistics"
 
 
-Squares = GradientSquares | None  # None where no backward is to come
+Lengths = GradientLengths | None  # None where no backward is to come
 
 
 class Recorder(Protocol):
     """What calls at one place are handed to."""
 
-    def note(self, number: int, call: KernelCall | WrittenAgain, gradients: Squares, is_compiled: bool) -> None:
+    def note(self, number: int, call: KernelCall | WrittenAgain, gradients: Lengths, is_compiled: bool) -> None:
         """A call of the module, this one in its run."""
         ...
 
@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
         ...
 
-    def add(self, squares: GradientSquares, number: int, first: Tensor, second: Tensor) -> None:
+    def add(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
         """The same, of this call."""
         ...
 
@@ -121,7 +121,7 @@ def _note(call: Given | WrittenAgain, ticket: Tensor, number: int, learns: bool)
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is not None:
         found = _kernel(call) if isinstance(call, Given) else call
-        recorder.note(number, found, GradientSquares() if learns else None, is_compiled=True)
+        recorder.note(number, found, GradientLengths() if learns else None, is_compiled=True)
 
 
 @torch.library.custom_op("attnscale::noted_gradient", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
@@ -191,10 +191,10 @@ def _note_eagerly(
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is None:
         return
-    squares = None if learning is None else GradientSquares()
-    recorder.note(number, call, squares, is_compiled=False)
-    if learning is not None and squares is not None:
-        _follow_both(learning, partial(recorder.add, squares, number))
+    lengths = None if learning is None else GradientLengths()
+    recorder.note(number, call, lengths, is_compiled=False)
+    if learning is not None and lengths is not None:
+        _follow_both(learning, partial(recorder.add, lengths, number))
 
 
 def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor], None]) -> None:

@@ -3,17 +3,17 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.numerics import without_autocast
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientSquares, by_query_head, by_shared_key
+from attnscale.watching.gradients import GradientLengths, by_query_head, by_shared_key
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.orders import Order
@@ -41,7 +41,7 @@ class _Watching:
         self.known, self.settings = known, settings
         self.seen = Seen(
             lambda path: path or root,
-            lambda path, head_dim: declared(model, path, head_dim),
+            partial(known.declared, model),
             lambda path: known.unused_norms.get(path, ()),
         )
         self.failures: list[str] = []
@@ -75,11 +75,11 @@ class _Place:
     def __init__(self, watching: _Watching, path: str, order: Order) -> None:
         self._watching, self.path, self._order = watching, path, order
         self.runs = 0
-        self._to_pass: list[tuple[GradientSquares, Signature | None]] = []  # of compiled calls
+        self._to_pass: list[tuple[GradientLengths, Signature | None]] = []  # of compiled calls
         self._recomputed: list[tuple[SeenCall, Signature]] = []  # whose gradient comes from another run of the same
 
     def note(
-        self, number: int, call: KernelCall | WrittenAgain, gradients: GradientSquares | None, is_compiled: bool
+        self, number: int, call: KernelCall | WrittenAgain, gradients: GradientLengths | None, is_compiled: bool
     ) -> None:
         """A call of the module, this one in its run; None where no backward is to come."""
         self.runs += number == 0
@@ -94,7 +94,7 @@ class _Place:
             self._watching.failures.append(f"{self.path}: {type(error).__name__}: {error}")
 
     def _note(
-        self, known_by: Signature | None, given: KernelCall | WrittenAgain, gradients: GradientSquares | None
+        self, known_by: Signature | None, given: KernelCall | WrittenAgain, gradients: GradientLengths | None
     ) -> None:
         seen, known, settings = self._watching.seen, self._watching.known, self._watching.settings
         if known_by is None or not known.fits(given, known_by):
@@ -111,21 +111,21 @@ class _Place:
     def passed(self, first: Tensor, second: Tensor) -> None:
         """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
         if self._to_pass:
-            squares, known_by = self._to_pass.pop()
+            lengths, known_by = self._to_pass.pop()
         elif self._recomputed:
             call, known_by = self._recomputed.pop()
-            squares = call.gradients = GradientSquares()
+            lengths = call.gradients = GradientLengths()
         else:
             return
-        self._add(squares, known_by, first, second)
+        self._add(lengths, known_by, first, second)
 
-    def add(self, squares: GradientSquares, number: int, first: Tensor, second: Tensor) -> None:
+    def add(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
         """The same, of this call."""
-        self._add(squares, self._order.calls[number] if number < len(self._order.calls) else None, first, second)
+        self._add(lengths, self._order.calls[number] if number < len(self._order.calls) else None, first, second)
 
-    def _add(self, squares: GradientSquares, known_by: Signature | None, first: Tensor, second: Tensor) -> None:
+    def _add(self, lengths: GradientLengths, known_by: Signature | None, first: Tensor, second: Tensor) -> None:
         if known_by is not None:
             query, key = self._watching.known.operands(known_by, first, second)
             owners = self._watching.known.calls[known_by].key_owners
-            squares.add("query", by_query_head(query))
-            squares.add("key", by_shared_key(key, query.shape[1], owners))
+            lengths.add("query", by_query_head(query))
+            lengths.add("key", by_shared_key(key, query.shape[1], owners))

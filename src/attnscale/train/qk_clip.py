@@ -98,7 +98,7 @@ class QKClip:
         self.steps += 1
         if self._inside is None:
             return self._clip_outside()
-        if not self._inside.is_current:  # it was moved or converted: followed anew
+        if not self._inside.is_current:  # a part was replaced, or it was moved or converted: followed anew
             self.flush()
             self._leave()
             self._known = None

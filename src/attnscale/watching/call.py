@@ -11,7 +11,7 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.coordinates import Indices
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kept import Kept
 from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
@@ -48,7 +48,7 @@ class SeenCall:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
     kept: Kept | None = field(default=None, repr=False)  # all of it
-    gradients: GradientSquares | None = field(default=None, repr=False)
+    gradients: GradientLengths | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)

@@ -126,8 +126,8 @@ class Seen:
             dtype=last.dtype,
             stats=merged_when_read([call.stats for call in calls]),
             scales=_over_rows(calls, lambda call: call.scales),
-            query_norm=_over_rows(calls, lambda call: call.query_norm.square()).sqrt(),
-            key_norm=_over_rows(calls, lambda call: call.key_norm.square()).sqrt(),
+            query_norm=_root_over_rows(calls, lambda call: call.query_norm),
+            key_norm=_root_over_rows(calls, lambda call: call.key_norm),
             declared=self._declare(path, last.head_dim),
             wiring=Wiring(
                 normalised=all(call.normalised for call in calls),
@@ -208,6 +208,11 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
     counted = [_counted(call, own.device) for call, own in known]
     rows = sum(counted[1:], counted[0])
     return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
+
+
+def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
+    """The root of the mean square over the rows of all calls that count."""
+    return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
 
 
 def _counted(call: SeenCall, device: torch.device) -> Tensor:

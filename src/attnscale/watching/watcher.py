@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             replaced=self.recognition.forget,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
-        self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
+        declare = partial(declared if known is None else known.declared, model)
+        self.seen = Seen(self.running.shown, declare, unused)
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
         self.nested = NestedTensors(ledger)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
@@ -168,9 +170,12 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.seen.overlooked = Overlooked(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
-            unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()]),
+            self._unseen() if self._settings.known is None else (),  # of a known model that was told before
             "" if self.seen.calls else f"N{self._nothing[1:]}.",
         )
+
+    def _unseen(self) -> tuple[str, ...]:
+        return unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()])
 
     def _why_nothing(self) -> str:
         if not self.running.called:

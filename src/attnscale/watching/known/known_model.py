@@ -12,8 +12,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from attnscale.declared import Declared, declared
 from attnscale.measure.pooled import Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.roles import Softmax
@@ -43,6 +44,14 @@ class KnownModel:
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
     orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
     written: Mapping[Signature, KnownWritten] = field(default_factory=dict)  # calls that are no kernels
+
+    declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # once they were asked for
+
+    def declared(self, model: nn.Module, path: str, head_dim: int) -> Declared:
+        """What the model says of its scale there: read once, since to look for it takes long."""
+        if (path, head_dim) not in self.declarations:
+            self.declarations[path, head_dim] = declared(model, path, head_dim)
+        return self.declarations[path, head_dim]
 
     @property
     def from_outside(self) -> "KnownModel | None":

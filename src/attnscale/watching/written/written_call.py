@@ -21,7 +21,7 @@ from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientSquares, of_product
+from attnscale.watching.gradients import GradientLengths, of_product
 from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
@@ -196,7 +196,7 @@ class WrittenCall:
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 
-    def gradients(self) -> GradientSquares:
+    def gradients(self) -> GradientLengths:
         """What a backward will bring to the operands of the product."""
         product, groups = self.axes.product, self.axes.groups
         entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
