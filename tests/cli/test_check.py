@@ -99,6 +99,8 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         (["--device", "tpu"], "Expected a device that is here"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
         (["--html", "."], "Expected a file to write, and . is a folder."),
+        (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is no folder."),
+        ([""], "Expected a model, got an empty name"),
         (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
     ],
 )

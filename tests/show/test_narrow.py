@@ -11,6 +11,7 @@ from attnscale.comparing import compare_portraits
 from attnscale.comparing.between import portrait_of
 from attnscale.show.check import show_check
 from attnscale.show.compare import show_comparison
+from attnscale.show.costs import show_costs
 from attnscale.show.fitting import at_dots
 from attnscale.show.ledger import show_ledger
 from tests.checking.broken import D_MODEL, Attention
@@ -84,6 +85,15 @@ def test_words_of_the_ledger_are_whole(printed):
     text = " ".join(printed(show_ledger, [claim]))
     for word in " ".join(words).split():
         assert word in text
+
+
+def test_times_of_a_bench_are_whole(printed):
+    case = dict(batch=1, heads=2, kv_heads=2, q_len=256, kv_len=256, head_dim=64, dtype="float32", is_causal=False)
+    timing = dict(milliseconds=1234.5, ratio=22.142, quartiles=(21.068, 28.744))
+    cost = dict(case=case | {"backward": True}, variant="eager with statistics", graph=None, calls=timing)
+    found = printed(show_costs, [cost | {"peak_bytes": None, "host_microseconds": None}])
+    assert any(line.endswith("22.142  21.068–28.744") for line in map(str.rstrip, found))
+    assert "peak" not in " ".join(found)
 
 
 def test_what_has_no_dot_is_broken_somewhere():

@@ -51,6 +51,8 @@ def load_model(request: Request) -> Loaded:
 
 
 def _check(request: Request) -> None:
+    if request.model is not None and not request.model.strip():
+        raise SettingError("Expected a model, got an empty name; without any the bundled model is checked.")
     require_length(request.length)
     require_text(request.text)
     if request.factory is not None and (request.model is None or not is_factory(request.factory)):

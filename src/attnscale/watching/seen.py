@@ -11,7 +11,7 @@ from torch import Tensor
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
-from attnscale.plain import printable
+from attnscale.plain import printable, readable
 from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
@@ -227,7 +227,7 @@ def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
     statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
     numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
-    shown = ("–" if math.isnan(number) else f"{number:.3g}{_give_or_take(error)}" for number, error in numbers)
+    shown = ("–" if math.isnan(number) else f"{readable(number)}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown
 
 
