@@ -84,7 +84,7 @@ def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> L
         raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
     if _is_known(starts) and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
         raise InputError(f"Expected {name} to begin with 0 and never to fall, got {starts.tolist()}.")
-    return Layout(starts, longest)
+    return Layout(starts if starts.dtype in (torch.int32, torch.int64) else starts.long(), longest)
 
 
 def _check_ends(name: str, layout: Layout, tokens: Tensor) -> None:
