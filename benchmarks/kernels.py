@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from attnscale import attention_with_stats
-from attnscale.bench.cases import H200 as SHAPES
+from attnscale.bench.dense import H200 as SHAPES
 from attnscale.measure.cuda import hopper, triton
 
 CALLS = 9

@@ -1,9 +1,13 @@
-"""Print the table of costs in docs/speed.md from the recorded results: `python benchmarks/table.py`."""
+"""Print the table of costs in docs/speed.md from the recorded results: `python benchmarks/table.py`.
+
+With a file, as `attnscale bench --kind ragged --out FILE` writes it, its tables of dense and of ragged batches.
+"""
 
 import json
+import sys
 from pathlib import Path
 
-from attnscale.show.costs import markdown_table
+from attnscale.show.costs import markdown_table, ragged_table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -15,4 +19,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    if len(sys.argv) > 1:
+        given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["costs"]
+        print(markdown_table(given), ragged_table(given), sep="\n\n")
+    else:
+        print(table())

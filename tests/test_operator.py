@@ -345,3 +345,14 @@ def test_key_and_value_groups_of_two_sizes():
 def test_meta_tensors_give_shapes(options):
     query, key, value = (tensor.to("meta") for tensor in tensors())
     assert attention(query, key, value, **options).shape == (batch, heads, q_len, value_dim)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_in_torchscript_it_is_sdpa():
+    query, key, value = tensors()
+    scripted = torch.jit.script(_scripted)
+    torch.testing.assert_close(scripted(query, key, value, 0.3), attention(query, key, value, scale=0.3))
+
+
+def _scripted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float):
+    return attention(query, key, value, None, 0.0, False, scale=scale)

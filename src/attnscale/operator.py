@@ -16,6 +16,7 @@ from attnscale.inputs import check_inputs
 from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
+from attnscale.torch_internals import is_in_scripts
 from attnscale.visibility import Mask, Visibility
 
 
@@ -48,6 +49,9 @@ def attention(
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
     return run(call).reshape(shape)
+
+
+is_in_scripts(attention, "aten::scaled_dot_product_attention")
 
 
 def attention_weights(

@@ -60,14 +60,10 @@ _dispatch_mode = Internal(
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
 )
-_modes_in_place = Internal(
-    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes left behind are not counted"
-)
+_modes_in_place = Internal("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes are not counted")
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
-_has_kernel = Internal(
-    "torch._C", "_dispatch_has_kernel_for_dispatch_key", "operations made of others are not taken apart"
-)
+_has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not taken apart")
 _graph_task = Internal("torch._C", "_current_graph_task_id", "what a backward pass recomputes is counted again")
 _packing_hooks = Internal(
     "torch._C._autograd", "_top_saved_tensors_default_hooks", "kernels are not read from the autograd graph"
@@ -79,14 +75,11 @@ _transforms = Internal(
 _module_call = Internal(
     "torch.nn", "Module._call_impl", "one of torch's own layers is taken for two where it is called on two lines"
 )
-_sdpa_choice = Internal(
-    "torch", "_fused_sdp_choice", "attention_with_stats runs torch's memory-efficient backward, and knows no lse"
-)
+_sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward, and no lse")
 _dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "no operator is launched directly, which is slower")
 _function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "no operator is launched directly")
-_raw_stream = Internal(
-    "torch._C", "_cuda_getCurrentRawStream", "a launch asks for its stream a slower way", only_with_cuda=True
-)
+_raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "a launch is slower", only_with_cuda=True)
+_script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
 SLOWER = "the backward of attention_with_stats forms its attention again"
 NO_LSE = "the largest score of rows that are not looked at has a wider bracket"
 _forwards = {
@@ -101,9 +94,7 @@ _cpu_backward = Internal(
     "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", f"{SLOWER} (on a CPU)"
 )
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
-_default_store = Internal(
-    "torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged: each keeps to itself"
-)
+_default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged")
 _shard_offset = Internal(
     "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "sharded parameters are not rescaled"
 )
@@ -161,7 +152,7 @@ def in_backward() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether a hook packs away what autograd saves; taken for granted where that cannot be asked."""
+    """Whether a hook packs away what autograd saves, or that cannot be asked."""
     return _packing_hooks.found is None or _packing_hooks(True) is not None
 
 
@@ -294,6 +285,11 @@ def causal_bias_under_modes() -> Iterator[None]:
             del CausalBias.__new__
         else:
             CausalBias.__new__ = own  # type: ignore[method-assign]
+
+
+def is_in_scripts(function: Callable[..., Any], operation: str) -> None:
+    """Let torch.jit.script take a function for one of torch's operations, which has its arguments or more."""
+    _script_builtin(function, operation)
 
 
 def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:

@@ -206,6 +206,16 @@ def test_a_plain_tensor_beside_nested_ones_is_sequences_of_one_length():
             torch.testing.assert_close(output.values(), expected.values())
 
 
+def test_starts_are_whole_numbers_of_any_size():
+    ragged = batch(LENGTHS, LENGTHS)
+    expected = attention_varlen(*ragged.tensors, ragged.starts[0], is_causal=True, scale="log_length")
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        starts = ragged.starts[0].to(dtype)
+        ours, stats = attention_varlen_with_stats(*ragged.tensors, starts, is_causal=True, scale="log_length", rows=9)
+        torch.testing.assert_close(ours, expected)
+        assert stats.rows.tolist() == [9, 9]
+
+
 def test_documents_packed_in_a_row_are_sequences():
     ragged = batch(LENGTHS, LENGTHS)
     ids = torch.tensor([3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 1, 2, 2, 2, 2])

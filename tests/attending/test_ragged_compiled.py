@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import (
+    AttnscaleError,
     MultiheadAttention,
     attention,
     attention_varlen,
@@ -164,6 +165,27 @@ def test_statistics_are_read_inside_the_graph():
 
     given = *ragged.starts, ragged.nested()[:2]
     torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given))
+
+
+def test_what_is_wrong_with_lengths_is_told_when_the_graph_runs():
+    ragged = batch([3, 5], [3, 5])
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
+    with pytest.raises(AttnscaleError, match="end with the query's 8 tokens"):
+        compiled(*ragged.tensors, torch.tensor([0, 3, 5]))
+    with pytest.raises(AttnscaleError, match="begin with 0 and never"):
+        compiled(*ragged.tensors, torch.tensor([0, 9, 8]))
+
+
+def test_an_exported_program_takes_any_lengths():
+    class Packed(torch.nn.Module):
+        def forward(self, tokens, starts):
+            return attention_varlen(tokens, tokens, tokens, starts, is_causal=True, scale="log_length")
+
+    any_number = torch.export.Dim.DYNAMIC
+    sizes = {"tokens": {0: any_number}, "starts": {0: any_number}}
+    program = torch.export.export(Packed(), (torch.randn(8, 2, 3), torch.tensor([0, 3, 8])), dynamic_shapes=sizes)
+    tokens, starts = torch.randn(13, 2, 3), torch.tensor([0, 5, 5, 6, 13])
+    torch.testing.assert_close(program.module()(tokens, starts), Packed()(tokens, starts))
 
 
 def test_documents_are_found_inside_the_graph():

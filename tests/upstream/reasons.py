@@ -2,11 +2,8 @@
 
 import re
 
-SCRIPT = "torch.jit.script compiles nn.MultiheadAttention, and takes no Python function with keyword-only arguments"
 TAKEN = "expects a kernel to refuse tensors as they are; ours gives it the same attention in a form that it takes"
 REASONS = {
-    r"\.test_script_": SCRIPT,
-    r"\.test_transformerencoderlayer_subclass(_model)?_": SCRIPT,
     r"TestSDPAFailureModes\w*\.test_(invalid_fused_inputs|invalid_last_dim_stride|unaligned_tensors)": TAKEN,
     r"TestSDPAFailureModes\w*\.test_(fused_kernels_nested_broadcasting|nested_fails_on_padding)": TAKEN,
     r"TestSDPAFailureModes\w*\.test_fused_kernels_seq_len_0_inputs": TAKEN,

@@ -51,6 +51,24 @@ def test_every_path_of_an_encoder_leaves_the_same_rows_out():
     assert kinds == {"fast path", "sdpa"}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_on_torchs_fast_paths_are_their_sequences_alone():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 48, batch_first=True), 2).eval()
+    layer = nn.MultiheadAttention(24, 2, batch_first=True).eval()
+    sequences = [3 * torch.randn(length, 24) for length in LENGTHS]
+    nested = torch.nested.as_nested_tensor(sequences)
+    for model, run in ((encoder, encoder), (layer, lambda x: layer(x, x, x, need_weights=False))):
+        with torch.no_grad():
+            with attnscale.watch(model, rows=None) as alone:
+                for sequence in sequences:
+                    run(sequence[None])
+            with attnscale.watch(model, rows=None) as seen:
+                run(nested)
+        for own, single in zip(seen.layers.values(), alone.layers.values(), strict=True):
+            assert own.kind == "fast path"
+            assert_alike(own, single)
+
+
 class Written(nn.Module):
     """Self-attention by hand, and cross-attention where it is given other keys."""
 

@@ -333,3 +333,33 @@ def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, 
         torch.testing.assert_close(*found, msg=name, equal_nan=True, rtol=1e-4, atol=1e-4)
     codes = [sorted({each.code for each in diagnose(found.layers, trained=True).findings}) for found in (seen, wanted)]
     assert codes[0] == codes[1]
+
+
+class Strided(nn.Module):
+    """Self-attention on strided nested tensors, its projections and all."""
+
+    def __init__(self):
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        batch, width = len(x.unbind()), HEADS * HEAD_DIM
+        heads = (
+            project(x).view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(*heads, scale=HEAD_DIM**-1.0)
+        return self.out_proj(mixed.transpose(1, 2).contiguous().view(batch, -1, width))
+
+
+def test_projections_of_strided_nested_tensors_are_followed():
+    model = Strided()
+    parts = [torch.randn(length, HEADS * HEAD_DIM) for length in LENGTHS]
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(torch.nested.as_nested_tensor(parts))
+    (layer,) = seen.layers.values()
+    assert (layer.heads, layer.kv_heads, layer.stats.rows.tolist()) == (HEADS, HEADS, [sum(LENGTHS)] * HEADS)
+    audit = attnscale.audit(model, torch.nested.as_nested_tensor(parts))
+    assert "scaled_by_dim" in [each.code for each in audit.findings]
+    assert audit.unchecked == ()

@@ -35,10 +35,10 @@ def packed_call(
             raise ShapeError(f"Expected {name} as packed tokens (total, heads, head_dim), got {found}.")
     tensors = [as_one_row(tensor) for tensor in (query, key, value)]
     check_inputs(tensors[0], tensors[1], tensors[2], None, False, enable_gqa, softcap, dropout_p)
-    if len(rows) != len(keys):
-        raise ShapeError(f"Expected as many sequences of keys as of queries, got {len(keys)} and {len(rows)}.")
-    _check_ends("query", rows, query)
-    _check_ends("key", keys, key)
+    if rows.count != keys.count:
+        raise ShapeError(f"Expected as many sequences of keys as of queries, got {keys.count} and {rows.count}.")
+    rows.check_end("query", tensors[0])
+    keys.check_end("key", tensors[1])
     own, theirs, values = (
         Sequences(tensor, layout) for tensor, layout in zip(tensors, (rows, keys, keys), strict=True)
     )
@@ -76,23 +76,15 @@ def window_of(window_size: Window, is_causal: bool) -> Visibility:
 
 
 def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> Layout:
-    if starts.dim() != 1 or not len(starts) or starts.is_floating_point() or starts.dtype == torch.bool:
+    if starts.dim() != 1 or starts.shape[0] == 0 or starts.is_floating_point() or starts.dtype == torch.bool:
         raise DtypeError(
             f"Expected {name} as whole numbers (sequences + 1,), got {starts.dtype} of shape {tuple(starts.shape)}."
         )
     if starts.device != query.device:
         raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
-    if _is_known(starts) and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
-        raise InputError(f"Expected {name} to begin with 0 and never to fall, got {starts.tolist()}.")
-    return Layout(starts, longest)
-
-
-def _check_ends(name: str, layout: Layout, tokens: Tensor) -> None:
-    """A GPU is not waited for."""
-    if _is_known(layout.offsets) and int(layout.offsets[-1]) != len(tokens):
-        raise ShapeError(
-            f"Expected the last sequence to end with the {name}'s {len(tokens)} tokens, got {int(layout.offsets[-1])}."
-        )
+    layout = Layout(starts if starts.dtype in (torch.int32, torch.int64) else starts.long(), longest)
+    layout.check_starts(name)
+    return layout
 
 
 def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
@@ -105,19 +97,14 @@ def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
     if unseen(document_ids):
         return Layout(_starts_of_as_many(document_ids))
     begins = (document_ids.diff() != 0).nonzero().squeeze(-1) + 1
-    ends = begins.new_tensor([len(document_ids)] if len(document_ids) else [])
+    ends = begins.new_tensor([document_ids.shape[0]] if document_ids.shape[0] else [])
     return Layout(torch.cat([begins.new_zeros(1), begins, ends]))
 
 
 def _starts_of_as_many(document_ids: Tensor) -> Tensor:
     """The same with as many sequences as there are tokens, the last of them empty: a graph knows no other number."""
-    total = len(document_ids)
+    total = document_ids.shape[0]
     begins = torch.cat([document_ids.new_zeros(min(total, 1), dtype=torch.long), (document_ids.diff() != 0).long()])
     at = torch.arange(total, device=document_ids.device)
     nothing = torch.full((total + 1,), total, device=document_ids.device)
     return nothing.scatter_reduce(0, begins.cumsum(0), at, "amin")
-
-
-def _is_known(starts: Tensor) -> bool:
-    """Whether looking at it costs nothing."""
-    return starts.device.type == "cpu" and not unseen(starts)

@@ -55,7 +55,7 @@ def scaled_sequences(
     dropout_p: float = 0.0,
 ) -> Ragged:
     """An attention over sequences, its scale a float, whatever rule gave it; rules count the keys of each sequence."""
-    count = max(len(each.layout) for each in (query, key, value))
+    count = max(each.layout.count for each in (query, key, value))
     query, key, value = (_shared(name, each, count) for name, each in _named(query, key, value))
     if key.layout.differs(value.layout):
         raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
@@ -90,7 +90,7 @@ def _named(query: Sequences, key: Sequences, value: Sequences) -> Iterator[tuple
 
 def _shared(name: str, sequences: Sequences, count: int) -> Sequences:
     """A batch of one sequence is shared by all."""
-    found = len(sequences.layout)
+    found = sequences.layout.count
     if found not in (1, count):
         raise ShapeError(f"Expected {count} sequences in {name}, as many as in the others, got {found}.")
     return sequences.repeated(count)

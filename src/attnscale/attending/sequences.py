@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.errors import ShapeError
+from attnscale.errors import InputError, ShapeError
 from attnscale.torch_internals import ragged_axis, unseen
 
 Wrapping = Callable[[Tensor], Tensor]
@@ -32,8 +32,10 @@ class Layout:
         """Of so many sequences of one length."""
         return cls(torch.arange(count + 1, device=device) * length, length)
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    @property
+    def count(self) -> int:
+        """How many sequences."""
+        return self.offsets.shape[0] - 1  # of which len() would make a constant in a graph
 
     @property
     def sizes(self) -> Tensor:
@@ -50,9 +52,27 @@ class Layout:
         """The length of the longest sequence."""
         return max(self.lengths, default=0) if self.known_longest is None else self.known_longest
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether looking at it costs nothing."""
+        return self.offsets.device.type == "cpu" and not unseen(self.offsets)
+
+    def check_starts(self, name: str) -> None:
+        """Refuse what is no layout; a GPU is not waited for."""
+        if self.is_at_hand and (int(self.offsets[0]) != 0 or bool((self.offsets.diff() < 0).any())):
+            raise InputError(f"Expected {name} to begin with 0 and never to fall, got {self.offsets.tolist()}.")
+
+    def check_end(self, name: str, row: Tensor) -> None:
+        """Refuse another number of tokens than there are in a row (1, heads, total, width)."""
+        total = row.shape[-2]
+        if self.is_at_hand and int(self.offsets[-1]) != total:
+            raise ShapeError(
+                f"Expected the last sequence to end with the {name}'s {total} tokens, got {int(self.offsets[-1])}."
+            )
+
     def sequence_of(self, tokens: int) -> Tensor:
         """The number of the sequence that each of so many tokens belongs to."""
-        every = torch.arange(len(self), device=self.offsets.device)
+        every = torch.arange(self.count, device=self.offsets.device)
         return every.repeat_interleave(self.sizes, output_size=tokens)
 
     def equals(self, other: "Layout") -> bool:
@@ -67,7 +87,7 @@ class Layout:
 
     def with_one_more(self) -> "Layout":
         """Of sequences with one token more each."""
-        return Layout(self.offsets + torch.arange(len(self.offsets), device=self.offsets.device))
+        return Layout(self.offsets + torch.arange(self.count + 1, device=self.offsets.device))
 
 
 @dataclass(frozen=True)
@@ -80,14 +100,14 @@ class Sequences:
     def with_another(self, token: Tensor) -> "Sequences":
         """The same with one more token, (1, heads, 1, width), behind every sequence."""
         total, longer = self.tokens.shape[-2], self.layout.with_one_more()
-        behind = token.expand(-1, -1, len(self.layout), -1)
+        behind = token.expand(-1, -1, self.layout.count, -1)
         at = torch.arange(total, device=self.tokens.device) + self.layout.sequence_of(total)
         places = torch.cat([at, longer.offsets[1:].long() - 1])
         return Sequences(torch.cat([self.tokens, behind], dim=-2)[:, :, places.argsort()], longer)
 
     def repeated(self, times: int) -> "Sequences":
         """A batch of one sequence, for so many that share it."""
-        if times == len(self.layout):
+        if times == self.layout.count:
             return self
         length = self.tokens.shape[-2]
         return Sequences(self.tokens.repeat(1, 1, times, 1), Layout.even(times, length, self.tokens.device))
@@ -159,6 +179,4 @@ def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
 
 
 def _is_known(layout: Layout) -> bool:
-    if unseen(layout.offsets):
-        return False
-    return len(layout) > 0 and ("lengths" in vars(layout) or layout.offsets.device.type == "cpu")
+    return layout.count > 0 and (layout.is_at_hand or "lengths" in vars(layout)) and not unseen(layout.offsets)

@@ -36,6 +36,9 @@ def ragged_of(
 ) -> tuple[Ragged, Dropped | None]:
     """The attention again, without sequences that have neither rows nor keys, and what is dropped of it."""
     longest_q, longest_k, last, first, from_the_end, dropout_p, scale, softcap = settings
+    for name, starts, row in (("query", starts_q, query), ("key", starts_k, key)):
+        Layout(starts).check_starts(f"the starts of the {name}")
+        Layout(starts).check_end(name, row)
     some = (starts_q.diff() > 0) | (starts_k.diff() > 0)
     rows, keys = (torch.cat([starts[:1], starts[1:][some]]) for starts in (starts_q, starts_k))
     call = Call(query, key, value, Visibility(last, first, from_the_end=from_the_end), 0.0, scale, softcap)

@@ -71,7 +71,7 @@ def _attend_window(ragged: Ragged, query: Tensor, key: Tensor, value: Tensor) ->
 def _starts(layout: Layout, tokens: Tensor) -> tuple[Tensor, int]:
     """No sequence is longer than all tokens: in a graph that is all there is to know, unless it was said."""
     is_known = layout.known_longest is not None or not unseen(layout.offsets)
-    return layout.offsets.to(torch.int32), layout.longest if is_known else len(tokens)
+    return layout.offsets.to(torch.int32), layout.longest if is_known else tokens.shape[0]
 
 
 def _window(ragged: Ragged) -> tuple[int, int] | None:

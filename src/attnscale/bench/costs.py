@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.bench.cases import Case
+from attnscale.bench.cases import OURS, PLAIN, Case
 from attnscale.bench.clocks import CALLS, GRAPH, HOST, Clock, Step, clocks
-from attnscale.bench.variants import OURS, PLAIN, variants
+from attnscale.bench.kinds import KINDS
 
 ROUNDS = {"cpu": 9, "cuda": 9}
 TRIALS = 3  # of each plain backend, to find the fastest
@@ -45,20 +45,14 @@ class Cost:
 
 def measure_case(case: Case, device: str, progress: Callable[[str], None] = lambda name: None) -> list[Cost]:
     """Time every variant of one case in turns, plain SDPA's best backend first."""
-    dtype = getattr(torch, case.dtype)
-    shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
-    qkv = [
-        torch.randn(case.batch, *shape, case.head_dim, device=device, dtype=dtype, requires_grad=case.backward)
-        for shape in shapes
-    ]
     ways, memory = {}, {}
-    for name, forward in variants(case, device).items():
-        step = partial(_step, forward, qkv, case.backward)
+    for name, (forward, given) in KINDS[case.kind].variants(case, device).items():
+        step = partial(_step, forward, given, case.backward)
         progress(name)
         try:
             step()
             memory[name] = _peak(step, device)
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, NotImplementedError, ValueError, ImportError):
             if name.startswith(OURS):
                 raise
             continue  # a backend that does not take this case, or a matrix that does not fit
@@ -111,10 +105,10 @@ def to_dict(costs: Sequence[Cost], device: str) -> dict[str, Any]:
     return {"machine": machine(device), "device": device, "costs": [asdict(cost) for cost in costs]}
 
 
-def _step(forward: Callable[..., Tensor], qkv: list[Tensor], backward: bool) -> None:
-    output = forward(*qkv)
+def _step(forward: Callable[..., Tensor], given: list[Tensor], backward: bool) -> None:
+    output = forward(*given)
     if backward:
-        torch.autograd.grad(output, qkv, output)
+        torch.autograd.grad(output, given, output)
 
 
 def _peak(step: Step, device: str) -> int | None:

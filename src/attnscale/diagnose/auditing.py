@@ -93,7 +93,9 @@ def _described(value: object) -> str:
 def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
     """The inputs once more, for a second run; None where they cannot be copied."""
     try:
-        return copy.deepcopy((args, kwargs))
+        nested = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_nested)
+        cloned = {id(each): each.clone() for each in nested if each.layout is torch.strided}  # which deepcopy does not
+        return copy.deepcopy((args, kwargs), cloned)
     except Exception:  # a part of another graph, a generator, an open file
         return None
 

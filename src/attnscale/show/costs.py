@@ -51,11 +51,32 @@ def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
     Where a CUDA graph was timed too, its ratio, the device's own, stands first; behind it that of calls from Python,
     and how long the host takes for one.
     """
-    columns = ("attnscale, every row", "attnscale, 64 rows", "eager with statistics")
-    lines = ["| case | exact, read | 64 rows, read | eager with statistics |", "|---|---|---|---|"]
+    columns = {
+        "exact, read": "attnscale, every row",
+        "64 rows, read": "attnscale, 64 rows",
+        "eager with statistics": "eager with statistics",
+    }
+    return _markdown([cost for cost in costs if not cost["case"].get("lengths")], columns)
+
+
+def ragged_table(costs: Sequence[dict[str, Any]]) -> str:
+    """The same of ragged batches, over plain SDPA of a batch with as many tokens."""
+    columns = {
+        "packed": "attnscale, packed",
+        "exact, read": "attnscale, packed, every row",
+        "64 rows, read": "attnscale, packed, 64 rows",
+        "jagged, exact, read": "attnscale, jagged, every row",
+        "jagged, 64 rows, read": "attnscale, jagged, 64 rows",
+        "padded": "padded, with a mask",
+    }
+    return _markdown([cost for cost in costs if cost["case"].get("lengths")], columns)
+
+
+def _markdown(costs: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    lines = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for title, group in groupby(costs, key=_title):
         found = {cost["variant"]: _ratios(cost) for cost in group}
-        lines.append(f"| {title} | {' | '.join(found.get(column, '–') for column in columns)} |")
+        lines.append(f"| {title} | {' | '.join(found.get(variant, '–') for variant in columns.values())} |")
     return "\n".join(lines)
 
 
@@ -67,7 +88,11 @@ def _ratios(cost: dict[str, Any]) -> str:
 
 def _title(cost: dict[str, Any]) -> str:
     case = cost["case"]
+    passes = "forward and backward" if case["backward"] else "forward"
+    causal = ", causal" if case["is_causal"] else ""
+    if case.get("lengths"):
+        sizes = f"{len(case['lengths'])} sequences of {min(case['lengths'])} to {max(case['lengths'])}"
+        return f"{sizes}, {case['heads']} heads of {case['head_dim']}, {case['dtype']}{causal}, {passes}"
     names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
     shape = f"({', '.join(str(case[name]) for name in names)})"
-    causal = ", causal" if case["is_causal"] else ""
-    return f"{shape} {case['dtype']}{causal}, {'forward and backward' if case['backward'] else 'forward'}"
+    return f"{shape} {case['dtype']}{causal}, {passes}"

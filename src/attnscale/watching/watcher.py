@@ -1,7 +1,6 @@
 """Watcher: the mode that sees every operation of a model, and hands each on: kernels, and all else to be traced."""
 
 import warnings
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,10 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.numerics import has_nan
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
-from attnscale.tracing.nested import NestedTensors
+from attnscale.tracing.nested import NestedTensors, is_nested
 from attnscale.tracing.roles import Mixed
 from attnscale.tracing.tracer import Tracer
-from attnscale.watching.kernels import KernelCall, kernel_calls
-from attnscale.watching.kernels.nested import multiplied, sequences
+from attnscale.watching.kernels import KernelCall, kernel_calls, nested
 from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
@@ -27,11 +25,6 @@ from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 
-NESTED_SDPA = (
-    "scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
 
 
@@ -63,8 +56,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         declare = partial(declared if known is None else known.declared, model)
         self.seen = Seen(self.running.shown, declare, unused)
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
-        self.nested = NestedTensors(ledger)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
+        self.nested = NestedTensors(self.tracer)
         self.failures: list[str] = []
         self._model, self._settings = model, settings
 
@@ -93,7 +86,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
             self.norms.took(args)
-        if _of_nested_tensors(args, result) and not (traits.is_kernel and traits.name not in NESTED_SDPA):
+        if (not traits.is_kernel or traits.name in nested.OPERATIONS) and any(map(is_nested, (result, *args))):
             self._hand_on_nested(traits, args, kwargs, result)
         elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
@@ -106,24 +99,26 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def _hand_on_nested(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         """Nested tensors are followed sequence by sequence."""
-        calls: Iterable[KernelCall] = ()
-        if traits.name in NESTED_SDPA:
-            calls = sequences(self.nested, dict(zip(traits.arguments, args, strict=False)) | kwargs)
-        elif traits.name == "matmul" and all(isinstance(arg, Tensor) and arg.is_nested for arg in args[:2]):
-            calls = multiplied(self.nested.of(args[0]), self.nested.of(args[1]))
-        self.nested.read(traits.name, args, result)
+        ledger, calls = self.tracer.ledger, list[KernelCall]()
+        if traits.name in nested.OPERATIONS:
+            given = dict(zip(traits.arguments, args, strict=False)) | kwargs
+            parts = [self.nested.of(given[name]).tensors for name in ("query", "key", "value")]
+            calls = list(nested.sequences(ledger, given, parts))
+        elif traits.name == "matmul" and all(map(is_nested, args[:2])):
+            calls = list(nested.multiplied(ledger, self.nested.of(args[0]), self.nested.of(args[1])))
+        self.nested.read(traits.name, args, kwargs, result)
+        output = result[0] if isinstance(result, (tuple, list)) else result
         for call in calls:
             self.recognition.give_up()  # what is known of a model are its kernels
             softmax = self.reporter.kernel(call)
-            output = result[0] if isinstance(result, (tuple, list)) else result
-            if softmax is not None and isinstance(output, Tensor) and output.is_nested:
+            if softmax is not None:
                 self.nested.mixed(output, softmax)
 
     def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
-            if isinstance(value, Tensor) and not self.recognition.only_known:
+            if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
                 softmax.measured(None, has_nan(output) & ~has_nan(value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
@@ -194,13 +189,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         return f"no fused attention kernel ran, and {took if which else 'no softmax'}"
 
 
-def _of_nested_tensors(args: Any, result: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_nested for each in (result, *args))
-
-
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:
     """Whether an operation runs as those it is made of: not where its device, or a nested tensor, has one for it."""
-    if any(isinstance(arg, Tensor) and arg.is_nested for arg in args):
+    if any(map(is_nested, args)):
         return False
     if not (traits.is_composite and traits.fused_on):
         return traits.is_composite

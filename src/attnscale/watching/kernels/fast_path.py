@@ -17,11 +17,16 @@ from attnscale.watching.kernels.kernel_call import KernelCall
 def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     """torch's own fast path of nn.MultiheadAttention, which projects inside."""
     heads, weight, bias = given["num_head"], given["qkv_weight"], given["qkv_bias"]
-    width = weight.shape[1]
-    query = F.linear(given["query"], weight[:width], bias[:width])
-    key = F.linear(given["key"], weight[width : 2 * width], bias[width : 2 * width])
-    value = F.linear(given["value"], weight[2 * width :], bias[2 * width :])
-    for kernel in _projected_inside(query, key, value, heads, given.get("mask"), given.get("mask_type")):
+    width, mask, mask_type = weight.shape[1], given.get("mask"), given.get("mask_type")
+    sources = [given["query"], given["key"], given["value"]]
+    if given["query"].is_nested:  # then all are the same
+        padded, mask = _padded(given["query"])
+        sources, mask_type = [padded] * 3, None
+    query, key, value = (
+        F.linear(source, weight[start : start + width], bias[start : start + width])
+        for source, start in zip(sources, (0, width, 2 * width), strict=True)
+    )
+    for kernel in _projected_inside(query, key, value, heads, mask, mask_type):
         own = given["query"] is given["key"]
         yield replace(kernel, attends_itself=own, origins=_packed_origins(ledger, weight, bias, heads))
 
@@ -31,10 +36,8 @@ def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]
     source, width = given["src"], given["embed_dim"]
     mask, mask_type = given.get("mask"), given.get("mask_type")
     if source.is_nested:
-        lengths = torch.tensor([len(part) for part in source.unbind()], device=source.device)
-        source = source.to_padded_tensor(0.0)
-        beyond = torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
-        mask, mask_type = (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1), None
+        source, mask = _padded(source)
+        mask_type = None
     if given["norm_first"]:
         source = F.layer_norm(source, (width,), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
     packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
@@ -42,6 +45,14 @@ def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]
     for kernel in _projected_inside(query, key, value, given["num_heads"], mask, mask_type):
         origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
         yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
+
+
+def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequences of a nested tensor with zeros behind them, and a mask that hides those, (batch, 1, rows, keys)."""
+    lengths = torch.tensor([len(part) for part in nested.unbind()], device=nested.device)
+    padded = nested.to_padded_tensor(0.0)
+    beyond = torch.arange(padded.shape[1], device=padded.device) >= lengths[:, None]
+    return padded, (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1)
 
 
 def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:

@@ -1,41 +1,61 @@
 """SDPA of strided nested tensors: as one operation, or in products of them, where torch has no kernel for them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from attnscale.tracing.coordinates import transposed
-from attnscale.tracing.lineage import Node, moved
-from attnscale.tracing.nested import NestedTensors, Parts
+from attnscale.tracing.lineage import Ledger, Node, moved
+from attnscale.tracing.nested import Parts
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
+OPERATIONS = (
+    "scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 
-def sequences(nested: NestedTensors, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """An operation that takes query, key and value: one sequence after the other."""
-    query, key, value = (nested.of(given[name]) for name in ("query", "key", "value"))
+
+def sequences(ledger: Ledger, given: dict[str, Any], parts: Sequence[Sequence[Tensor]]) -> Iterator[KernelCall]:
+    """An operation with these arguments: of query, key and value, one sequence after the other."""
     scale = given.get("scale")
-    scale = query.tensors[0].shape[-1] ** -0.5 if scale is None and query.tensors else scale
-    yield from _calls(query, key, value, scale, bool(given.get("is_causal")), bool(given.get("dropout_p")))
+    for query, key, value in zip(*parts, strict=True):
+        yield from _call(
+            *(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)),
+            *(ledger.node(query), ledger.node(key), ledger.node(value)),
+            is_causal=bool(given.get("is_causal")),
+            drops=bool(given.get("dropout_p")),
+        )
 
 
-def multiplied(weights: Parts, value: Parts) -> Iterator[KernelCall]:
+def multiplied(ledger: Ledger, weights: Parts, value: Parts) -> Iterator[KernelCall]:
     """A product of the softmax of a product with values; what was a scale is in its operands."""
-    if weights.is_weights and weights.product is not None:
-        query, turned = weights.product
-        key = Parts(tuple(part.mT for part in turned.tensors), tuple(map(_turned, turned.nodes)))
-        yield from _calls(query, key, value, 1.0, False, False)
+    if not weights.is_weights or weights.product is None:
+        return
+    queries, turned = weights.product
+    for query, key, values in zip(queries.tensors, turned.tensors, value.tensors, strict=True):
+        nodes = ledger.node(query), _turned(ledger.node(key)), ledger.node(values)
+        yield from _call(query, key.mT, values, 1.0, *nodes, is_causal=False, drops=False)
 
 
-def _calls(query: Parts, key: Parts, value: Parts, scale: Any, is_causal: bool, drops: bool) -> Iterator[KernelCall]:
-    seen = Visibility.of(None, is_causal)
-    tensors = zip(query.tensors, key.tensors, value.tensors, strict=True)
-    nodes = zip(query.nodes, key.nodes, value.nodes, strict=True)
-    for (own, theirs, values), (query_node, key_node, value_node) in zip(tensors, nodes, strict=True):
-        if own.dim() == 4 and own.numel() and theirs.numel():
-            yield KernelCall(
-                "sdpa", own, theirs, float(scale), query_node, key_node, seen, value_node=value_node, value=values,
-                drops=drops,
-            )  # fmt: skip
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    query_node: Node,
+    key_node: Node,
+    value_node: Node,
+    *,
+    is_causal: bool,
+    drops: bool,
+) -> Iterator[KernelCall]:
+    if query.dim() == 4 and query.numel() and key.numel():
+        seen = Visibility.of(None, is_causal)
+        yield KernelCall(
+            "sdpa", query, key, scale, query_node, key_node, seen, value_node=value_node, value=value, drops=drops
+        )
 
 
 def _turned(node: Node) -> Node:

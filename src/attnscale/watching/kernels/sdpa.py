@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnscale.tracing.lineage import Ledger
-from attnscale.tracing.nested import NestedTensors
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 from attnscale.watching.kernels.nested import sequences
@@ -15,7 +14,8 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
     query, key, scale = given["query"], given["key"], given.get("scale")
     mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
     if query.is_nested:
-        yield from sequences(NestedTensors(ledger), given)
+        parts = ([part.unsqueeze(0) for part in given[name].unbind()] for name in ("query", "key", "value"))
+        yield from sequences(ledger, given, list(parts))
     elif query.dim() == 4:
         yield KernelCall(
             "sdpa",

@@ -1,4 +1,4 @@
-"""Plain attention, attention with statistics, and what people do today."""
+"""A batch of sequences of one length: plain attention, attention with statistics, and what people do today."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,26 +9,54 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnscale.bench.cases import Case
-from attnscale.measure import attention_with_stats
+from attnscale.bench.cases import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name
+from attnscale.measure import ScoreStats, attention_with_stats
 from attnscale.measure.statistics import of_scores
 
-SAMPLED_ROWS = 64  # what watching and monitoring sample by default
-BACKENDS = {
-    "cpu": (SDPBackend.FLASH_ATTENTION,),
-    "cuda": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
-}
-PLAIN, OURS = "plain SDPA", "attnscale"
+# What people run: long sequences, shared key heads, a very long one, GPT-2's shape, a length that fits no tile, the
+# head dimensions beside 128, a step of decoding, and float32.
+H200 = (
+    (4, 16, 16, 4096, 4096, 128, "bfloat16"),
+    (2, 32, 8, 8192, 8192, 128, "bfloat16"),
+    (1, 8, 8, 32768, 32768, 128, "bfloat16"),
+    (8, 12, 12, 1024, 1024, 64, "bfloat16"),
+    (2, 16, 16, 3001, 3001, 128, "bfloat16"),
+    (2, 16, 16, 4096, 4096, 96, "bfloat16"),
+    (2, 16, 16, 4096, 4096, 256, "bfloat16"),
+    (32, 32, 8, 1, 8192, 128, "bfloat16"),
+    (2, 8, 8, 2048, 2048, 64, "float32"),
+)
+TRAINED = [(4, 4096, 128)]  # batch, length and head dimension of what is timed with a backward too
+CPU = tuple((1, 8, 8, length, length, 64, "float32") for length in (512, 1024, 4096))
 FLEX = Case(4, 16, 16, 4096, 4096, 128, False, False, "bfloat16")  # compiling it takes longer than all timings
 LARGEST_MATRIX = 2**31  # scores, of those that are formed all at once: half a dozen such matrices in float32
 
 
-def variants(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
+def cases(device: str, quick: bool) -> list[Case]:
+    """Those of the table in docs/speed.md, or one small one."""
+    if quick:
+        return [Case(1, 2, 2, 256, 256, 64, False, False, "float32" if device == "cpu" else "bfloat16")]
+    return [
+        Case(batch, heads, kv_heads, q_len, kv_len, head_dim, is_causal, backward, dtype)
+        for batch, heads, kv_heads, q_len, kv_len, head_dim, dtype in (CPU if device == "cpu" else H200)
+        for is_causal in ((False, True) if q_len > 1 else (False,))  # a causal query alone would see one key
+        for backward in ((False, True) if (batch, q_len, head_dim) in TRAINED else (False,))
+    ]
+
+
+def variants(case: Case, device: str) -> dict[str, Variant]:
     """By name, what takes query, key and value to the output, with statistics or without."""
-    plain = {
-        f"{PLAIN}, {backend.name.lower().removesuffix('_attention')}": partial(_sdpa, backend, case)
-        for backend in BACKENDS[device]
-    }
+    dtype = getattr(torch, case.dtype)
+    shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
+    given = [
+        torch.randn(case.batch, *shape, case.head_dim, device=device, dtype=dtype, requires_grad=case.backward)
+        for shape in shapes
+    ]
+    return {name: Variant(forward, given) for name, forward in _ways(case, device).items()}
+
+
+def _ways(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
+    plain = {f"{PLAIN}, {backend_name(backend)}": partial(sdpa, backend, case) for backend in BACKENDS[device]}
     ours = {
         f"{OURS}, every row": partial(_ours, case, None),
         f"{OURS}, {SAMPLED_ROWS} rows": partial(_ours, case, SAMPLED_ROWS),
@@ -42,7 +70,8 @@ def variants(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
     return plain | ours | others
 
 
-def _sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """torch's own, by one of its kernels."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads
@@ -54,9 +83,14 @@ def _ours(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tenso
     output, stats = attention_with_stats(
         query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads, rows=rows
     )
+    read(stats)
+    return output
+
+
+def read(stats: ScoreStats) -> None:
+    """Every statistic, as a tensor on the device."""
     for name in of_scores():
         getattr(stats, name)
-    return output
 
 
 def _eager(is_causal: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,0 +1,130 @@
+"""Sequences of many lengths: packed, jagged or padded, beside a plain batch with as many tokens.
+
+That batch has sequences of the length with which it has about as many scores, too.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscale.bench.cases import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name
+from attnscale.bench.dense import read, sdpa
+from attnscale.measure import attention_varlen_with_stats, attention_with_stats
+from attnscale.operator import attention_varlen
+
+# Sequences, heads, length of the longest, head dimension: long documents, and GPT-2's shape.
+SHAPES = {"cuda": ((16, 16, 4096, 128), (64, 12, 1024, 64)), "cpu": ((8, 8, 512, 64),)}
+QUICK = (3, 2, 128, 64)
+SHORTEST = 16  # times that the longest is as long
+
+
+def cases(device: str, quick: bool) -> list[Case]:
+    """Lengths are spread evenly."""
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return [
+        Case(
+            count, heads, heads, longest, longest, width, is_causal, backward, dtype, "ragged", _lengths(count, longest)
+        )
+        for count, heads, longest, width in ([QUICK] if quick else SHAPES[device])
+        for is_causal, backward in ([(True, False)] if quick else [(False, False), (True, False), (True, True)])
+    ]
+
+
+def _lengths(count: int, longest: int) -> tuple[int, ...]:
+    return tuple(torch.linspace(longest / SHORTEST, longest, count).round().int().tolist())
+
+
+def variants(case: Case, device: str) -> dict[str, Variant]:
+    """By name, what takes packed tokens, or those of a plain batch, to the output."""
+    draw = partial(torch.randn, device=device, dtype=getattr(torch, case.dtype), requires_grad=case.backward)
+    total, scores = sum(case.lengths), sum(length**2 for length in case.lengths)
+    alike = round(scores / total)
+    even = [draw(math.ceil(total / alike), case.heads, alike, case.head_dim) for _ in range(3)]
+    wide = [draw(case.batch, case.heads, case.q_len, case.head_dim) for _ in range(3)]
+    packed = [draw(total, case.heads, case.head_dim) for _ in range(3)]
+    plain = {
+        f"{PLAIN}, as many tokens, {backend_name(backend)}": Variant(partial(sdpa, backend, case), even)
+        for backend in BACKENDS[device]
+    }
+    ways = _ways(case, torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device))
+    padded = {"padded, with a mask": Variant(partial(_padded, _mask(case, device)), wide)}
+    return plain | {name: Variant(forward, packed) for name, forward in ways.items()} | padded
+
+
+def _ways(case: Case, starts: Tensor) -> dict[str, Callable[..., Tensor]]:
+    some = f"{SAMPLED_ROWS} rows"
+    theirs: dict[str, Callable[..., Tensor]] = {}
+    if starts.is_cuda:  # a CPU has none of them but the products of nested tensors, at 14 times the cost
+        theirs = {
+            "torch's varlen_attn": partial(_varlen_attn, case, starts),
+            "torch's SDPA, jagged": partial(_jagged, case, starts),
+        }
+    ours = {
+        f"{OURS}, packed": partial(_packed, case, starts),
+        f"{OURS}, packed, every row": partial(_packed_with_stats, case, starts, None),
+        f"{OURS}, packed, {some}": partial(_packed_with_stats, case, starts, SAMPLED_ROWS),
+        f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, starts, None),
+        f"{OURS}, jagged, {some}": partial(_jagged_with_stats, case, starts, SAMPLED_ROWS),
+    }
+    return ours | theirs
+
+
+def _packed(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attention_varlen(query, key, value, starts, None, case.q_len, case.q_len, is_causal=case.is_causal)
+
+
+def _packed_with_stats(
+    case: Case, starts: Tensor, rows: int | None, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    longest, causal = case.q_len, case.is_causal
+    output, stats = attention_varlen_with_stats(
+        query, key, value, starts, None, longest, longest, is_causal=causal, rows=rows
+    )
+    read(stats)
+    return output
+
+
+def _jagged_with_stats(
+    case: Case, starts: Tensor, rows: int | None, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    query, key, value = (_nested(starts, tokens) for tokens in (query, key, value))
+    output, stats = attention_with_stats(query, key, value, is_causal=case.is_causal, rows=rows)
+    read(stats)
+    return _values(output)
+
+
+def _jagged(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (_nested(starts, tokens) for tokens in (query, key, value))
+    return _values(F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal))
+
+
+def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if case.is_causal else (-1, -1)
+    output = varlen_attn(query, key, value, starts, starts, case.q_len, case.q_len, window_size=window)
+    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+    return output
+
+
+def _padded(mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+def _mask(case: Case, device: str) -> Tensor:
+    at = torch.arange(case.q_len, device=device)
+    inside = at < torch.tensor(case.lengths, device=device).unsqueeze(-1)
+    shown = inside[:, None, None, :]
+    return shown & (at.unsqueeze(-1) >= at) if case.is_causal else shown
+
+
+def _nested(starts: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(tokens, starts.long()).transpose(1, 2)
+
+
+def _values(nested: Tensor) -> Tensor:
+    return nested.transpose(1, 2).values()
