@@ -5,6 +5,9 @@ import re
 import sys
 
 import pytest
+import rich
+from rich.console import Console
+from rich.progress import Progress
 
 from attnscale.diagnose import Finding
 from attnscale.measure.statistics import logged
@@ -138,3 +141,16 @@ def test_a_loop_that_is_broken_off_leaves_bar_and_table_whole(terminal, table):
         assert shown(terminal) == ["steps 25", *standing(1)]
         table.close()
         assert shown(terminal) == ["steps 25", *standing(1)]
+
+
+def test_above_bars_of_rich_a_table_stands_at_every_sampled_step(terminal, table, monkeypatch):
+    with terminal:
+        monkeypatch.setattr(rich, "_console", Console())
+        with Progress("{task.description} {task.completed}", auto_refresh=False) as progress:
+            task = progress.add_task("steps")
+            for step in range(2):
+                table(step)
+                progress.update(task, advance=1, refresh=True)
+            assert shown(terminal) == [*standing(0), *standing(1), "steps 2"]
+        table.close()
+        assert shown(terminal) == [*standing(0), *standing(1), "steps 2"]

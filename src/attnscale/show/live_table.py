@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from rich import get_console
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.live import Live
@@ -28,7 +29,8 @@ UNTOLD = "–"  # without an alarm a record is not judged
 class LiveTable:
     """One row a layer, redrawn at every sampled step; the alarms below it, by what they say, the worst first.
 
-    Where the loop has bars of tqdm on the terminal, the table stands below them.
+    Where the loop has bars of tqdm on the terminal, the table stands below them. Where it has bars of rich, as
+    Lightning has by default, a table at every sampled step stands above them.
     """
 
     def __init__(self) -> None:
@@ -50,6 +52,10 @@ class LiveTable:
             self._beside = BarLines(bars[0])
         if self._beside is not None:
             self._beside.show(self._lines(table))
+            return
+        if is_live(get_console()):
+            self._step_aside()
+            get_console().print(table)
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, redirect_stderr=False)
@@ -133,6 +139,11 @@ class LinesAbove(FileProxy):
         self.flush()
         self._is_over = True
         return self._file
+
+
+def is_live(console: Console) -> bool:
+    """Whether something else is drawn on a console over and over: rich kept one such thing, and keeps several now."""
+    return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))
 
 
 def _title(record: Record) -> str:
