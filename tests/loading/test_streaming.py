@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.utils import logging
 
 PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
@@ -87,3 +98,37 @@ def test_a_streamed_model_holds_two_blocks_and_gives_the_same_output(tmp_path, m
     assert len(most) == 5
     assert max(most) <= 2 * len(matrices) / 5
     assert not any(map(is_here, matrices))
+
+
+SIZES = dict(hidden_size=44, num_hidden_layers=3, num_attention_heads=2, intermediate_size=53)
+MODELS = {
+    "keys that queries share, in bfloat16": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=101, tie_word_embeddings=True)
+    ).bfloat16(),
+    "a head of another name in the file": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, vocab_size=101)),
+    "blocks of other names in the file": lambda: ViTModel(ViTConfig(**SIZES, image_size=16, patch_size=8)),
+    "an encoder and a decoder": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=44, d_kv=11, d_ff=53, num_layers=2, num_heads=4, vocab_size=101, decoder_start_token_id=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_other_architectures_are_streamed_from_shards_with_the_same_output(make, tmp_path, monkeypatch):
+    from attnscale.loading import Request, load_model
+    from attnscale.loading.streaming import is_here
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path, max_shard_size="30KB")
+    logging.enable_progress_bar()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    whole = load_model(Request(str(tmp_path), length=11))
+    monkeypatch.setattr("attnscale.loading.huggingface._is_streamed", lambda *given: True)
+    part = load_model(Request(str(tmp_path), length=11))
+    matrices = [value for name, value in part.model.named_parameters() if value.dim() > 1 and ".0." in name]
+    assert matrices
+    assert not any(map(is_here, matrices))
+    with torch.no_grad():
+        expected, found = (loaded.model(**whole.kwargs)[0] for loaded in (whole, part))
+    assert torch.equal(expected, found)

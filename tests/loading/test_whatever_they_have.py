@@ -130,8 +130,11 @@ def write_gguf(path, factor=1.0):
 
 
 @GGUF
-def test_a_gguf_file_is_read_through_transformers(tmp_path):
-    checked = check_model(Request(str(write_gguf(tmp_path / "small.gguf"))))
+def test_a_gguf_file_is_read_through_transformers(tmp_path, capfd):
+    path = write_gguf(tmp_path / "small.gguf")
+    capfd.readouterr()
+    checked = check_model(Request(str(path)))
+    assert capfd.readouterr() == ("", "")
     layers = checked.audit.layers
     assert checked.title == f"LlamaForCausalLM from {tmp_path / 'small.gguf'}"
     assert [(layer.heads, layer.kv_heads, layer.head_dim, layer.causal) for layer in layers.values()] == [

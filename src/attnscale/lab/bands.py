@@ -63,7 +63,7 @@ def geometric_band(values: Iterable[float]) -> Factors:
     """The band of the logarithms, as factors.
 
     >>> print(geometric_band([10.0, 100.0, 1000.0]))
-    100 (0.33–3e+04)
+    100 (0.33–30,000)
     """
     found = band(math.log(value) if value > 0 else math.nan for value in values)
     if math.isinf(found.half):

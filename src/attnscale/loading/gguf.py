@@ -1,7 +1,9 @@
 """A GGUF file: its configuration and its weights, as transformers reads them, into transformers' own classes."""
 
+from contextlib import redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,6 @@ def load_gguf(path: Path, request: Request) -> nn.Module:
             model: nn.Module = make(config)
             return model
     request.report("reading weights")
-    with quiet(), telling(f"load the weights {path}"):
+    with quiet(), telling(f"load the weights {path}"), redirect_stderr(StringIO()):  # a bar that cannot be turned off
         found = reading.load_gguf_checkpoint(str(path), True, sketch, torch.float32)
         return fitted(make, config, found["tensors"], path)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from attnscale.errors import ModelError
 from attnscale.loading.memory import require_room
+from attnscale.loading.renaming import homes_by_new_name
 from attnscale.loading.weights import files_of
 
 BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.)")  # the outermost numbered module: model.layers.3
@@ -144,11 +145,12 @@ def _letting_go(read: Mapping[nn.Parameter, str]) -> Any:
 
 
 def _homes(model: nn.Module, stored: set[str], prefix: str) -> dict[str, str]:
-    """What each parameter is called in the files: as in the model, or with or without the name of its trunk."""
+    """What each parameter is called in the files: as in the model, or by an older name, with or without its trunk's."""
+    known = homes_by_new_name(model, stored) | {name: name for name in stored}
     found = {}
     for name, _ in model.named_parameters():
         ways = (name, name.removeprefix(prefix), f"{prefix}{name}")
-        home = next((way for way in ways if way in stored), None)
+        home = next((known[way] for way in ways if way in known), None)
         if home is not None:
             found[name] = home
     return found
