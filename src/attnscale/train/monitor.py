@@ -17,7 +17,7 @@ from torch import nn
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.growth import Growth
-from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.errors import AttnscaleWarning, InputError, NotInsideWarning, NotRecordedWarning, SettingError
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -246,6 +246,13 @@ class Monitor:
                 NotRecordedWarning(
                     "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
                     "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+                )
+            )
+        if seen.apart:
+            self._tell(
+                NotInsideWarning(
+                    "Some attentions cannot be measured inside the model's run. At sampled steps their modules run "
+                    f"uncompiled, and are followed from outside: {', '.join(seen.apart)}."
                 )
             )
         self._sampling.saw(seen)

@@ -15,6 +15,7 @@ from attnscale.acting.replicas import Axis, axes_of
 from attnscale.acting.taken import arrives_by, note_taken
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.inside.places import Places
+from attnscale.plain import printable
 from attnscale.train.clipped_inside import ClippedInside
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.layer import Layer
@@ -217,7 +218,9 @@ class QKClip:
 def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
     """Why what passes a threshold cannot be told inside a model's run; empty where it can."""
     if places is None or not places.are_complete:
-        return "not all of them are fused kernels that are called alike at every step"
+        return "not all of them are called alike at every step, by functions that are known"
+    if places.apart:
+        return f"it must be followed every time what {', '.join(map(printable, places.apart))} attends with"
     for name, layer in layers.items():
         if layer.highest_bias or layer.sinks is not None:
             return f"more than products of queries and keys is in the scores of {name}"
