@@ -6,6 +6,7 @@ from torch._dynamo.utils import counters
 
 from attnscale import Monitor
 from attnscale.errors import NotInsideWarning
+from attnscale.train import Record
 
 from .runs import monitored, train
 from .test_compiled import assert_same
@@ -59,6 +60,9 @@ def test_the_numbers_are_those_of_an_eager_run():
     assert len([each for each in warned if each.category is NotInsideWarning]) == 1
     assert torch.equal(losses, same)
     assert_same(found, expected, 1e-4)
+    for record in (found[-1], Record.from_dict(found[-1].to_dict())):
+        assert [layer.apart for layer in record.layers.values()] == [False, True, False, True]
+    assert not any(layer.apart for record in expected for layer in record.layers.values())
 
 
 @pytest.mark.parametrize("way", [each_layer, lambda model: torch.compile(model, backend="aot_eager")])

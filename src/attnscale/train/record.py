@@ -36,6 +36,7 @@ class LayerRecord:
     broken: int = 0  # heads whose scores are NaN or infinite
     softcap: float | None = None  # which no score passes
     clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
+    apart: bool = False  # its module alone ran uncompiled: it cannot be measured inside the model's run, others were
 
     @property
     def lowered(self) -> float:
@@ -141,6 +142,7 @@ def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
         broken,
         layer.optional("softcap", layer.number),
         clipped,
+        bool(layer.optional("apart", layer.whole, most=1)),
     )
 
 
@@ -184,6 +186,7 @@ def _layer_json(layer: LayerRecord) -> str:
     head: dict[str, Any] = {"rows": layer.rows}
     head |= {"broken": layer.broken} if layer.broken else {}
     head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
+    head |= {"apart": 1} if layer.apart else {}
     lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
     numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
     return f"{_json(head)[:-1]}{''.join(numbers)}}}"

@@ -150,6 +150,7 @@ class Seen:
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),
+            is_apart=path in self.apart,
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
             measured=tuple(call.stats for call in calls),
