@@ -1,6 +1,7 @@
 """QKClip: QK-Clip after every step of the optimiser, for what measuring inside the model's own run costs."""
 
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from attnscale.acting.taken import arrives_by, note_taken
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.inside.places import Places
 from attnscale.plain import printable
+from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
 from attnscale.train.clipped_inside import ClippedInside
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.layer import Layer
@@ -71,6 +73,7 @@ class QKClip:
         self._last: ClipReport | None = None
         self._outside: tuple[AbstractContextManager[Seen], Seen] | None = None
         self._inside: ClippedInside | None = None
+        self._apart: ClippedApart | None = None  # beside what is inside
         self._known: KnownModel | None = None
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
@@ -106,7 +109,10 @@ class QKClip:
             self._watch()
             return None
         if not self._inside.misses():
-            return self._arrived(self._inside.clip())
+            found = self._arrived(self._inside.clip())
+            if self._apart is None:
+                return found
+            return self._told(together(found, self._apart.clip()))
         self._leave()
         self._stay_outside("some of them did not run where they ran before")
         self._watch()
@@ -157,6 +163,9 @@ class QKClip:
 
     def _leave(self) -> None:
         outside, inside, self._outside, self._inside = self._outside, self._inside, None, None
+        if self._apart is not None:
+            self._apart.leave()
+            self._apart = None
         if outside is not None:
             outside[0].__exit__(_BrokenOffError, _BrokenOffError(), None)
         if inside is not None:
@@ -175,15 +184,17 @@ class QKClip:
         axes = axes_of(self.model, self._group) if self._goes_inside else []
         if not self._goes_inside or not self._go_inside(layers, axes):
             self._watch()
-        if not report.heads and not report.left:
-            return None
-        self._last = report
+        return self._told(report if report.heads or report.left else None)
+
+    def _told(self, report: ClipReport | None) -> ClipReport | None:
+        self._last = report or self._last
         return report
 
     def _go_inside(self, layers: dict[str, Layer], axes: list[Axis]) -> bool:
         """Measure inside from now on, where all ranks can."""
         places = None if self._known is None else Places(self.model, self._known)
         why = why_not_inside(places, layers)
+        why = why or ("" if places is None else why_not_apart(places, layers, axes))
         heads = {name: layer.heads for name, layer in layers.items()}
         ran, differ = bool(layers), False
         for axis in axes:
@@ -196,7 +207,11 @@ class QKClip:
         if why or places is None:
             self._stay_outside(why)
             return False
-        self._inside = ClippedInside(self.model, places, layers, self.threshold, axes)
+        inside = {name: layer for name, layer in layers.items() if layer.module not in places.apart}
+        self._inside = ClippedInside(self.model, places, inside, self.threshold, axes)
+        if places.apart:
+            self._apart = ClippedApart(places, self.threshold)
+            self._tell_apart(places.apart)
         return True
 
     def _stay_outside(self, why: str) -> None:
@@ -206,6 +221,14 @@ class QKClip:
             f"measured inside its run: {why}.",
             NotInsideWarning,
             stacklevel=4,
+        )
+
+    def _tell_apart(self, modules: Iterable[str]) -> None:
+        warnings.warn(
+            "QK-Clip watches some modules of this model from outside at every step, uncompiled, since their attentions "
+            f"cannot be measured inside its run: {', '.join(map(printable, modules))}.",
+            NotInsideWarning,
+            stacklevel=5,
         )
 
     def _arrived(self, reports: list[ClipReport]) -> ClipReport | None:
@@ -219,9 +242,7 @@ def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
     """Why what passes a threshold cannot be told inside a model's run; empty where it can."""
     if places is None or not places.are_complete:
         return "not all of them are called alike at every step, by functions that are known"
-    if places.apart:
-        return f"it must be followed every time what {', '.join(map(printable, places.apart))} attends with"
     for name, layer in layers.items():
-        if layer.highest_bias or layer.sinks is not None:
+        if layer.module not in places.apart and (layer.highest_bias or layer.sinks is not None):
             return f"more than products of queries and keys is in the scores of {name}"
     return ""
