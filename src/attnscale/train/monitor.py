@@ -51,8 +51,9 @@ class Monitor:
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
     the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
-    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again; compiled
-    parts run uncompiled. Nothing that goes wrong here stops training: it is warned of.
+    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again. A compiled
+    model runs uncompiled for the first, and is measured inside its graphs from then on where that can be. Nothing
+    that goes wrong here stops training: it is warned of.
 
     What was seen on a GPU is not waited for, so its record is written, and its alarms raised, when the next step is
     over; by `last`, `growth()`, `state_dict()` and `close()`, or as the process ends, at once.

@@ -42,8 +42,8 @@ class QKClip:
     tells which parameters make which heads. After that maxima are exact over every row of every micro-batch, taken
     where the model attends, compiled or not, and recomputation is not counted again. On a GPU nothing is waited for:
     parameters are multiplied by factors that are computed there, and the report of what was clipped comes with a
-    later step. A model whose attention cannot be measured inside is watched at every step, uncompiled; that is told
-    once.
+    later step. An attention that cannot be measured inside is followed at every step, uncompiled: its module alone, or
+    the whole model where that cannot run apart; that is told once.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
