@@ -233,6 +233,12 @@ def calls_compiled(frame: FrameType) -> bool:
     return is_there and where == (getattr(_compiled_call.found, "__file__", ""), "compile_wrapper")
 
 
+def refuses_breaks(frame: FrameType) -> bool:
+    """Whether what this frame calls must be one graph, or none may end in the middle; so where that cannot be asked."""
+    settings = frame.f_locals.get("self")
+    return bool(getattr(settings, "fullgraph", True)) or bool(getattr(settings, "error_on_graph_break", False))
+
+
 def current_stream(device: int | None = None) -> int:
     """The current stream of a device, the current one unless given, as a launch takes it."""
     device = torch.cuda.current_device() if device is None else device

@@ -71,6 +71,7 @@ MODELS = {
     "flex": lambda: Flex().cuda(),
     "Hugging Face, sdpa": lambda: llama("sdpa"),
     "Hugging Face, flex": lambda: llama("flex_attention"),
+    "Hugging Face, written out": lambda: llama("eager"),
 }
 
 

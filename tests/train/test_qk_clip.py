@@ -315,3 +315,38 @@ def test_attention_that_cannot_be_measured_inside_is_told_once_and_clipped_from_
     assert [bool(report) for report in reports] == [bool(report.heads) for report in told]
     for one, other in zip(expected.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def mixed():
+    """The first attention is a fused kernel; to know what is in the scores of the second, it must be followed."""
+    model = made()
+    model.blocks[1].attention.__class__ = Biased
+    with torch.no_grad():
+        model.blocks[1].attention.q_proj.weight[:11] *= 4.0
+    return model
+
+
+def each_attention(model):
+    for block in model.blocks:
+        block.attention.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("way", [lambda model: model, each_attention])
+def test_an_attention_that_must_be_followed_is_clipped_apart_from_those_that_need_not(way):
+    threshold = 0.5 * float(highest(mixed()).max())
+    expected, model = mixed(), mixed()
+    told = by_hand(expected, threshold)
+    with pytest.warns(NotInsideWarning, match=r"some modules.*: blocks\.1\.attention\.") as warned:
+        clip, reports = with_clip(model, threshold, 4, way)
+    assert len([each for each in warned if each.category is NotInsideWarning]) == 1
+    assert clip.is_inside
+    clip.close()
+    assert {head.layer for report in told[1:] for head in report.heads} == {"blocks.0.attention", "blocks.1.attention"}
+    for one, other in zip(told, reports, strict=True):
+        assert {(head.layer, head.head) for head in one.heads} == {
+            (head.layer, head.head) for head in (() if other is None else other.heads)
+        }
+    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert [type(block.attention) for block in model.blocks] == [Attention, Biased]

@@ -1,8 +1,9 @@
 """Placing a look at a module: for as long as it is there the module has a class of its own, which Dynamo guards on."""
 
 import copyreg
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,18 @@ from torch import Tensor, nn
 from attnscale.inside import marks
 
 PREFIX = "_attnscale_"
+APART = "apart"  # in the name of a look that follows the module from outside
 
 
-def place(module: nn.Module, look: str, tensor: Tensor, layouts: str = "-") -> str:
+class Follower(Protocol):
+    """What follows modules that run apart."""
+
+    def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Follow one run of it."""
+        ...
+
+
+def place(module: nn.Module, look: str, tensor: "Tensor | Follower", layouts: str = "-") -> str:
     """Look at what a module attends with from now on; the name by which it is taken away again.
 
     `layouts` are those of its attentions that are written out, as frames take them.
@@ -50,6 +60,21 @@ def _change(module: nn.Module, names: tuple[str, ...], layouts: str) -> None:
     module.__class__ = looked_at(own, names, layouts) if names else own  # type: ignore[arg-type]
 
 
+def _attribute(name: str) -> str:
+    return PREFIX + name
+
+
+def _run_apart(
+    module: nn.Module, following: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run a module uncompiled, each of its followers around the next."""
+    call = partial(forward, module, *args, **kwargs)
+    for name in following:
+        follower = module.__dict__.get(name)
+        call = call if follower is None else partial(follower.run, module, call)
+    return call()
+
+
 def new(kind: type, *args: Any) -> Any:
     """What copyreg.__newobj__ makes, which pickle takes for objects of its class alone."""
     return kind.__new__(kind, *args)
@@ -59,14 +84,20 @@ def new(kind: type, *args: Any) -> Any:
 def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> type[nn.Module]:
     """A class of modules that do the same between two marks; copies and pickles are of the plain one."""
     marks.stand_in_graphs()
-    joined, attributes = " ".join(names), tuple(PREFIX + name for name in names)
+    looks, followers = ([name for name in names if name.startswith(APART) == is_apart] for is_apart in (False, True))
+    joined, attributes, following = " ".join(looks), tuple(map(_attribute, looks)), tuple(map(_attribute, followers))
+    run_apart = torch.compiler.disable(_run_apart) if followers else None
 
     class LookedAt(plain):  # type: ignore[misc, valid-type]
         _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if not (self.training or torch.is_grad_enabled()):
+                return plain.forward(self, *args, **kwargs)
+            if run_apart is not None:
+                return run_apart(self, following, plain.forward, args, kwargs)
             tensors: list[Any] = [getattr(self, name, None) for name in attributes]
-            if any(tensor is None for tensor in tensors) or not (self.training or torch.is_grad_enabled()):
+            if any(tensor is None for tensor in tensors):
                 return plain.forward(self, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
                 marks.begin_in_graph(joined, layouts, *tensors)

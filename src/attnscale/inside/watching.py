@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.inside.apart import Apart
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.numerics import without_autocast
@@ -28,8 +29,9 @@ from attnscale.watching.written.again import WrittenAgain
 def watched_inside(places: Places, settings: Settings) -> Iterator[Seen]:
     """See every attention that runs in a known model, as watch() does."""
     watching = _Watching(places.model, places.known, settings)
-    with places.looked_at(LOOK, lambda path: ticket_of(watching.place(path))):
+    with watching.apart.followed(places.apart), places.looked_at(LOOK, lambda path: ticket_of(watching.place(path))):
         yield watching.seen
+    watching.seen.apart = tuple(places.apart)
     watching.conclude()
 
 
@@ -44,6 +46,7 @@ class _Watching:
             partial(known.declared, model),
             lambda path: known.unused_norms.get(path, ()),
         )
+        self.apart = Apart(model, settings, self.seen)
         self.failures: list[str] = []
         self._places: list[_Place] = []
 
@@ -55,6 +58,7 @@ class _Watching:
     def conclude(self) -> None:
         """Say what was missed; where nothing was seen at all, refuse."""
         self.seen.is_inside = True
+        self.failures += self.apart.failures
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")
         missed = [each.path for each in self._places if not each.runs]

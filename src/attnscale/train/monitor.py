@@ -16,7 +16,7 @@ from torch import nn
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.growth import Growth
-from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.errors import AttnscaleWarning, InputError, NotInsideWarning, NotRecordedWarning, SettingError
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -51,8 +51,9 @@ class Monitor:
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
     the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
-    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again; compiled
-    parts run uncompiled. Nothing that goes wrong here stops training: it is warned of.
+    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again. A compiled
+    model runs uncompiled for the first, and is measured inside its graphs from then on where that can be. Nothing
+    that goes wrong here stops training: it is warned of.
 
     What was seen on a GPU is not waited for, so its record is written, and its alarms raised, when the next step is
     over; by `last`, `growth()`, `state_dict()` and `close()`, or as the process ends, at once.
@@ -252,7 +253,17 @@ class Monitor:
                 "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
                 "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
             )
+<<<<<<< HEAD
             self._tell(NotRecordedWarning(told))
+=======
+        if seen.apart:
+            self._tell(
+                NotInsideWarning(
+                    "Some attentions cannot be measured inside the model's run. At sampled steps their modules run "
+                    f"uncompiled, and are followed from outside: {', '.join(seen.apart)}."
+                )
+            )
+>>>>>>> written
         self._sampling.saw(seen)
         return dict(seen.layers)
 

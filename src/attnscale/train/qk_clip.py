@@ -1,6 +1,7 @@
 """QKClip: QK-Clip after every step of the optimiser, for what measuring inside the model's own run costs."""
 
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from attnscale.acting.replicas import Axis, axes_of
 from attnscale.acting.taken import arrives_by, note_taken
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.inside.places import Places
+from attnscale.plain import printable
+from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
 from attnscale.train.clipped_inside import ClippedInside
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.layer import Layer
@@ -39,8 +42,8 @@ class QKClip:
     tells which parameters make which heads. After that maxima are exact over every row of every micro-batch, taken
     where the model attends, compiled or not, and recomputation is not counted again. On a GPU nothing is waited for:
     parameters are multiplied by factors that are computed there, and the report of what was clipped comes with a
-    later step. A model whose attention cannot be measured inside is watched at every step, uncompiled; that is told
-    once.
+    later step. An attention that cannot be measured inside is followed at every step, uncompiled: its module alone, or
+    the whole model where that cannot run apart; that is told once.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
@@ -70,6 +73,7 @@ class QKClip:
         self._last: ClipReport | None = None
         self._outside: tuple[AbstractContextManager[Seen], Seen] | None = None
         self._inside: ClippedInside | None = None
+        self._apart: ClippedApart | None = None  # beside what is inside
         self._known: KnownModel | None = None
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
@@ -105,7 +109,10 @@ class QKClip:
             self._watch()
             return None
         if not self._inside.misses():
-            return self._arrived(self._inside.clip())
+            found = self._arrived(self._inside.clip())
+            if self._apart is None:
+                return found
+            return self._told(together(found, self._apart.clip()))
         self._leave()
         self._stay_outside("some of them did not run where they ran before")
         self._watch()
@@ -156,6 +163,9 @@ class QKClip:
 
     def _leave(self) -> None:
         outside, inside, self._outside, self._inside = self._outside, self._inside, None, None
+        if self._apart is not None:
+            self._apart.leave()
+            self._apart = None
         if outside is not None:
             outside[0].__exit__(_BrokenOffError, _BrokenOffError(), None)
         if inside is not None:
@@ -174,15 +184,17 @@ class QKClip:
         axes = axes_of(self.model, self._group) if self._goes_inside else []
         if not self._goes_inside or not self._go_inside(layers, axes):
             self._watch()
-        if not report.heads and not report.left:
-            return None
-        self._last = report
+        return self._told(report if report.heads or report.left else None)
+
+    def _told(self, report: ClipReport | None) -> ClipReport | None:
+        self._last = report or self._last
         return report
 
     def _go_inside(self, layers: dict[str, Layer], axes: list[Axis]) -> bool:
         """Measure inside from now on, where all ranks can."""
         places = None if self._known is None else Places(self.model, self._known)
         why = why_not_inside(places, layers)
+        why = why or ("" if places is None else why_not_apart(places, layers, axes))
         heads = {name: layer.heads for name, layer in layers.items()}
         ran, differ = bool(layers), False
         for axis in axes:
@@ -195,7 +207,11 @@ class QKClip:
         if why or places is None:
             self._stay_outside(why)
             return False
-        self._inside = ClippedInside(self.model, places, layers, self.threshold, axes)
+        inside = {name: layer for name, layer in layers.items() if layer.module not in places.apart}
+        self._inside = ClippedInside(self.model, places, inside, self.threshold, axes)
+        if places.apart:
+            self._apart = ClippedApart(places, self.threshold)
+            self._tell_apart(places.apart)
         return True
 
     def _stay_outside(self, why: str) -> None:
@@ -205,6 +221,14 @@ class QKClip:
             f"measured inside its run: {why}.",
             NotInsideWarning,
             stacklevel=4,
+        )
+
+    def _tell_apart(self, modules: Iterable[str]) -> None:
+        warnings.warn(
+            "QK-Clip watches some modules of this model from outside at every step, uncompiled, since their attentions "
+            f"cannot be measured inside its run: {', '.join(map(printable, modules))}.",
+            NotInsideWarning,
+            stacklevel=5,
         )
 
     def _arrived(self, reports: list[ClipReport]) -> ClipReport | None:
@@ -217,8 +241,8 @@ class QKClip:
 def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
     """Why what passes a threshold cannot be told inside a model's run; empty where it can."""
     if places is None or not places.are_complete:
-        return "not all of them are fused kernels that are called alike at every step"
+        return "not all of them are called alike at every step, by functions that are known"
     for name, layer in layers.items():
-        if layer.highest_bias or layer.sinks is not None:
+        if layer.module not in places.apart and (layer.highest_bias or layer.sinks is not None):
             return f"more than products of queries and keys is in the scores of {name}"
     return ""

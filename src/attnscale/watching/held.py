@@ -47,8 +47,5 @@ def _quiet_about_hooks() -> Iterator[None]:
             warnings.filters.remove(own)  # type: ignore[attr-defined]
 
 
-WHILE_WATCHING = (
-    Held(lambda: torch.compiler.set_stance("force_eager")),
-    Held(_quiet_about_hooks),
-    Held(causal_bias_under_modes),
-)
+UNDER_A_MODE = (Held(_quiet_about_hooks), Held(causal_bias_under_modes))
+WHILE_WATCHING = (Held(lambda: torch.compiler.set_stance("force_eager")), *UNDER_A_MODE)

@@ -16,7 +16,7 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import signature
-from attnscale.watching.known.recognition import Recognition
+from attnscale.watching.known.recognition import Recognition, Runs
 from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
@@ -45,7 +45,7 @@ class Reporter:
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
             seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
-            self._recognition.saw(known_by, call, seen, self._running.is_compiled())
+            self._recognition.saw(known_by, call, seen, self._runs(self._running.stack[-1]))
         if seen is None:
             self._recognition.give_up()
             return None
@@ -93,7 +93,10 @@ class Reporter:
             seen.factors = tuple(way.factor.mean(1) for way in call.ways)
         line = self._running.line_within(path)
         known_by = (path, line, seen.kind, seen.heads, seen.kv_heads, seen.head_dim)
-        self._recognition.wrote(known_by, known, seen, known is not None and self._running.is_compiled())
+        self._recognition.wrote(known_by, known, seen, self._runs(path))
+
+    def _runs(self, path: str) -> Runs:
+        return Runs(*self._running.compiled(), self._running.depth(path))
 
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:
         if self._settings.training and not torch.is_grad_enabled():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnscale.torch_internals import called_module, calls_compiled, recorded_operations
+from attnscale.torch_internals import called_module, calls_compiled, recorded_operations, refuses_breaks
+from attnscale.watching.loops import is_in_loop
 
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
@@ -32,6 +33,13 @@ def uncompiled(name: str) -> str:
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by their path, those inside of what torch.compile puts round them."""
     return {uncompiled(name): module for name, module in model.named_modules()}
+
+
+class Compiled(NamedTuple):
+    """How a module is called."""
+
+    is_compiled: bool
+    is_bound: bool  # nothing in its graph can run uncompiled: it is to be whole, or would not be made at all
 
 
 class Running:
@@ -108,7 +116,7 @@ class Running:
             frame = frame.f_back
         return line
 
-    def is_compiled(self) -> bool:
+    def compiled(self) -> "Compiled":
         """Whether the innermost module is called, directly or not, by what torch.compile made."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -116,9 +124,13 @@ class Running:
             if module is not None and self._names.get(id(module)) == self.stack[-1]:
                 break
             frame = frame.f_back
-        while frame is not None and not calls_compiled(frame):
+        is_compiled = is_bound = in_loop = False
+        while frame is not None:
+            in_loop |= is_in_loop(frame)
+            if calls_compiled(frame):
+                is_compiled, is_bound = True, is_bound or in_loop or refuses_breaks(frame)
             frame = frame.f_back
-        return frame is not None
+        return Compiled(is_compiled, is_bound)
 
     def attach(self) -> None:
         """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
@@ -139,9 +151,24 @@ class Running:
         self.stack.clear()
         self.began.clear()
         self._exit()
+        self._unhook()
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Follow one run of a module; before and after it nothing is in place."""
+        output = None
+        self.attach()
+        self._enter(module, ())
+        try:
+            output = call()
+        finally:
+            self._leave(module, (), output)
+            self._unhook()
+        return output
 
     def _find(self, module: nn.Module) -> None:
         """A module that is not known runs inside the model: one put there since, perhaps in another's place."""

@@ -50,6 +50,7 @@ class Seen:
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
         self.is_inside = False  # what it tells was measured inside the model's own run
+        self.apart: tuple[str, ...] = ()  # modules of which that is not so: they ran uncompiled
         self.known_model: KnownModel | None = None  # what a later watcher may know the model by
         self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
@@ -149,6 +150,7 @@ class Seen:
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),
+            is_apart=path in self.apart,
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
             measured=tuple(call.stats for call in calls),

@@ -37,7 +37,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
+        """What is seen is noted in `seen`, where others note too; in one of its own where none is given."""
         super().__init__()
         ledger, known = Ledger(ParameterNames(model)), settings.known
         self.norms = QueryKeyNorms(model, ledger)
@@ -54,7 +55,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         declare = partial(declared if known is None else known.declared, model)
-        self.seen = Seen(self.running.shown, declare, unused)
+        self.seen = Seen(self.running.shown, declare, unused) if seen is None else seen
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
         self.nested = NestedTensors(self.tracer)

@@ -45,6 +45,8 @@ class KnownModel:
     orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
     written: Mapping[Signature, KnownWritten] = field(default_factory=dict)  # calls that are no kernels
 
+    unknown: frozenset[str] = frozenset()  # modules whose attention must be followed every time
+    bound: frozenset[str] = frozenset()  # those that cannot run apart from what is around them
     declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # once they were asked for
 
     def declared(self, model: nn.Module, path: str, head_dim: int) -> Declared:
@@ -56,7 +58,7 @@ class KnownModel:
     @property
     def from_outside(self) -> "KnownModel | None":
         """What a watcher of kernels may know the model by."""
-        return None if self.written else self
+        return None if self.written or self.unknown else self
 
     @cached_property
     def is_compiled(self) -> bool:
@@ -118,10 +120,8 @@ def remembered(
     traces: Mapping[str, Trace],
     orders: Mapping[str, Order],
     written: Mapping[Signature, KnownWritten],
-) -> KnownModel | None:
-    """What to know a model by; None where anything but its tensors may change from step to step."""
-    if not all(call.factors is not None and (call.kind == "flex" or not call.biased) for call in seen.values()):
-        return None
+) -> KnownModel:
+    """What to know a model by."""
     calls = {
         place: replace(
             call,

@@ -1,7 +1,8 @@
 """Recognition: what is known of a model already, and what is learned of it while it is followed."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from attnscale.torch_internals import in_backward, recorded_operations
 from attnscale.watching.call import SeenCall
@@ -17,6 +18,14 @@ from attnscale.watching.settings import Settings
 from attnscale.watching.written.layout import KnownWritten
 
 
+class Runs(NamedTuple):
+    """How a module runs that attends."""
+
+    is_compiled: bool
+    is_bound: bool  # to the graph around it
+    depth: int  # runs of it before, in the same forward
+
+
 class Recognition:
     """Decides which modules a mode must look into, and whether the model can be known again."""
 
@@ -27,6 +36,8 @@ class Recognition:
         self._can_be_known = True  # so far: all attention was kernels
         self._calls: dict[Signature, SeenCall] = {}  # that were followed
         self._written: dict[Signature, KnownWritten] = {}  # those of them that are no kernels
+        self._unknown: set[str] = set()  # modules that must be followed every time
+        self._bound: set[str] = set()  # modules that cannot run apart from what is around them
         self._traces, self._orders = Traces(), Orders()
 
     def give_up(self) -> None:
@@ -46,21 +57,37 @@ class Recognition:
             return False  # its kernel is read from the graph when it has run
         return self.only_known or name not in self.known.called
 
-    def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None, is_compiled: bool) -> None:
-        """A kernel was followed, in a module that runs compiled where nobody follows it."""
-        if call is not None:
-            self._calls[known_by] = call
-            self._orders.saw(known_by, is_compiled)
-            if self._settings.reads_graph:
-                self._traces.saw(known_by, kernel)
+    def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None, runs: Runs) -> None:
+        """A kernel was followed, in a module that runs so."""
+        if call is None:
+            return
+        if call.factors is None or (call.biased and call.kind != "flex"):  # more than its tensors may change
+            self._cannot_know(known_by, runs)
+            return
+        self._calls[known_by] = call
+        self._orders.saw(known_by, runs.is_compiled)
+        self._bind(known_by, runs)
+        if self._settings.reads_graph:
+            self._traces.saw(known_by, kernel)
 
-    def wrote(self, known_by: Signature, known: KnownWritten | None, call: SeenCall, is_compiled: bool) -> None:
+    def wrote(self, known_by: Signature, known: KnownWritten | None, call: SeenCall, runs: Runs) -> None:
         """An attention written out was followed; None where it cannot be known again."""
-        if known is None or self.known is not None or self._settings.keep:
-            self.give_up()
+        if known is None:
+            self._cannot_know(known_by, runs)
             return
         self._calls[known_by], self._written[known_by] = call, known
-        self._orders.saw(known_by, is_compiled)
+        self._orders.saw(known_by, runs.is_compiled)
+        self._bind(known_by, runs)
+
+    def _cannot_know(self, known_by: Signature, runs: Runs) -> None:
+        self._unknown.add(str(known_by[0]))
+        self._bind(known_by, runs)
+        if self.known is not None:
+            self.give_up()
+
+    def _bind(self, known_by: Signature, runs: Runs) -> None:
+        if not known_by[0] or runs.depth or runs.is_bound:
+            self._bound.add(str(known_by[0]))
 
     def again(self, kernel: KernelCall, known_by: Signature) -> SeenCall | None:
         """A known call on other tensors; None where it is not known."""
@@ -96,9 +123,10 @@ class Recognition:
 
     def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:
         """What a later watcher may know the model by; None where all of it must be followed."""
-        if not self._can_be_known:
+        if not self._can_be_known or (self._unknown and (not self._calls or self._unknown & self._bound)):
             return None
         if self.known is None:
             traces, orders = self._traces.legible, self._orders.known
-            return remembered(called, self._calls, unused_norms, traces, orders, self._written)
+            known = remembered(called, self._calls, unused_norms, traces, orders, self._written)
+            return replace(known, unknown=frozenset(self._unknown), bound=frozenset(self._bound))
         return None if self._calls else self.known  # something new is followed with all the rest, the next time
