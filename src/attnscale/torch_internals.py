@@ -1,6 +1,6 @@
 """Every private name of torch that is used here, each behind one function.
 
-A torch without one costs what `lost` names, never the user's forward; tests/test_torch_internals.py says which lacks it.
+Without one, what `lost` names is lost, never the user's forward; tests/test_torch_internals.py says which torch has none.
 """
 
 import sys
