@@ -1,6 +1,6 @@
 """Every private name of torch that is used here, each behind one function.
 
-Without one, what `lost` names is lost, never the user's forward; tests/test_torch_internals.py says which torch has none.
+Without one, what `lost` names is lost, never the user's forward; tests/test_torch_internals.py says which is missing.
 """
 
 import sys
