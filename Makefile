@@ -1,13 +1,14 @@
 # make demo: see it.  make test: lint, types and tests.  Each makes .venv first, if there is none.
 PYTHON ?= python3
-BIN := .venv/bin
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := .venv/$(SCRIPTS)
 INSTALLED := .venv/installed
 
 # The lowest torch that pyproject.toml lets in, in an environment of its own (several GB: its build for CUDA).
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLD := .venv-torch-$(LOWEST)
 
-.PHONY: demo test lint types tests faults lowest print-lowest upstream format gpu slow pictures docs outputs clean
+.PHONY: demo test lint types tests faults lowest print-lowest ranges upstream format gpu slow pictures docs outputs clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -38,7 +39,7 @@ faults: $(INSTALLED)
 
 # The tests again with the lowest torch; what is drawn in a browser, or printed by documentation, is not its business.
 lowest: $(OLD)/installed
-	OMP_NUM_THREADS=1 $(OLD)/bin/pytest --numprocesses auto --dist worksteal --ignore tests/show --ignore tests/docs
+	OMP_NUM_THREADS=1 $(OLD)/$(SCRIPTS)/pytest --numprocesses auto --dist worksteal --ignore tests/show --ignore tests/docs
 
 print-lowest:
 	@echo $(OLD)/installed
@@ -46,8 +47,13 @@ print-lowest:
 $(OLD)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLD)
 	sed -e '/^torch==/d' -e '/^triton==/d' constraints.txt > $(OLD)/constraints.txt
-	$(OLD)/bin/pip install --quiet --disable-pip-version-check --constraint $(OLD)/constraints.txt 'torch==$(LOWEST).*' --editable '.[dev]'
+	$(OLD)/$(SCRIPTS)/pip install --quiet --disable-pip-version-check --constraint $(OLD)/constraints.txt 'torch==$(LOWEST).*' --editable '.[dev]'
 	touch $@
+
+# The wheel in clean environments, with the lowest and with the newest versions of all that it asks for but torch, which
+# is borrowed; every command is run in each. Two minutes on two free cores.
+ranges: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m ranges tests/test_ranges.py
 
 # PyTorch's own tests of attention, fetched with apt-get from Debian's source package, with attnscale.attention in the
 # place of SDPA, and without: what fails that SDPA passes, and why. Hours on one busy core, nearly all of it one test

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def closure(*names):
     return found.values()
 
 
+def ranges():
+    """What pyproject.toml asks for, in the core and in what `all` brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    brought = Requirement(*extras["all"]).extras
+    return [
+        Requirement(text) for part in (project["dependencies"], *(extras[name] for name in brought)) for text in part
+    ]
+
+
 def build_wheel(folder):
     """The wheel, made from a copy: building leaves folders behind."""
     source = folder / "source"
@@ -42,14 +53,19 @@ def pip(python, *arguments):
     assert done.returncode == 0, done.stderr
 
 
-def clean_environment(folder, wheel, *packages):
-    """An environment with the wheel and these packages, borrowed from the one that runs the tests; its python."""
+def empty_environment(folder, *borrowed):
+    """An environment with nothing but these distributions, which it has by links; its python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    python = folder / "bin" / "python"
     site = next(folder.glob("lib/python*/site-packages"))
-    for own in closure(*packages):
+    for own in borrowed:
         for top in {file.parts[0] for file in own.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(own.locate_file(top))
+    return folder / "bin" / "python"
+
+
+def clean_environment(folder, wheel, *packages):
+    """An environment with the wheel and these packages, borrowed from the one that runs the tests; its python."""
+    python = empty_environment(folder, *closure(*packages))
     pip(python, "install", "--no-deps", "--no-index", str(wheel))
     return python

@@ -13,12 +13,13 @@ def _take_interrupts():
 @contextmanager
 def started(command, **settings):
     """A process in a group of its own, which is killed when the test is over, with all that it started."""
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_take_interrupts, **settings)
+    own = {"start_new_session": True, "preexec_fn": _take_interrupts} if os.name == "posix" else {}
+    process = subprocess.Popen(command, **own, **settings)
     try:
         yield process
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if os.name == "posix" else process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:

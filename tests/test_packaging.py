@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from email import message_from_bytes
 from importlib import import_module
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,6 +28,15 @@ WHEN_THERE = {"distributed", "lightning", "triton"}  # used where the user has t
 ELSEWHERE = {"attnscale", "docs", "tests", "benchmarks", "training", "setup"}
 OPENERS_OF_OTHER_THINGS = ("os", "webbrowser", "tarfile", "zipfile", "Image", "lzma", "gzip")
 POSIX = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty"}  # of the standard library, not on Windows
+
+POSIX_NAMES = {f"os.{name}" for name in (
+    "WNOHANG", "chown", "fork", "getegid", "geteuid", "getgid", "getloadavg", "getpgid", "getuid", "killpg", "mkfifo",
+    "nice", "openpty", "posix_spawn", "pread", "pwrite", "register_at_fork", "sched_getaffinity", "setsid", "statvfs",
+    "sysconf", "uname", "O_NONBLOCK", "O_TMPFILE",
+)} | {f"signal.{name}" for name in (
+    "SIGALRM", "SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGSTOP", "SIGUSR1", "SIGUSR2", "alarm",
+    "setitimer",
+)}  # fmt: skip
 
 
 def declared(*extras):
@@ -124,6 +135,32 @@ def run(python, folder, *arguments):
     )
 
 
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    with ZipFile(wheel) as files:
+        return message_from_bytes(files.read(next(name for name in files.namelist() if name.endswith("METADATA"))))
+
+
+def test_the_wheel_says_where_it_comes_from(metadata):
+    urls = dict(entry.split(", ") for entry in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+
+
+def test_pictures_and_links_of_the_readme_show_on_the_package_index(metadata):
+    """There a path leads nowhere: every one stands behind the address of the repository."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = metadata.get_payload(decode=True).decode("utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    paths, addresses = (re.findall(r"(!?)\[[^\]]*\]\((\S+)\)", text) for text in (readme, shown))
+    assert any(picture for picture, _ in paths)
+    repository = PROJECT["urls"]["Repository"]
+    for (picture, path), (_, address) in zip(paths, addresses, strict=True):
+        assert (ROOT / path).exists()
+        assert address == f"{repository}/{'raw' if picture else 'blob'}/HEAD/{path}"
+    assert re.sub(rf"{re.escape(repository)}/(raw|blob)/HEAD/", "", shown).strip() == readme.strip()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="borrows packages by links")
 def test_the_wheel_works_with_torch_and_numpy_alone(wheel, tmp_path):
     python = clean_environment(tmp_path / "core", wheel, "torch", "numpy")
@@ -180,12 +217,62 @@ def test_text_is_opened_with_its_encoding():
     assert found == []
 
 
+def run_on_import(body):
+    """The nodes that run when a module is imported, outside of functions and of what is tried or asked for first."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for part in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
+                yield from ast.walk(part)
+        elif isinstance(node, ast.ClassDef):
+            yield from run_on_import([*node.decorator_list, *node.body])
+        elif isinstance(node, ast.If):
+            yield from ast.walk(node.test)
+        elif not isinstance(node, ast.Try):
+            yield from ast.walk(node)
+
+
+def is_lacking_on_windows(node):
+    if isinstance(node, ast.Import):
+        return bool({alias.name for alias in node.names} & POSIX)
+    if isinstance(node, ast.ImportFrom):
+        return node.module in POSIX or any(f"{node.module}.{alias.name}" in POSIX_NAMES for alias in node.names)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node).endswith(("get_context('fork')", "get_context('forkserver')"))
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in POSIX_NAMES
+
+
 def test_what_windows_lacks_is_not_imported_unguarded():
     found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path in SCRIPTS
-        for node in ast.parse(path.read_text(encoding="utf-8")).body  # what runs when it is imported, outside of try
-        if (isinstance(node, ast.Import) and {alias.name for alias in node.names} & POSIX)
-        or (isinstance(node, ast.ImportFrom) and node.module in POSIX)
+        for node in run_on_import(ast.parse(path.read_text(encoding="utf-8")).body)
+        if is_lacking_on_windows(node)
     ]
     assert found == []
+
+
+LACKING = (
+    "import fcntl", "from os import fork", "KILL = signal.SIGKILL", "class A:\n x = os.getuid()",
+    "def f(x=os.nice): pass", "c = m.get_context('fork')",
+)  # fmt: skip
+GUARDED = (
+    "def f():\n import fcntl", "try:\n import fcntl\nexcept ImportError: pass",
+    "if hasattr(os, 'nice'):\n os.nice(1)", "x = signal.SIGINT",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LACKING)
+def test_what_windows_lacks_is_found(line):
+    assert any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
+
+
+@pytest.mark.parametrize("line", GUARDED)
+def test_what_is_asked_for_first_is_not(line):
+    assert not any(map(is_lacking_on_windows, run_on_import(ast.parse(line).body)))
+
+
+def test_names_that_windows_has_no_byte_for_are_in_no_path():
+    tracked = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
+    names = [path.relative_to(ROOT).as_posix() for path in tracked]
+    assert [name for name in names if re.search(r'[<>:"|?*\\]', name)] == []
+    assert len({name.lower() for name in names}) == len(names)

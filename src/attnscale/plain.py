@@ -9,6 +9,7 @@ from typing import Any
 # All but ordinary ASCII is looked at one by one, by str.isprintable(): it takes no control characters of either kind,
 # no marks that turn the direction of text, no halves of characters, no separators of lines.
 UNUSUAL = re.compile("[^ -~]")
+THOUSAND, BILLION = 1e3, 1e9  # between them 47,400 is read at once, and 4.74e+04 is not
 
 
 def printable(text: str) -> str:
@@ -68,6 +69,16 @@ def rounded(value: float, digits: int) -> float | None:
     (123.5, None)
     """
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def readable(value: float, digits: int = 3) -> str:
+    """The number to so many significant digits, as a person reads it: with an exponent only where it must be.
+
+    >>> readable(379123.4), readable(0.12345), readable(2.51e12), readable(999.9), readable(float("nan"))
+    ('379,000', '0.123', '2.51e+12', '1,000', 'nan')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if THOUSAND <= abs(float(text)) < BILLION else text
 
 
 def plain(value: Any) -> Any:

@@ -99,6 +99,8 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         (["--device", "tpu"], "Expected a device that is here"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
         (["--html", "."], "Expected a file to write, and . is a folder."),
+        (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is no folder."),
+        ([""], "Expected a model, got an empty name"),
         (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
     ],
 )
@@ -222,7 +224,7 @@ def test_a_name_that_is_code_stays_a_name_everywhere(page, check):
     assert EVIL in "".join(elements.text)
     assert [tag for tag, _ in elements.found].count("script") == 2
     island = re.search(r'<script type="application/json" id="figures">(.*?)</script>', written, re.DOTALL)[1]
-    assert EVIL in json.loads(island)["head-map"]["views"][0]["rows"][0]  # a text there, as the next test sees it drawn
+    assert EVIL in json.loads(island)["head-map"]["views"][0]["rows"][0]  # test_report_pages.py sees it drawn
     _, out, _ = check(f"{BROKEN}evil")
     assert EVIL in out
     _, out, _ = check(f"{BROKEN}coloured")

@@ -163,6 +163,25 @@ def test_bad_input_ends_with_status_two_one_sentence_and_no_traceback(arguments,
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--length", "100000000"],
+        ["check", "org/name", "--rows", "0"],
+        ["check", "--text", os.devnull],
+        ["check", "--tokens", os.devnull],
+        ["check", "--html", "."],
+        ["compare", "bundled", "bundled", "--length", "100000000"],
+    ],
+)
+def test_nonsense_is_refused_before_anything_heavy_is_imported(arguments):
+    code = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers']); from attnscale.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("attnscale: Expected ")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_a_stream_that_cannot_show_the_signs_does_not_fail():
     assert run("predict", PYTHONIOENCODING="ascii").returncode == 0
 

@@ -10,8 +10,10 @@ from attnscale.lab.sweep import sweep
 VARIANCE = EXPERIMENTS["variance"]
 SMALL = replace(VARIANCE, grid=lambda quick: VARIANCE.grid(True)[:10])  # two cases at five sizes
 
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload([__name__])
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"  # all that Windows has
+processes = multiprocessing.get_context(METHOD)
+if METHOD == "forkserver":
+    processes.set_forkserver_preload([__name__])
 
 
 def swept(folder, executor=None, experiment=SMALL, **settings):

@@ -49,11 +49,13 @@ def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.005, step
                 64,
                 {key: [0.5, 0.25] for key in logged()}
                 | {"max": [value, 1.0], "max_above_mean": [value, 1.0], "max_bound": [2 * value, 2.0]},
+                keys=23.0,
             )
             for name, value in zip(names, maxima, strict=True)
         }
         told = Finding(names[-1], 0, "exploding", "note", "The largest score is 101.", 101.0, 100.0, "Clip it.")
-        found.append(Record(step, float(step), layers, [told] if alarm and step == 750 else []))
+        learned = {"loss": 3.0 - step / 1000, "lr": 1e-3}
+        found.append(Record(step, float(step), layers, [told] if alarm and step == 750 else [], **learned))
     return found
 
 

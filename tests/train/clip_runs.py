@@ -48,7 +48,26 @@ class WrittenOut(Attention):
 
     def forward(self, x):
         query, key = self.make(x)
-        return (query @ key.mT * self.head_dim**-0.5).softmax(-1) @ self.value(x)
+        key, value = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (key, self.value(x)))
+        return self.scores(query, key).softmax(-1) @ value
+
+    def scores(self, query, key):
+        return query @ key.mT * self.head_dim**-0.5
+
+
+class Capped(WrittenOut):
+    """A soft-cap, and what comes later is hidden by what is added."""
+
+    def scores(self, query, key):
+        later = torch.ones(query.shape[-2], key.shape[-2]).triu(1) * torch.finfo(query.dtype).min
+        return 30.0 * torch.tanh(super().scores(query, key) / 30.0) + later
+
+
+class Biased(WrittenOut):
+    """Something is added to the scores of near keys, which can only be seen by following it."""
+
+    def scores(self, query, key):
+        return super().scores(query, key) + 0.5 * torch.eye(query.shape[-2])
 
 
 class Layers(nn.Module):
@@ -91,6 +110,10 @@ MODELS = {
     "tied": {"kind": Attention, "tied": True},
     "queries are keys": {"kind": SharedQueriesAndKeys},
     "keys are values": {"kind": KeysAreValues},
+    "written out": {"kind": WrittenOut},
+    "written out, grouped keys": {"kind": WrittenOut, "kv_heads": 2},
+    "written out, capped": {"kind": Capped},
+    "written out, checkpoints": {"kind": WrittenOut, "again": "not reentrant"},
     "reentrant checkpoints": {"kind": Attention, "again": "reentrant"},
     "checkpoints": {"kind": Attention, "again": "not reentrant"},
 }

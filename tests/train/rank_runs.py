@@ -36,10 +36,11 @@ def wait_for(*files):
 def train(model, monitor, tokens_of, steps=STEPS):
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for step in range(steps):
-        loss_of(model, tokens_of(step)).backward()
+        loss = loss_of(model, tokens_of(step))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        monitor.step()
+        monitor.step(loss=loss, lr=1e-2)
     monitor.close()
 
 

@@ -96,3 +96,28 @@ def test_a_model_inside_the_one_that_is_watched_is_known_by_its_own_names():
     monitor.close()
     clip.close()
     assert min(layer.lowered for layer in records[1].layers.values()) < 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+@pytest.mark.parametrize("attention", ["fused", "written out"])
+def test_forecasts_of_a_compiled_model_that_is_clipped_inside_are_no_false_alarms(attention):
+    model, records = small_model(softcap=None if attention == "fused" else 1e4), []
+    run = torch.compile(model, backend="aot_eager")
+    clip = QKClip(model, THRESHOLD)
+    monitor = Monitor(model, 5, None, [records.append])
+    for _ in range(70):
+        loss_of(run, batch(2)).backward()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attention.query.weight.mul_(GROWTH)
+        model.zero_grad()
+        clip.step()
+        monitor.step()
+    assert clip.is_inside
+    monitor.close()
+    clip.close()
+    assert min(layer.lowered for layer in records[-1].layers.values()) < 1
+    assert [alarm for record in records for alarm in record.alarms] == []
+    found = summarise(records).layers
+    assert [layer.crossing for layer in found] == [None, None]
+    assert [layer.growth.rate for layer in found] == [pytest.approx(math.log(GROWTH), rel=0.2)] * 2

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnscale.errors import NotInsideWarning
 from attnscale.models import default_text, encode
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "divergence.py"
@@ -41,11 +40,10 @@ def test_half_precision_scores_stay_finite_with_qk_clip_compiled(divergence):
     text = encode(default_text())
     plain = divergence.train("none", RATE, 0, STEPS, text, "float16")
     assert not plain["finite"]
-    with pytest.warns(NotInsideWarning, match="from outside"):  # attention is written out there
-        clipped = divergence.train("QK-Clip 100", RATE, 0, plain["steps"] + 5, text, "float16", "aot_eager")
+    clipped = divergence.train("QK-Clip 100", RATE, 0, plain["steps"] + 5, text, "float16", "aot_eager")
     assert clipped["finite"]
     assert clipped["steps"] == plain["steps"] + 5
-    assert clipped["clipped_inside"] is False
+    assert clipped["clipped_inside"] is True  # though attention is written out there
 
 
 @pytest.mark.usefixtures("one_thread")

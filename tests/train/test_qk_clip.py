@@ -19,7 +19,7 @@ from .clip_runs import (
     HEADS,
     MODELS,
     Attention,
-    WrittenOut,
+    Biased,
     by_hand,
     copies,
     data,
@@ -82,6 +82,8 @@ def test_every_layout_is_clipped_as_by_hand(name):
         ("latent keys", "each block"),
         ("gains kept as 1 + weight", "aot_eager"),
         ("tied", "each block"),
+        ("written out, grouped keys", "aot_eager"),
+        ("written out, capped", "each block"),
     ],
 )
 def test_a_compiled_model_is_clipped_as_by_hand(name, way):
@@ -301,9 +303,9 @@ def test_a_model_that_attends_where_nobody_looks_is_told_and_clipped_from_outsid
 
 
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
-def test_attention_that_is_written_out_is_told_once_and_clipped_from_outside(way):
-    threshold = between(highest(made(WrittenOut)))
-    expected, model = made(WrittenOut), made(WrittenOut)
+def test_attention_that_cannot_be_measured_inside_is_told_once_and_clipped_from_outside(way):
+    threshold = between(highest(made(Biased)))
+    expected, model = made(Biased), made(Biased)
     told = by_hand(expected, threshold)
     with pytest.warns(NotInsideWarning, match="from outside at every step") as warned:
         clip, reports = with_clip(model, threshold, 4, WAYS[way])

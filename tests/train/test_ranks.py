@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
 from attnscale.train.merged_errors import KNOWN, MergedStats, errors_of, summed
-from attnscale.train.record import Record
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
 
 from . import rank_runs
@@ -35,6 +35,7 @@ def assert_same(found, expected, rel=1e-4):
     assert [record.step for record in found] == [record.step for record in expected]
     for left, right in zip(found, expected, strict=True):
         assert list(left.layers) == list(right.layers)
+        assert (left.loss, left.lr) == pytest.approx((right.loss, right.lr), rel=rel)
         for name, layer in right.layers.items():
             assert left.layers[name].rows == layer.rows
             for number in logged():
@@ -48,7 +49,7 @@ def assert_same(found, expected, rel=1e-4):
 def test_data_parallel_ranks_give_the_numbers_of_one_process(tmp_path, kind, world):
     found = spawn(rank_runs.data_parallel, world, tmp_path, kind)
     unwrapped = [
-        Record(r.step, r.time, {name.removeprefix("module."): layer for name, layer in r.layers.items()}) for r in found
+        replace(r, layers={name.removeprefix("module."): layer for name, layer in r.layers.items()}) for r in found
     ]
     assert_same(unwrapped, single())
     assert [record.ranks for record in found] == [world] * rank_runs.STEPS

@@ -1,5 +1,7 @@
 """Watching the zoo: nothing changes, and what is found is what each attention really computes."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import attnscale
+from attnscale.tracing.parameters import UntraceableError
 from tests.measure.oracle import NAMES, expected_stats
 from tests.others import OTHERS_MAY_WARN
 from tests.watching.layers import found_layers
@@ -23,9 +26,10 @@ def _unreadable_operations_are_errors(monkeypatch):
     monkeypatch.setattr("attnscale.watching.watcher.RAISE_FAILURES", True)
 
 
-def watched(entry, rows=64, gradients=False):
-    model, inputs = entry.build()
-    with attnscale.watch(model, rows=rows) as seen, torch.set_grad_enabled(gradients and entry.gradients):
+@cache
+def watched(name, rows=64):
+    model, inputs = ENTRIES[name].build()
+    with attnscale.watch(model, rows=rows) as seen, torch.no_grad():
         model(*inputs)
     return seen
 
@@ -60,16 +64,40 @@ def test_outputs_and_gradients_are_bit_identical(name, gradients):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_scale_applied_is_the_one_in_the_code(name):
     entry = ENTRIES[name]
-    for path, layer in found_layers(watched(entry), entry).items():
+    for path, layer in found_layers(watched(name), entry).items():
         expected = entry.layers[path].scale
         if expected is not None:
             assert layer.scale_applied == pytest.approx(expected, rel=entry.tolerance), path
 
 
+@pytest.mark.parametrize("name", [name for name in ENTRIES if not name.startswith("compiled.")])
+def test_operations_that_arrive_whole_in_inference_mode_tell_the_same(name):
+    entry = ENTRIES[name]
+    plain, (model, inputs) = found_layers(watched(name), entry), entry.build()
+    with torch.inference_mode(), attnscale.watch(model) as seen:
+        model(*inputs)
+    for path, layer in found_layers(seen, entry).items():
+        assert layer.scale_applied == pytest.approx(plain[path].scale_applied, rel=entry.tolerance, nan_ok=True)
+        for field in ("heads", "kv_heads", "head_dim", "causal", "calls", "softcap", "model_dims", "wiring"):
+            assert getattr(layer, field) == getattr(plain[path], field), field
+        assert parameters_of(layer) == parameters_of(plain[path])
+
+
+def parameters_of(layer):
+    """Which rows of which parameters make queries and keys, call by call; why not, where they cannot be followed."""
+    found = []
+    for origin in [origin for call in layer.origins for origin in (call.query, call.key) if origin is not None]:
+        try:
+            found.append([(each.parameter, each.across, each.rows.tolist()) for each in origin.sources()])
+        except UntraceableError as error:
+            found.append(str(error))
+    return found
+
+
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.code != "softmax_wrong_axis"])
 def test_what_the_attention_is_made_of(name):
     entry = ENTRIES[name]
-    for path, layer in found_layers(watched(entry), entry).items():
+    for path, layer in found_layers(watched(name), entry).items():
         for field in ("heads", "kv_heads", "head_dim", "causal", "calls"):
             expected = getattr(entry.layers[path], field)
             assert expected is None or getattr(layer, field) == expected, field
@@ -85,7 +113,7 @@ def test_statistics_are_those_of_the_real_scores(name):
     model, inputs = entry.build()
     with recording(model) as scores, torch.no_grad():
         model.train()(*inputs)  # in train: no fast path, which shows no scores
-    seen = watched(entry, rows=None)
+    seen = watched(name, rows=None)
     coarse = entry.tolerance > 1e-3
     for path, layer in found_layers(seen, entry).items():
         real = scores[path].clone()

@@ -28,6 +28,8 @@ AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
 class _Rows:
     """What this rank holds of a parameter; each row is multiplied by the factor at its place among all."""
 
+    owner: nn.Module
+    name: str  # by which its owner has it
     parameter: Tensor
     held: Tensor
     shape: tuple[int, ...]  # of its factors
@@ -35,8 +37,13 @@ class _Rows:
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameter lies where it lay: not so once its model was moved or converted."""
+        """Whether it is its owner's and lies where it lay: not so once it was replaced, moved or converted.
+
+        Of a parameter in shards an owner has another at times, put together.
+        """
         local = local_part(self.parameter)
+        if local is None and getattr(self.owner, self.name, None) is not self.parameter:
+            return False
         return (self.parameter if local is None else local).data_ptr() == self.held.data_ptr()
 
     def multiply_(self, factors: Tensor) -> None:
@@ -75,7 +82,7 @@ class Clipper:
     """Multiplies what makes the queries and keys of heads over the threshold; made once, by all ranks of the axes."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]) -> None:
-        self.threshold = threshold
+        self.threshold, self._model = threshold, model
         self._folding, device = Folding(model, layers), device_of(model)
         shares = self._shares = self._folding.shares(axes)
         names = [name for name, _ in self._folding.heads]
@@ -118,7 +125,9 @@ class Clipper:
             slots = np.where(is_here, takers.slots[at], -1)
             every.append(np.where(slots < 0, self.slots.count, slots))
             exponents.append(takers.exponents[at])
-            self._rows.append(_Rows(self._folding.parameter(name), local, numbers.shape, takers.offset))
+            path, _, last = name.rpartition(".")
+            parameter, owner = self._folding.parameter(name), self._model.get_submodule(path)
+            self._rows.append(_Rows(owner, last, parameter, local, numbers.shape, takers.offset))
         self._slot_of_row = torch.from_numpy(np.concatenate(every)).to(device)
         self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(device)
 

@@ -87,7 +87,7 @@ def check(
 
     Example: attnscale check path/to/model --html report.html
     """
-    sequences = given_to(rows, text, tokens, data)
+    sequences = given_to(rows, text, tokens, data, length)
     if html is not None:
         require_extra("report", "A report")
     for path in (html, save):
@@ -127,18 +127,21 @@ class Given:
     ids: "tuple[Sequence, ...]"
 
 
-def given_to(rows: int | None, text: Path | None, tokens: Path | None, data: Path | None) -> Given:
+def given_to(rows: int | None, text: Path | None, tokens: Path | None, data: Path | None, length: int | None) -> Given:
     """Read what was given, or one sentence on what is wrong with it."""
     from attnscale.errors import SettingError
-    from attnscale.loading.given import read_examples, read_tokens
+    from attnscale.loading.given import read_examples, read_tokens, require_length, require_text
 
     if rows is not None and rows < 1:
         raise SettingError(f"Expected --rows of at least 1, got {rows}.")
+    require_length(length)
     if sum(given is not None for given in (text, tokens, data)) > 1:
         raise SettingError("Expected one of --text, --tokens and --data, got several.")
     sequences = read_tokens(read_text(tokens)) if tokens is not None else ()
     sequences = read_examples(read_text(data)) if data is not None else sequences
-    return Given(None if text is None else read_text(text), sequences)
+    words = None if text is None else read_text(text)
+    require_text(words)
+    return Given(words, sequences)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def compare(
 
     Example: attnscale compare before/ after/ --html changes.html
     """
-    sequences = given_to(rows, text, tokens, data)
+    sequences = given_to(rows, text, tokens, data, length)
     if html is not None:
         require_writable(html)
     with progress() as report:

@@ -25,6 +25,9 @@ def require_writable(path: Path) -> None:
         raise SettingError(f"Expected a file to write, and {path} is a folder.")
     if path.exists() and not path.is_file():
         return  # a pipe or a terminal: nothing can be tried there
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise SettingError(f"Could not write {path}: {parent} is no folder.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -10,7 +10,7 @@ import numpy as np
 from attnscale.comparing.portrait import RATIOS, Numbers
 from attnscale.comparing.student import standing_out, tail
 from attnscale.measure.statistics import STATISTICS
-from attnscale.plain import finite
+from attnscale.plain import finite, readable
 
 if TYPE_CHECKING:
     from attnscale.comparing.comparison import HeadChange
@@ -50,11 +50,11 @@ class Move:
         """The change: `× 1.52 ± 0.03`, or of a share `+0.12 ± 0.01`."""
         if self.statistic in RATIOS:
             factor = math.exp(min(self.change, 700.0)) if self.change == self.change else math.nan
-            return f"× {factor:.3g}{_give_or_take(factor * self.error)}"
+            return f"× {readable(factor)}{_give_or_take(factor * self.error)}"
         return f"{self.change:+.2g}{_give_or_take(self.error)}"
 
     def __str__(self) -> str:
-        return f"{STATISTICS[self.statistic].long} {self.before:.3g} to {self.after:.3g} ({self.told})"
+        return f"{STATISTICS[self.statistic].long} {readable(self.before)} to {readable(self.after)} ({self.told})"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""

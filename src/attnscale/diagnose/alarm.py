@@ -12,6 +12,7 @@ from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.diagnose.forecast import Ceiling, Crossing, Outlook, forecast
 from attnscale.diagnose.scores import DEAD_GAIN, EXPLODING, threshold_reached
 from attnscale.measure.uncertainty import NORMAL
+from attnscale.plain import readable
 
 # Of ln n, mean of a layer. Runs whose attention entropy collapsed are those that became unstable (Zhai et al. 2023,
 # arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.
@@ -65,8 +66,8 @@ class Vital:
     def told(self) -> str:
         """The largest score in words: as it is, and what softmax feels of it where that makes a difference."""
         if math.isnan(self.largest) or threshold_reached(self.largest) == threshold_reached(self.max):
-            return f"{self.max if math.isnan(self.largest) else self.largest:.4g}"
-        return f"{self.largest:.4g}, {self.max:.4g} above the mean of its row"
+            return readable(self.max if math.isnan(self.largest) else self.largest, 4)
+        return f"{readable(self.largest, 4)}, and {readable(self.max, 4)} above the mean of its row"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnscale.plain import readable
 from attnscale.watching.layer import Layer
 
 LEAST = 1e-300  # keeps the logarithm of a zero finite
@@ -53,9 +54,9 @@ class Change:
 
     def __str__(self) -> str:
         return (
-            f"scores × {math.exp(self.total):.3g}: multiplier × {math.exp(self.multiplier):.3g}, "
-            f"‖q‖ × {math.exp(self.query_norm):.3g}, ‖k‖ × {math.exp(self.key_norm):.3g}, "
-            f"alignment × {math.exp(self.alignment):.3g}"
+            f"scores × {readable(math.exp(self.total))}: multiplier × {readable(math.exp(self.multiplier))}, "
+            f"‖q‖ × {readable(math.exp(self.query_norm))}, ‖k‖ × {readable(math.exp(self.key_norm))}, "
+            f"alignment × {readable(math.exp(self.alignment))}"
         )
 
 
@@ -70,8 +71,8 @@ def cause(layer: Layer, head: int | None = None) -> Cause:
         "alignment": alignment * unit,
     }
     sentences = {
-        "multiplier": f"The multiplier, {scale:.3g} where {expected:.3g} is expected, is the cause.",
-        "norms": f"The norms are the cause: ‖q‖ is {query_norm:.3g} and ‖k‖ {key_norm:.3g}, where "
+        "multiplier": f"The multiplier, {readable(scale)} where {readable(expected)} is expected, is the cause.",
+        "norms": f"The norms are the cause: ‖q‖ is {readable(query_norm)} and ‖k‖ {readable(key_norm)}, where "
         f"unit-variance components give √d_k = {unit:.3g}.",
         "alignment": f"The alignment is the cause: queries and keys have a cosine of {alignment:.3g} (root mean "
         f"square), where independent ones have 1/√d_k = {1 / unit:.3g}.",

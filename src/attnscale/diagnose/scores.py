@@ -24,6 +24,7 @@ from attnscale.diagnose.cause import cause
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.habit import habit_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.plain import readable
 from attnscale.theory.limits import DILUTED_SPREAD
 from attnscale.watching.layer import Layer
 
@@ -103,14 +104,15 @@ def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
         return
     _, severity, known = reached or (0.0, "note", SHIFTED)
     mend = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
-    apart = "" if reached == by_itself else f", {above:.4g} above the mean of its row"
-    bracket = "" if stats.exact else f" among the rows looked at (at most {float(stats.max_bound.max()):.4g} in all)"
+    apart = "" if reached == by_itself else f", and {readable(above, 4)} above the mean of its row"
+    bound = readable(float(stats.max_bound.max()), 4)
+    bracket = "" if stats.exact else f" among the rows looked at (at most {bound} in all)"
     yield Finding(
         layer.name,
         head,
         "exploding",
         severity,
-        f"The largest score is {largest:.4g}{bracket}{apart}; {known}.",
+        f"The largest score is {readable(largest, 4)}{bracket}{apart}; {known}.",
         largest,
         EXPLODING[-1][0],
         f"{cause(layer, head).sentence} {mend}",
@@ -150,7 +152,7 @@ def _sharp(layer: Layer, frozen: list[Verdict], reached: Tensor | None) -> Itera
 def _saturated_finding(layer: Layer, found: Verdict, severity: str, advice: str) -> Finding:
     every = "every head is frozen: " if found.head is None else ""
     message = (
-        f"{every}the scores spread by {found.spread:.3g} over {found.keys:.0f} keys, where softmax freezes at "
+        f"{every}the scores spread by {readable(found.spread)} over {found.keys:.0f} keys, where softmax freezes at "
         f"{found.freezing_point:.3g}; entropy is {found.entropy_ratio:.2f} of ln n, top-1 {found.top1:.2f}, and "
         f"the softmax lets {found.gradient_gain:.2f} of the gradient through."
     )

@@ -2,25 +2,70 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from attnscale.inside.given import Given, Reader
+from attnscale.inside.written import Following, Written
+from attnscale.watching.written.layout import layout_from
 
-# What is done at a call, by the name of the look: what was given, the look's own tensor, the number of the call in its
-# module, and whether it is traced -> what to go on with.
-Look = Callable[[Given, Tensor, int, bool], Given]
+
+@dataclass(frozen=True)
+class Look:
+    """What is done at a call: with the look's own tensor, the number of the call in its module, whether it is traced.
+
+    At a function that attends, what was given is handed on to go on with; at a softmax nothing is changed.
+    """
+
+    at_function: Callable[[Given, Tensor, int, bool], Given]
+    at_softmax: Callable[[Written, Tensor, int, bool], None]
+
+
 LOOKS: dict[str, Look] = {}
+KERNEL = "-"  # in the place of the layout of an attention written out
+BETWEEN = " "
 
 
 class Frame:
-    """One run of a module: its looks, each with a tensor of its own, and how many calls there were."""
+    """One run of a module: its looks, each with a tensor of its own, and how many calls there were.
 
-    def __init__(self, names: str, tensors: tuple[Tensor, ...], is_traced: bool) -> None:
+    `layouts` are those of its calls that are attention written out; where there are none, nobody looks for them.
+    """
+
+    def __init__(self, names: str, layouts: str, tensors: tuple[Tensor, ...], is_traced: bool) -> None:
         looks = (LOOKS[name.rstrip("0123456789")] for name in names.split())
         self._looks = list(zip(looks, tensors, strict=True))
         self._calls, self._is_busy, self._is_traced = 0, False, is_traced
+        self._layouts = layouts.split(BETWEEN)
+        self._following: Any = None
+        if any(layout != KERNEL for layout in self._layouts):
+            self._following = Following(self)
+            self._following.__enter__()
+
+    def end(self) -> None:
+        """It is over."""
+        if self._following is not None:
+            self._following.__exit__(None, None, None)
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether what runs is its own, and not that of another module in it, or of a look."""
+        return FRAMES.open[-1:] == [self] and not self._is_busy
+
+    def takes_softmax(self, scores: Tensor, axis: int, left: Tensor, right: Tensor) -> None:
+        """A softmax is about to be taken, over this axis, of what was made of a product."""
+        number, self._calls = self._calls, self._calls + 1
+        layout = self._layouts[number] if number < len(self._layouts) else KERNEL
+        if layout == KERNEL or layout_from(layout).order[-1] != axis % scores.dim():
+            return  # another than was known, which is missed
+        self._is_busy = True
+        try:
+            for look, tensor in self._looks:
+                look.at_softmax(Written(scores, left, right, layout), tensor, number, self._is_traced)
+        finally:
+            self._is_busy = False
 
     def attends(self, reader: Reader, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that attends is called: look at what it was given, then let it be called as it is."""
@@ -30,7 +75,7 @@ class Frame:
         number, self._calls, self._is_busy = self._calls, self._calls + 1, True
         try:
             for look, tensor in self._looks:
-                given = look(given, tensor, number, self._is_traced)
+                given = look.at_function(given, tensor, number, self._is_traced)
             return given.again(given.query, given.key)
         finally:
             self._is_busy = False

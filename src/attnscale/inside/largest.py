@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.inside.frames import LOOKS
+from attnscale.inside.frames import LOOKS, Look
 from attnscale.inside.given import Given
+from attnscale.inside.written import Written
 from attnscale.measure.largest import raise_largest_
 from attnscale.torch_internals import in_backward
-from attnscale.visibility import Visibility
+from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.hiding import keys_nobody_sees
+from attnscale.watching.written.layout import layout_from
 
 LOOK = "largest"
 LIMIT, ATTENDS_ITSELF, CALLS = -3, -2, -1  # behind the heads
@@ -67,14 +69,50 @@ def note_row_maxima(maxima: Tensor, tape: Tensor, number: int) -> None:
     """Note the largest of the scores that a kernel tells of each row, (batch, heads, rows)."""
     if in_backward() or number >= len(tape):
         return
-    line, highest = tape[number], maxima.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(tape.dtype)
-    line[: len(highest)] = torch.maximum(line[: len(highest)], highest)
-    line[CALLS] += 1.0
+    _raise(tape[number], maxima)
 
 
 @note_row_maxima.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+@torch.library.custom_op("attnscale::note_scores", mutates_args=("tape",))
+def note_scores(scores: Tensor, tape: Tensor, layout: str, number: int) -> None:
+    """Note the largest of scores that are written out, inside a compiled graph."""
+    _note_scores(scores, tape, layout, number)
+
+
+@note_scores.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _note_scores(scores: Tensor, tape: Tensor, layout: str, number: int) -> None:
+    if in_backward() or number >= len(tape) or tape.device != scores.device:
+        return
+    line, by_head = tape[number], layout_from(layout).scores_by_head(scores)
+    by_row = by_head.amax(-1)
+    if by_head.shape[-1] == by_head.shape[-2]:  # of rows of padding nothing is asked
+        hidden = by_head.amax((1, 2)) <= NEVER_A_SCORE
+        by_row = by_row.masked_fill((hidden & (line[ATTENDS_ITSELF] > 0)).unsqueeze(1), -torch.inf)
+    _raise(line, by_row)
+
+
+def _raise(line: Tensor, by_row: Tensor) -> None:
+    """Lift a line to the largest of (batch, heads, rows); one that is no number counts as ∞."""
+    highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(line.dtype)
+    line[: len(highest)] = torch.maximum(line[: len(highest)], highest)
+    line[CALLS] += 1.0
+
+
+def _look_at_softmax(written: Written, tape: Tensor, number: int, is_traced: bool) -> None:
+    with torch.no_grad():
+        scores = written.scores.detach()
+        if is_traced and type(tape) is not Tensor:
+            note_scores(scores, tape, written.layout, number)
+        else:
+            _note_scores(scores, tape.data, written.layout, number)
 
 
 def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
@@ -99,4 +137,4 @@ def _again(
     return returned
 
 
-LOOKS[LOOK] = _look
+LOOKS[LOOK] = Look(_look, _look_at_softmax)

@@ -22,8 +22,8 @@ from attnscale.torch_internals import is_fake
 class _Traced(Frame):
     """A run that is traced."""
 
-    def __init__(self, names: str, tensors: tuple[Tensor, ...]) -> None:
-        super().__init__(names, tensors, is_traced=True)
+    def __init__(self, names: str, layouts: str, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__(names, layouts, tensors, is_traced=True)
         mode: Any = _Mode(self)
         self._mode = mode
         hold(TORCH_NAMES)
@@ -33,6 +33,7 @@ class _Traced(Frame):
         """It is over."""
         self._mode.__exit__(None, None, None)
         let_go(TORCH_NAMES)
+        super().end()
 
 
 class _Mode(TorchFunctionMode):
@@ -48,20 +49,20 @@ class _Mode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def begin(names: str, *tensors: Tensor) -> None:
+def begin(names: str, layouts: str, *tensors: Tensor) -> None:
     """A module begins, in an eager run."""
-    FRAMES.open.append(Frame(names, tensors, is_traced=False))
+    FRAMES.open.append(Frame(names, layouts, tensors, is_traced=False))
 
 
 def end() -> None:
     """It has run."""
-    FRAMES.open.pop()
+    FRAMES.open.pop().end()
 
 
-def begin_in_graph(names: str, *tensors: Tensor) -> None:
+def begin_in_graph(names: str, layouts: str, *tensors: Tensor) -> None:
     """A module begins, in a graph that is traced."""
     if not is_fake((type(tensors[0]),)):  # then Dynamo asks for shapes
-        FRAMES.open.append(_Traced(names, tensors))
+        FRAMES.open.append(_Traced(names, layouts, tensors))
 
 
 def end_in_graph(*tensors: Tensor) -> None:
@@ -75,9 +76,7 @@ def end_in_graph(*tensors: Tensor) -> None:
 def abandon() -> None:
     """Leave nothing of a run that was broken off, as by an error in the middle of tracing."""
     while FRAMES.open:
-        frame = FRAMES.open.pop()
-        if isinstance(frame, _Traced):
-            frame.end()
+        FRAMES.open.pop().end()
 
 
 @cache

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from attnscale.inside import marks, names
+from attnscale.inside.frames import BETWEEN, KERNEL
 from attnscale.inside.placing import can_be_placed, place, take_away
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.running import modules_by_path
@@ -31,8 +32,13 @@ class Places:
     def _is_read(self, path: str) -> bool:
         """Whether a module calls what can be read: FlexAttention only in a graph, since outside it compiles itself."""
         order = self.known.orders[path]
-        kinds = {self.known.calls[signature].kind for signature in order.calls}
-        return kinds <= ({"sdpa", "flex"} if order.is_compiled else {"sdpa"})
+        kernels = {self.known.calls[each].kind for each in order.calls if each not in self.known.written}
+        return kernels <= ({"sdpa", "flex"} if order.is_compiled else {"sdpa"})
+
+    def _layouts(self, path: str) -> str:
+        """Of its calls in a run, as frames take them."""
+        known = (self.known.written.get(signature) for signature in self.known.orders[path].calls)
+        return BETWEEN.join(KERNEL if each is None else each.layout.code for each in known)
 
     @contextmanager
     def looked_at(self, look: str, tensor_of: Callable[[str], Tensor]) -> Iterator[None]:
@@ -42,5 +48,5 @@ class Places:
             names.hold(self._names)
             stack.callback(names.let_go, self._names)
             for path, module in self.modules.items():
-                stack.callback(take_away, module, place(module, look, tensor_of(path)))
+                stack.callback(take_away, module, place(module, look, tensor_of(path), self._layouts(path)))
             yield

@@ -12,19 +12,23 @@ from attnscale.inside import marks
 PREFIX = "_attnscale_"
 
 
-def place(module: nn.Module, look: str, tensor: Tensor) -> str:
-    """Look at what a module attends with from now on; the name by which it is taken away again."""
+def place(module: nn.Module, look: str, tensor: Tensor, layouts: str = "-") -> str:
+    """Look at what a module attends with from now on; the name by which it is taken away again.
+
+    `layouts` are those of its attentions that are written out, as frames take them.
+    """
     names = _names(module)
     number = next(number for number in range(len(names) + 1) if f"{look}{number}" not in names)
     name = f"{look}{number}"
     module.__dict__[PREFIX + name] = tensor
-    _change(module, (*names, name))
+    _change(module, (*names, name), layouts)
     return name
 
 
 def take_away(module: nn.Module, name: str) -> None:
     """Look no more."""
-    _change(module, tuple(each for each in _names(module) if each != name))
+    layouts = getattr(type(module), "_attnscale_layouts", "")
+    _change(module, tuple(each for each in _names(module) if each != name), layouts)
     module.__dict__.pop(PREFIX + name, None)
 
 
@@ -37,13 +41,13 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     return getattr(type(module), "_attnscale_looks", ())
 
 
-def _change(module: nn.Module, names: tuple[str, ...]) -> None:
+def _change(module: nn.Module, names: tuple[str, ...], layouts: str) -> None:
     own = type(module)
     if "_attnscale_plain" in vars(own):
         own = vars(own)["_attnscale_plain"]
     elif _names(module):
         return  # wrapped since in another class of its own; without its tensor a look does nothing
-    module.__class__ = looked_at(own, names) if names else own  # type: ignore[arg-type]
+    module.__class__ = looked_at(own, names, layouts) if names else own  # type: ignore[arg-type]
 
 
 def new(kind: type, *args: Any) -> Any:
@@ -52,24 +56,24 @@ def new(kind: type, *args: Any) -> Any:
 
 
 @cache
-def looked_at(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> type[nn.Module]:
     """A class of modules that do the same between two marks; copies and pickles are of the plain one."""
     marks.stand_in_graphs()
     joined, attributes = " ".join(names), tuple(PREFIX + name for name in names)
 
     class LookedAt(plain):  # type: ignore[misc, valid-type]
-        _attnscale_plain, _attnscale_looks = plain, names
+        _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             tensors: list[Any] = [getattr(self, name, None) for name in attributes]
             if any(tensor is None for tensor in tensors) or not (self.training or torch.is_grad_enabled()):
                 return plain.forward(self, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
-                marks.begin_in_graph(joined, *tensors)
+                marks.begin_in_graph(joined, layouts, *tensors)
                 output = plain.forward(self, *args, **kwargs)
                 marks.end_in_graph(*tensors)
                 return output
-            marks.begin(joined, *tensors)
+            marks.begin(joined, layouts, *tensors)
             try:
                 return plain.forward(self, *args, **kwargs)
             finally:

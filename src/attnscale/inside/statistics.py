@@ -4,7 +4,9 @@ Each module that attends carries a ticket: the number of its place, in the host'
 where it stands in whichever graph it runs. What a backward pass recomputes is not counted again.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -12,26 +14,36 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attnscale.inside.frames import LOOKS
+from attnscale.inside.frames import LOOKS, Look
 from attnscale.inside.given import FUNCTIONS, Given, Modified
+from attnscale.inside.written import Written
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import Visibility
-from attnscale.watching.gradients import GradientSquares, by_query_head, of_kernel
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.flex import modification
+from attnscale.watching.written.again import WrittenAgain
+from attnscale.watching.written.layout import layout_from
 
 LOOK = "statistics"
+
+
+Lengths = GradientLengths | None  # None where no backward is to come
 
 
 class Recorder(Protocol):
     """What calls at one place are handed to."""
 
-    def note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None, is_compiled: bool) -> None:
-        """A call of the module, this one in its run; None where no backward is to come."""
+    def note(self, number: int, call: KernelCall | WrittenAgain, gradients: Lengths, is_compiled: bool) -> None:
+        """A call of the module, this one in its run."""
         ...
 
-    def passing(self) -> GradientSquares | None:
-        """Those of the last call whose gradient did not pass yet."""
+    def passed(self, first: Tensor, second: Tensor) -> None:
+        """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
+        ...
+
+    def add(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
+        """The same, of this call."""
         ...
 
 
@@ -91,22 +103,34 @@ def _(*_: Any) -> None:
     return None
 
 
-def _note(given: Given, ticket: Tensor, number: int, learns: bool) -> None:
+@torch.library.custom_op("attnscale::noted_written", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
+def noted_written(
+    scores: Tensor, left: Tensor, right: Tensor, ticket: Tensor, layout: str, number: int, learns: bool
+) -> None:
+    """Measure an attention written out, inside a compiled graph."""
+    _note(WrittenAgain(scores, left, right, layout_from(layout)), ticket, number, learns)
+
+
+@noted_written.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _note(call: Given | WrittenAgain, ticket: Tensor, number: int, learns: bool) -> None:
     ticket[1] += 1
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is not None:
-        recorder.note(number, _kernel(given), GradientSquares() if learns else None, is_compiled=True)
+        found = _kernel(call) if isinstance(call, Given) else call
+        recorder.note(number, found, GradientLengths() if learns else None, is_compiled=True)
 
 
 @torch.library.custom_op("attnscale::noted_gradient", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
-def noted_gradient(query: Tensor, key: Tensor, ticket: Tensor) -> None:
-    """Add up the gradients that reached the queries and keys of a call."""
+def noted_gradient(first: Tensor, second: Tensor, ticket: Tensor) -> None:
+    """Add up the gradients that reached the queries and keys of a call, or the operands of its product."""
     ticket[1] += 1
     recorder = _PLACES.get(int(ticket[0]))
-    squares = None if recorder is None else recorder.passing()
-    if squares is not None:
-        squares.add("query", by_query_head(query))
-        squares.add("key", by_query_head(key, query.shape[1] // max(key.shape[1], 1)))
+    if recorder is not None:
+        recorder.passed(first, second)
 
 
 @noted_gradient.register_fake
@@ -142,11 +166,49 @@ def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
         if learns:
             query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
         return replace(given, query=query, key=key)
-    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
-    if recorder is not None:
-        kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
-        recorder.note(number, kernel, of_kernel(query, key) if learns else None, is_compiled=False)
+    kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
+    _note_eagerly(kernel, ticket, number, (query, key) if learns else None)
     return given
+
+
+def _look_at_softmax(written: Written, ticket: Tensor, number: int, is_traced: bool) -> None:
+    tensors = written.scores.detach(), written.left.detach(), written.right.detach()
+    operands = written.left, written.right
+    learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
+    if is_traced and type(ticket) is not Tensor:
+        noted_written(*tensors, ticket, written.layout, number, learns)
+        if learns:
+            _follow_both(operands, lambda left, right: noted_gradient(left, right, ticket))
+    else:
+        again = WrittenAgain(*tensors, layout_from(written.layout))
+        _note_eagerly(again, ticket, number, operands if learns else None)
+
+
+def _note_eagerly(
+    call: KernelCall | WrittenAgain, ticket: Tensor, number: int, learning: tuple[Tensor, Tensor] | None
+) -> None:
+    """Measure a call where it is made, and follow what reaches those that learn."""
+    recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
+    if recorder is None:
+        return
+    lengths = None if learning is None else GradientLengths()
+    recorder.note(number, call, lengths, is_compiled=False)
+    if learning is not None and lengths is not None:
+        _follow_both(learning, partial(recorder.add, lengths, number))
+
+
+def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor], None]) -> None:
+    """Tell of both gradients when they have passed."""
+    passed: dict[int, Tensor] = {}
+
+    def note(side: int, gradient: Tensor) -> None:
+        passed[side] = gradient.detach()
+        if len(passed) == len(tensors):
+            with torch.no_grad():
+                told(passed.pop(0), passed.pop(1))
+
+    for side, tensor in enumerate(tensors):
+        tensor.register_hook(partial(note, side))
 
 
 def _kernel(given: Given) -> KernelCall:
@@ -158,4 +220,4 @@ def _kernel(given: Given) -> KernelCall:
     return KernelCall("flex", given.query, given.key, given.scale, score_mod=modify)
 
 
-LOOKS[LOOK] = _look
+LOOKS[LOOK] = Look(_look, _look_at_softmax)

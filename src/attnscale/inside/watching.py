@@ -3,23 +3,25 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.numerics import without_autocast
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.gradients import GradientLengths, by_query_head, by_shared_key
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.orders import Order
+from attnscale.watching.known.traces import Signature
 from attnscale.watching.reporter import measured
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
+from attnscale.watching.written.again import WrittenAgain
 
 
 @contextmanager
@@ -39,7 +41,7 @@ class _Watching:
         self.known, self.settings = known, settings
         self.seen = Seen(
             lambda path: path or root,
-            lambda path, head_dim: declared(model, path, head_dim),
+            partial(known.declared, model),
             lambda path: known.unused_norms.get(path, ()),
         )
         self.failures: list[str] = []
@@ -73,41 +75,57 @@ class _Place:
     def __init__(self, watching: _Watching, path: str, order: Order) -> None:
         self._watching, self.path, self._order = watching, path, order
         self.runs = 0
-        self._to_pass: list[GradientSquares] = []  # of compiled calls
-        self._recomputed: list[SeenCall] = []  # those whose gradient comes from another run of the same
+        self._to_pass: list[tuple[GradientLengths, Signature | None]] = []  # of compiled calls
+        self._recomputed: list[tuple[SeenCall, Signature]] = []  # whose gradient comes from another run of the same
 
-    def note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None, is_compiled: bool) -> None:
+    def note(
+        self, number: int, call: KernelCall | WrittenAgain, gradients: GradientLengths | None, is_compiled: bool
+    ) -> None:
         """A call of the module, this one in its run; None where no backward is to come."""
         self.runs += number == 0
+        known_by = self._order.calls[number] if number < len(self._order.calls) else None
         if gradients is None:
             self._watching.seen.without_gradients |= not is_compiled
         elif is_compiled:
-            self._to_pass.append(gradients)
+            self._to_pass.append((gradients, known_by))
         try:
-            self._note(number, kernel, gradients)
+            self._note(known_by, call, gradients)
         except Exception as error:  # a model that runs must go on running
             self._watching.failures.append(f"{self.path}: {type(error).__name__}: {error}")
 
-    def _note(self, number: int, kernel: KernelCall, gradients: GradientSquares | None) -> None:
+    def _note(
+        self, known_by: Signature | None, given: KernelCall | WrittenAgain, gradients: GradientLengths | None
+    ) -> None:
         seen, known, settings = self._watching.seen, self._watching.known, self._watching.settings
-        known_by = self._order.calls[number] if number < len(self._order.calls) else None
-        if known_by is None or not known.fits(kernel, known_by):
+        if known_by is None or not known.fits(given, known_by):
             self._watching.failures.append(f"{self.path}: it attended otherwise than before")
             return
-        with torch.no_grad(), without_autocast(kernel.query):
-            call = measured(settings, kernel, lambda: known.again(kernel, known_by, settings.rows))
+        with torch.no_grad(), without_autocast(given.left if isinstance(given, WrittenAgain) else given.query):
+            call = measured(settings, given, lambda: known.again(given, known_by, settings.rows))
         assert call is not None
         call.gradients = gradients
         if gradients is None:
-            self._recomputed.append(call)
+            self._recomputed.append((call, known_by))
         seen.note(self.path, known_by[1], call, (self.runs - 1) % self._order.depth)  # type: ignore[arg-type]
 
-    def passing(self) -> GradientSquares | None:
-        """Those of the last call whose gradient did not pass yet."""
+    def passed(self, first: Tensor, second: Tensor) -> None:
+        """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
         if self._to_pass:
-            return self._to_pass.pop()
-        if not self._recomputed:
-            return None
-        call = self._recomputed.pop()
-        call.gradients = GradientSquares()
-        return call.gradients
+            lengths, known_by = self._to_pass.pop()
+        elif self._recomputed:
+            call, known_by = self._recomputed.pop()
+            lengths = call.gradients = GradientLengths()
+        else:
+            return
+        self._add(lengths, known_by, first, second)
+
+    def add(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
+        """The same, of this call."""
+        self._add(lengths, self._order.calls[number] if number < len(self._order.calls) else None, first, second)
+
+    def _add(self, lengths: GradientLengths, known_by: Signature | None, first: Tensor, second: Tensor) -> None:
+        if known_by is not None:
+            query, key = self._watching.known.operands(known_by, first, second)
+            owners = self._watching.known.calls[known_by].key_owners
+            lengths.add("query", by_query_head(query))
+            lengths.add("key", by_shared_key(key, query.shape[1], owners))

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from attnscale.plain import readable
+
 LEVEL = 0.95
 LARGEST_LOG = 700.0  # e to more than that is no float
 
@@ -53,8 +55,8 @@ class Factors:
     high: float
 
     def __str__(self) -> str:
-        interval = "one seed" if math.isnan(self.low) else f"{self.low:.2g}–{self.high:.2g}"
-        return f"{self.mean:.3g} ({interval})"
+        interval = "one seed" if math.isnan(self.low) else f"{readable(self.low, 2)}–{readable(self.high, 2)}"
+        return f"{readable(self.mean)} ({interval})"
 
 
 def geometric_band(values: Iterable[float]) -> Factors:

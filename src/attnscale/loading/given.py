@@ -8,7 +8,20 @@ from attnscale.errors import SettingError
 
 Sequence: TypeAlias = str | list[int]  # a text for the model's tokenizer, or token ids as they are
 LEAST_PART = 64  # characters
+MOST_LENGTH = 2**20  # tokens: beyond the longest contexts there are
 MOST_SEQUENCES = 64  # of a file: a batch that fits wherever one sequence does, nearly
+
+
+def require_length(length: int | None) -> None:
+    """Refuse a number of tokens that nothing can be run on."""
+    if length is not None and not 2 <= length <= MOST_LENGTH:
+        raise SettingError(f"Expected --length from 2 to {MOST_LENGTH:,}, got {length}.")
+
+
+def require_text(text: str | None) -> None:
+    """Refuse a text of which no two tokens can be made."""
+    if text is not None and len(text.encode("utf-8")) < 2:
+        raise SettingError("Expected a text of at least two characters, and it is shorter.")
 
 
 def read_tokens(text: str) -> tuple[Sequence, ...]:

@@ -11,6 +11,7 @@ from attnscale.loading.cache import cached, is_name
 from attnscale.loading.devices import require_device
 from attnscale.loading.factory import call_factory, is_factory
 from attnscale.loading.gguf import SUFFIX, load_gguf
+from attnscale.loading.given import require_length, require_text
 from attnscale.loading.huggingface import load_huggingface, weights_beside
 from attnscale.loading.inputs import make_inputs
 from attnscale.loading.loaded import Loaded, Request
@@ -19,7 +20,6 @@ from attnscale.loading.weights import READABLE, read_weights
 from attnscale.models import CausalTransformer, encode, load_bundled
 from attnscale.models.text import VOCABULARY
 
-MOST_LENGTH = 2**20  # tokens: beyond the longest contexts there are
 PARALLEL = "module."  # before every name that DistributedDataParallel saved
 SEED = 0  # of a random initialisation, and of random inputs
 
@@ -51,10 +51,10 @@ def load_model(request: Request) -> Loaded:
 
 
 def _check(request: Request) -> None:
-    if request.length is not None and not 2 <= request.length <= MOST_LENGTH:
-        raise SettingError(f"Expected --length from 2 to {MOST_LENGTH:,}, got {request.length}.")
-    if request.text is not None and len(request.text.encode("utf-8")) < 2:
-        raise SettingError("Expected a text of at least two characters, and it is shorter.")
+    if request.model is not None and not request.model.strip():
+        raise SettingError("Expected a model, got an empty name; without any the bundled model is checked.")
+    require_length(request.length)
+    require_text(request.text)
     if request.factory is not None and (request.model is None or not is_factory(request.factory)):
         raise SettingError("Expected --model package.module:callable with a file of weights to load into it.")
     require_device(request.device)

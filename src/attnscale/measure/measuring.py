@@ -60,7 +60,8 @@ def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
     def look() -> tuple[RowSums, Tensor]:
         with torch.no_grad():
             positions = sample.positions.to(call.query.device, non_blocking=True)
-            return measure_rows(call, positions, entries=sample.entries), max_bound(call)
+            entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
+            return measure_rows(call, positions, entries=entries), max_bound(call)
 
     return alone(look) if call.query.device.type == "cpu" else look()
 

@@ -1,11 +1,15 @@
 """What measuring costs, in the terminal and as the README's table."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from attnscale.plain import readable
+
+HEADINGS = ("timed as", "ms", "× plain", "quartiles", "peak MB", "host µs")
 
 
 def show_costs(costs: Sequence[dict[str, Any]]) -> None:
@@ -13,22 +17,32 @@ def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     console = Console()
     for title, group in groupby(costs, key=_title):
         console.print(f"\n{title}", style="bold", highlight=False)
-        table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for heading in ("timed as", "ms", "× plain", "quartiles", "peak MB", "host µs"):
-            table.add_column(heading, justify="right")
-        for cost in group:
-            peak = "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 1e6:,.0f}"
-            first, *others = [(way, *_cells(cost[way])) for way in ("graph", "calls") if cost[way]]
-            host = "" if cost["host_microseconds"] is None else f"{cost['host_microseconds']:.0f}"
-            table.add_row(cost["variant"], *first, peak, host)
-            for cells in others:
-                table.add_row("", *cells)
-        console.print(table)
+        console.print(_table([line for cost in group for line in _lines(cost)]))
+
+
+def _table(lines: Sequence[tuple[str, ...]]) -> Table:
+    """The lines under their headings, without columns in which nothing was measured."""
+    table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    staying = [position for position in range(len(HEADINGS)) if any(line[position + 1] for line in lines)]
+    for position in staying:
+        table.add_column(HEADINGS[position], justify="right", no_wrap=True)
+    for line in lines:
+        table.add_row(line[0], *(line[position + 1] for position in staying))
+    return table
+
+
+def _lines(cost: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    peak = "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 1e6:,.0f}"
+    host = "" if cost["host_microseconds"] is None else f"{cost['host_microseconds']:.0f}"
+    first, *others = [(way, *_cells(cost[way])) for way in ("graph", "calls") if cost[way]]
+    yield (cost["variant"], *first, peak, host)
+    for cells in others:
+        yield ("", *cells, "", "")
 
 
 def _cells(timing: dict[str, Any]) -> tuple[str, str, str]:
     low, high = timing["quartiles"]
-    return f"{timing['milliseconds']:.3g}", f"{timing['ratio']:.3f}", f"{low:.3f}–{high:.3f}"
+    return readable(timing["milliseconds"]), f"{timing['ratio']:.3f}", f"{low:.3f}–{high:.3f}"
 
 
 def markdown_table(costs: Sequence[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
+NARROW = 72  # columns of a terminal: with fewer, columns would break words, and claims are told as sentences
 LARGE = 1e9  # from here on a float is shown with an exponent
 
 
@@ -20,7 +21,7 @@ def show_ledger(claims: Sequence[Claim]) -> None:
         own = [claim for claim in claims if claim.source == source.name]
         if own:
             console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-            console.print(_table(own))
+            console.print(_sentences(own) if console.width < NARROW else _table(own))
     _print_summary(claims, console)
 
 
@@ -52,13 +53,16 @@ def _print_summary(claims: Sequence[Claim], console: Console) -> None:
     counts = Counter(claim.verdict for claim in claims)
     found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     console.print(Text(f"\n{len(claims)} claims: {found}.", style="bold"))
-    refuted = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    console.print(_sentences([claim for claim in claims if claim.verdict == "refuted"]))
+
+
+def _sentences(claims: Sequence[Claim]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for claim in claims:
-        if claim.verdict == "refuted":
-            claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
-            line = Text(f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}")
-            refuted.add_row(Text("refuted", style=STYLES["refuted"]), line)
-    console.print(refuted)
+        claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
+        sentence = f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}"
+        table.add_row(Text(claim.verdict, style=STYLES[claim.verdict]), Text(sentence.strip()))
+    return table
 
 
 def shown_value(value: object) -> str:

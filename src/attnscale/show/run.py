@@ -27,7 +27,8 @@ LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
 def show_run(run: Run) -> None:
     """Print the layers with their growth and forecast, then the alarms. Names are data: nothing in them is markup."""
     console = Console()
-    console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records", style="bold"))
+    loss = "" if run.losses is None else f", loss {' → '.join(map(number, run.losses))}"
+    console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records{loss}", style="bold"))
     _print_damage(run, console)
     layers = {layer.name: layer for layer in run.layers}
     worst = {layer: raised.group.first.severity for raised in reversed(run.raised) for layer in raised.group.layers}

@@ -133,15 +133,15 @@ def _advice(candidates: tuple[Candidate, ...], projected_std: float) -> str:
         "healthy": f"even without a scale the spread, {unscaled.spread:.2g}, stays under the freezing point",
         "diluted": f"even without a scale the spread is only {unscaled.spread:.2g}",
     }[unscaled.regime]
+    if math.isclose(standard.spread, 1.0, rel_tol=0.05):
+        few = "" if standard.regime == "healthy" else ", which over so few keys is near the freezing point already"
+        return f"Use 1/√d_k: the scores start with a spread of one, as intended{few}; {without}."
     if standard.regime == "healthy":
-        exact = math.isclose(standard.spread, 1.0, rel_tol=0.05)
-        kept = (
-            "one, as intended"
-            if exact
-            else f"{standard.spread:.2g}, since q and k start at {projected_std:.2g} and not 1"
+        return (
+            f"Use 1/√d_k: the scores start with a spread of {standard.spread:.2g}, since q and k start at "
+            f"{projected_std:.2g} and not 1; {calibrated.scale:.3g} instead of {standard.scale:.3g} would make it one; "
+            f"{without}."
         )
-        more = "" if exact else f"; {calibrated.scale:.3g} instead of {standard.scale:.3g} would make it one"
-        return f"Use 1/√d_k: the scores start with a spread of {kept}{more}; {without}."
     found = "too sharp to learn from" if standard.regime == "saturated" else "nearly uniform attention"
     return (
         f"1/√d_k is not the right constant here: it starts with a spread of {standard.spread:.2g}, {found}, since q "

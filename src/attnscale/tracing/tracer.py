@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attnscale.tracing.lineage import Ledger, Node
-from attnscale.tracing.operations import Operation, read
+from attnscale.tracing.operations import WHOLE, Operation, read
 from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Softmax
 
@@ -15,8 +15,8 @@ from attnscale.tracing.roles import Softmax
 class SeeSoftmax(Protocol):
     """Told of a softmax: its input, the node of it and the axis; None where it cannot be followed to a product."""
 
-    def __call__(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
-        """`is_sdpa`: the softmax of torch's SDPA in plain operations, which alone takes that one."""
+    def __call__(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
+        """`by`: the operation that it is, where it is one."""
         ...
 
 
@@ -52,6 +52,11 @@ class Tracer:
     def are_normalised(self, product: Product) -> None:
         """What they mixed was divided by their sum."""
         self._unnormalised[product.modules[-1]] -= 1
+
+    def reads_whole(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation that is made of others, and about to run, is read as one."""
+        condition = WHOLE.get(name)
+        return condition is not None and condition(Operation(name, args, kwargs, None, self))
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
         """An operation ran."""

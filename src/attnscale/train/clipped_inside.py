@@ -11,6 +11,7 @@ from attnscale.acting.clip import ClipReport
 from attnscale.acting.clipper import Clipper
 from attnscale.acting.replicas import Axis, device_of
 from attnscale.inside.places import Places
+from attnscale.inside.structure import Structure
 from attnscale.inside.tapes import Tapes
 from attnscale.watching.layer import Layer
 
@@ -36,6 +37,7 @@ class ClippedInside:
     def __init__(
         self, model: nn.Module, places: Places, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]
     ) -> None:
+        self._model, self._structure = model, Structure(model)
         self._axes, self._is_tried, self._empty = axes, False, 0
         self._clipper = Clipper(model, layers, threshold, axes)
         self._tapes = Tapes(places, layers, threshold, device_of(model))
@@ -49,8 +51,8 @@ class ClippedInside:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model lies where it lay when it was looked at: tapes and parameters are known by their place."""
-        return self._clipper.is_current
+        """Whether it is the model that was looked at, and lies where it lay: tapes and parameters are known by that."""
+        return self._clipper.is_current and self._structure.is_that_of(self._model)
 
     def misses(self) -> bool:
         """Whether the model, or its part on another rank, attends where no tape is: asked until one did attend."""

@@ -1,4 +1,6 @@
-"""Course: a run of any length as few records, for curves; its last record as it is."""
+"""Course: a run of any length as few records, for curves; its first and its last as they are."""
+
+from dataclasses import replace
 
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.thinning import thin
@@ -16,7 +18,7 @@ class Course:
     def add(self, record: Record) -> None:
         """Note a record that goes by."""
         if self._last is not None:
-            self._kept.append(_of_layers(self._last))
+            self._kept.append(_of_layers(self._last) if self._kept else self._last)
             if len(self._kept) > MOST:
                 self._kept = thin(self._kept)
         self._last = record
@@ -36,7 +38,8 @@ def _of_layers(record: Record) -> Record:
             layer.broken,
             layer.softcap,
             None if layer.clipped is None else [layer.lowered],
+            layer.keys,
         )
         for name, layer in record.layers.items()
     }
-    return Record(record.step, record.time, layers, [], record.ranks, record.rank, record.until, record.run)
+    return replace(record, layers=layers, alarms=[])

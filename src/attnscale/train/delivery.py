@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.grouped import grouped
 from attnscale.errors import AttnscaleWarning, SinkWarning
+from attnscale.train.bars import bars_aside
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink
 
@@ -32,8 +33,10 @@ class Delivery:
 
     def alarm(self, record: Record, *, is_logged: bool) -> None:
         """Raise its alarms; the log tells those that say the same of many layers once."""
-        for group in grouped(record.alarms) if is_logged else ():
-            LOGGER.warning("step %d: %s", record.step, group)
+        if record.alarms and is_logged:
+            with bars_aside():
+                for group in grouped(record.alarms):
+                    LOGGER.warning("step %d: %s", record.step, group)
         for alarm in record.alarms if self.on_alarm is not None else ():
             assert self.on_alarm is not None  # asked just above
             try:

@@ -3,25 +3,34 @@
 from typing import Any
 
 from attnscale.errors import SettingError
+from attnscale.train.own_loggers import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
+
+    from attnscale.train.huggingface_log import TrainerLog
+    from attnscale.train.huggingface_trainer import trainer_above
 except ImportError:
     raise SettingError("QKClipCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 
 
 class QKClipCallback(TrainerCallback, ExportableState):
-    """Hold scores under a threshold, after every step of the optimiser; arguments are QKClip's.
+    """Hold scores under a threshold, after every step of the optimiser; arguments are QKClip's, and `log`.
+
+    How many heads were lowered since the log before goes to the trainer's own log, when it logs; `log=False` leaves it
+    out.
 
     The threshold is saved in trainer_state.json of each checkpoint, and taken from there when training resumes.
 
         Trainer(..., callbacks=[attnscale.train.QKClipCallback(threshold=100.0)])
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, *, log: bool = True, **settings: Any) -> None:
+        self.settings, self._is_logged = settings, log
+        self._log: TrainerLog | None = None
+        self._clipped: set[tuple[str, int]] = set()  # layers and heads, since the log before
         self.clip: QKClip | None = None
 
     def state(self) -> dict[str, Any]:
@@ -35,6 +44,8 @@ class QKClipCallback(TrainerCallback, ExportableState):
         if self.clip is not None:
             self.clip.close()
         self.clip = QKClip(kwargs["model"], **self.settings)
+        trainer = trainer_above() if self._is_logged else None
+        self._log = None if trainer is None else TrainerLog(trainer, self)
         stored: Any = state.stateful_callbacks
         saved = stored.get(type(self).__name__) if isinstance(stored, dict) else None
         remembered = saved["attributes"].get("remembered") if isinstance(saved, dict) else None
@@ -46,7 +57,14 @@ class QKClipCallback(TrainerCallback, ExportableState):
     ) -> None:
         """The optimiser has moved."""
         assert self.clip is not None  # training began
-        self.clip.step()
+        report = self.clip.step()
+        self._clipped |= set() if report is None else {(head.layer, head.head) for head in report.heads}
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The trainer logs what it trained, and this what was lowered meanwhile."""
+        if self._log is not None and "loss" in (kwargs.get("logs") or ()):
+            self._log.add({CLIPPED_HEADS: len(self._clipped)}, state.global_step)
+            self._clipped = set()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

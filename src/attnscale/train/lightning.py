@@ -1,32 +1,66 @@
 """LightningScoreCallback: a Monitor in the Lightning Trainer."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attnscale.errors import SettingError
+from attnscale.train.learning import rate_of
 from attnscale.train.monitor import Monitor
+from attnscale.train.own_loggers import Wanted, has_them_already, numbers_of
+from attnscale.train.record import Record
+from attnscale.train.sinks.scalars import scalars
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
 except ImportError:
     raise SettingError("LightningScoreCallback needs the package lightning; run 'pip install lightning'.") from None
 
 
+@dataclass(frozen=True)
+class LightningLog:
+    """Records in the loggers of a trainer, at the step at which they have the loss of the same forwards."""
+
+    loggers: Sequence[Logger]
+    numbers: Sequence[str]
+
+    def __call__(self, record: Record) -> None:
+        """Add a point to every curve."""
+        if not record.rank:
+            for logger in self.loggers:
+                logger.log_metrics(dict(scalars(record, self.numbers)), record.step)
+
+
 class LightningScoreCallback(Callback):
-    """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's.
+    """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's, and `log`.
+
+    What the live table shows goes to the trainer's own loggers too, but to one whose tool `sinks` names as well. `log`
+    may name other statistics, or be False.
+
+    Records have the loss that training_step returned, and the learning rate of the first optimiser.
 
     What it remembers is saved with each checkpoint, and restored with it.
 
         Trainer(..., callbacks=[attnscale.train.LightningScoreCallback(every=50, sinks=["scores.jsonl"])])
     """
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, *, log: Wanted = True, **settings: Any) -> None:
+        self.settings, self._logged = settings, numbers_of(log)
         self.monitor: Monitor | None = None
         self._saved: dict[str, Any] | None = None
+        self._losses: list[Tensor] = []  # of the micro-batches of a sampled step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or go on where the checkpoint was taken."""
+        self._losses = []
         self.monitor = Monitor(pl_module, **self.settings)
+        loggers = [logger for logger in trainer.loggers if not has_them_already(logger, self.monitor.sinks)]
+        if self._logged and loggers and trainer.is_global_zero:
+            self.monitor.sinks.append(LightningLog(loggers, self._logged))
         if self._saved is not None:
             self.monitor.load_state_dict({**self._saved, "steps": trainer.global_step})
             self._saved = None
@@ -35,6 +69,7 @@ class LightningScoreCallback(Callback):
         """A micro-batch begins, the first of its step perhaps."""
         assert self.monitor is not None  # training started
         self.monitor.steps = trainer.global_step
+        self.monitor.note(lr=rate_of(trainer.optimizers[0]) if trainer.optimizers else None)
         self.monitor.begin()
 
     def on_train_batch_end(
@@ -42,7 +77,12 @@ class LightningScoreCallback(Callback):
     ) -> None:
         """A micro-batch is over, and its step where the optimiser moved."""
         assert self.monitor is not None  # training started
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.monitor.is_due and isinstance(loss, Tensor):
+            self._losses.append(loss.detach().float().mean())  # the trainer divided it by the number of micro-batches
         if trainer.global_step > self.monitor.steps:
+            self.monitor.note(loss=torch.stack(self._losses).sum() if self._losses else None)
+            self._losses = []
             self.monitor.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

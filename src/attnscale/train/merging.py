@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from attnscale.errors import AttnscaleWarning, LostRankWarning, NotRecordedWarning
 from attnscale.train import keys
+from attnscale.train.learning import Learned, Losses, merged
 from attnscale.train.ranks import Combined, Moment, Ranks
 from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes
 from attnscale.watching import Layer
@@ -24,6 +25,7 @@ class Merged:
     rank: int | None = None  # whose they are, where ranks could not be merged
     is_written_here: bool = True
     is_logged_here: bool = True
+    learning: Learned = (None, None)  # the mean loss of the ranks that gave one, and the learning rate of this rank
 
 
 @dataclass
@@ -51,19 +53,19 @@ class Merging:
         """Whether other ranks have anything to add."""
         return self.key_group is not None or self._has_other_rows
 
-    def merged(self, moment: Moment, layers: Mapping[str, Layer]) -> Merged:
+    def merged(self, moment: Moment, layers: Mapping[str, Layer], learning: Learned = (None, None)) -> Merged:
         """What all ranks saw at this moment; every rank of the groups must call it, also one that saw nothing."""
         own = self._or_nothing(lambda: seen_tallies(layers, self.part, self.floors)) if self.key_group is None else None
         own = self._over_keys(moment, layers) if own is None else own
         if not self._has_other_rows:
-            return Merged(own)
-        combined = self._combined(moment, own)
+            return Merged(own, learning=learning)
+        combined = self._combined(moment, own, Losses.of(learning[0]))
         assert self._ranks is not None
         is_first = self._ranks.rank == 0
         rank = None if combined.agreed else dist.get_rank()
-        return Merged(
-            from_bytes(combined.payload), combined.ranks, rank, is_first or not combined.agreed, is_logged_here=is_first
-        )
+        losses, tallies = Losses.and_rest(combined.payload)
+        is_written, learned = is_first or not combined.agreed, (losses.mean, learning[1])
+        return Merged(from_bytes(tallies), combined.ranks, rank, is_written, is_first, learned)
 
     def break_off(self, moment: Moment) -> None:
         """This rank has nothing to say of a moment: whoever waits for it need not."""
@@ -91,12 +93,10 @@ class Merging:
     def _has_other_rows(self) -> bool:
         return self.is_wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    def _combined(self, moment: Moment, own: Tallies) -> Combined:
+    def _combined(self, moment: Moment, own: Tallies, losses: Losses) -> Combined:
         if self._ranks is None:
             self._ranks = Ranks(self.group, self.timeout, self.every, self.tell)
-        return self._ranks.combine(
-            moment, to_bytes(own), lambda payloads: to_bytes(merge(from_bytes(payload) for payload in payloads))
-        )
+        return self._ranks.combine(moment, losses.before(to_bytes(own)), _merged)
 
     def _over_keys(self, moment: Moment, layers: Mapping[str, Layer]) -> Tallies:
         """Rows over all their keys, counted by the first rank of the group; nothing where a rank is missing."""
@@ -134,3 +134,9 @@ class Merging:
                 )
             )
         return keys.tallies_of({place: piece for place, piece in pieces.items() if place[0] not in left_out})
+
+
+def _merged(payloads: list[bytes]) -> bytes:
+    """Losses and tallies of several ranks as those of one."""
+    losses, tallies = zip(*map(Losses.and_rest, payloads), strict=True)
+    return merged(losses).before(to_bytes(merge(map(from_bytes, tallies))))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, S
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
+from attnscale.train.learning import Given, Learning
 from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
 from attnscale.train.ranks import Moment
@@ -108,11 +108,10 @@ class Monitor:
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
-        self._merging = Merging(
-            group, head_group, key_group, merge_ranks, timeout, every, vars(limits), self._tell
-        )  # fmt: skip
+        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, every, vars(limits), self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
+        self._learning = Learning()  # what was given of the present step
         self._sampling = Sampling(model)
         self._clips = Clips(model)
         self._resumed = 0  # how often a state was loaded
@@ -137,10 +136,19 @@ class Monitor:
         self.flush()
         return self._history
 
-    def step(self) -> None:
-        """A training step is over: record it if it was sampled, and watch the next if that is."""
+    def step(self, loss: Given = None, lr: Given = None) -> None:
+        """A training step is over: record it if it was sampled, with what note() takes, and watch the next if due."""
+        self.note(loss, lr)
         self.end()
         self.begin()
+
+    def note(self, loss: Given = None, lr: Given = None) -> None:
+        """Put the loss and the learning rate of the present step, numbers or tensors, into its record if it is sampled.
+
+        The latest that are given stand; of ranks the mean loss, and rank 0's learning rate. No GPU is waited for.
+        """
+        if self.is_due:
+            self._try(lambda: setattr(self, "_learning", self._learning.given(loss, lr)))
 
     def begin(self) -> None:
         """A training step begins."""
@@ -189,9 +197,7 @@ class Monitor:
         self.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.end()
             return
@@ -202,7 +208,7 @@ class Monitor:
     def cancel(self) -> None:
         """Stop watching the present step, and record nothing of it."""
         self.flush()
-        leaving, self._watch, self._seen = self._watch, None, None
+        leaving, self._watch, self._seen, self._learning = self._watch, None, None, Learning()
         if leaving is not None:
             broken_off = _BrokenOffError()  # so that nothing is concluded, and nothing told, of half a step
             leaving.__exit__(_BrokenOffError, broken_off, None)
@@ -231,8 +237,8 @@ class Monitor:
         self.begin()
 
     def _leave(self) -> dict[str, Layer]:
-        leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
         self._sampling.begins_to_leave()
+        leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
         if leaving is None or seen is None:  # watching could not begin, or was broken off
             return {}
         try:
@@ -242,26 +248,28 @@ class Monitor:
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
         if seen.without_gradients:
-            self._tell(
-                NotRecordedWarning(
-                    "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
-                    "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
-                )
+            told = (
+                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
+                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
             )
+            self._tell(NotRecordedWarning(told))
         self._sampling.saw(seen)
         return dict(seen.layers)
 
     def _record(self, layers: dict[str, Layer]) -> None:
         at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
+        learning, self._learning = self._learning, Learning()
         if not self._merging.is_needed:
             self.layers, arriving = layers, Arriving(layers, part)
-            self._unwritten = lambda: self._conclude(at, layers, Merged(arriving.tallies()), clipped)
-            if arriving.is_here:
+            self._unwritten = lambda: self._conclude(
+                at, layers, Merged(arriving.tallies(), learning=learning.values()), clipped
+            )
+            if arriving.is_here and learning.is_here:
                 self.flush()
             else:
                 atexit.register(self.flush)
             return
-        merged = self._merging.merged(self._moment, layers)  # at once: ranks wait for each other
+        merged = self._merging.merged(self._moment, layers, learning.values())  # at once: ranks wait for each other
         mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
         self.layers = {
             name: replace(layers[name], stats=merged.tallies[key].stats, measured=())
@@ -274,12 +282,12 @@ class Monitor:
         """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
         if not merged.tallies:
             return
-        whole = whole_layers(merged.tallies)
-        part = self._merging.part
+        whole, part = whole_layers(merged.tallies), self._merging.part
         found = {name: clipped.told_in(own, name, layers.get(name), part) for name, own in records(whole).items()}
         known = whole if self._merging.is_needed else layers
         alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
-        self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, None, self.run, self._part)
+        whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
+        self._last = record = Record(*at, found, alarms, *whose, None, self.run, self._part, loss, lr)
         if merged.is_written_here:
             self._delivery.write(record)
         self._delivery.alarm(record, is_logged=merged.is_logged_here)

@@ -37,9 +37,12 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     broken = ((rows > 0) & ~torch.isfinite(stats.std)).split(heads)
     looked_at = whole.pooled.rows.split(heads)
     of_head = {name: of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in logged().items()}
+    keys = stats.keys.split(heads)
     lists = {name: torch.where(rows > 0, values, torch.nan).split(heads) for name, values in of_head.items()}
     return {
-        layer: LayerRecord(int(looked_at[index].sum()), _known(lists, index), int(broken[index].sum()))
+        layer: LayerRecord(
+            int(looked_at[index].sum()), _known(lists, index), int(broken[index].sum()), keys=_mean(keys[index])
+        )
         for index, layer in enumerate(layers)
     }
 
@@ -48,6 +51,12 @@ def _known(lists: Mapping[str, Sequence[Tensor]], index: int) -> dict[str, list[
     """Of one layer; what may be unknown, as gradients may, only where a head has it."""
     values = {name: parts[index].tolist() for name, parts in lists.items()}
     return {name: found for name, found in values.items() if not STATISTICS[name].may_be_unknown or _any(found)}
+
+
+def _mean(keys: Tensor) -> float | None:
+    """Over the heads that have rows."""
+    mean = float(keys.nanmean())
+    return mean if math.isfinite(mean) else None
 
 
 def _any(values: list[float]) -> bool:

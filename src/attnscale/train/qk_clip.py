@@ -98,7 +98,7 @@ class QKClip:
         self.steps += 1
         if self._inside is None:
             return self._clip_outside()
-        if not self._inside.is_current:  # it was moved or converted: followed anew
+        if not self._inside.is_current:  # a part was replaced, or it was moved or converted: followed anew
             self.flush()
             self._leave()
             self._known = None
@@ -150,7 +150,8 @@ class QKClip:
 
     def _watch(self) -> None:
         """Watch the next step from outside."""
-        watch = watched(self.model, Settings(None, training=True, known=self._known, may_be_empty=True))
+        known = None if self._known is None else self._known.from_outside
+        watch = watched(self.model, Settings(None, training=True, known=known, may_be_empty=True))
         self._outside = watch, watch.__enter__()
 
     def _leave(self) -> None:

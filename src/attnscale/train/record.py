@@ -17,6 +17,8 @@ FORMAT = "%.5g"  # of a number in a log
 LARGEST_BEGINS = "e+30"  # how exponents from LARGEST on begin
 OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
 
+LEARNING = ("loss", "lr")  # likewise, and null where they are NaN or infinite
+
 
 def new_name() -> str:
     """A name for a run, or for a part of one, that no other has; torch's random numbers are left alone.
@@ -36,6 +38,7 @@ class LayerRecord:
     broken: int = 0  # heads whose scores are NaN or infinite
     softcap: float | None = None  # which no score passes
     clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
+    keys: float | None = None  # that a row sees on average
 
     @property
     def lowered(self) -> float:
@@ -71,6 +74,8 @@ class Record:
     until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
     run: str | None = None  # which run it belongs to; a log may hold several
     part: str | None = None  # of that run: a resumed one goes on under the same name as another part
+    loss: float | None = None  # of the step, the mean of its ranks; NaN where it was none, None where it was not given
+    lr: float | None = None  # the learning rate of the step
 
     @property
     def last_step(self) -> int:
@@ -86,6 +91,7 @@ class Record:
         """The record as one line of JSON: numbers of five digits, null for one that is NaN or infinite."""
         head: dict[str, Any] = {"version": VERSION, "step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
         head |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
+        head |= {name: _finite(own) for name in LEARNING if (own := getattr(self, name)) is not None}
         layers = ",".join(f"{_json(name)}:{_layer_json(layer)}" for name, layer in self.layers.items())
         alarms = _json([plain(asdict(alarm)) for alarm in self.alarms])
         return f'{_json(head)[:-1]},"layers":{{{layers}}},"alarms":{alarms}}}'
@@ -113,6 +119,7 @@ class Record:
             line.optional("until", line.whole, least=step),
             line.optional("run", line.text, longest=LONGEST_NAME),
             line.optional("part", line.text, longest=LONGEST_NAME),
+            *(line.number_or_nan(name) if name in line else None for name in LEARNING),
         )
 
 
@@ -141,6 +148,7 @@ def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
         broken,
         layer.optional("softcap", layer.number),
         clipped,
+        layer.optional("keys", layer.number, least=0.0),
     )
 
 
@@ -184,9 +192,19 @@ def _layer_json(layer: LayerRecord) -> str:
     head: dict[str, Any] = {"rows": layer.rows}
     head |= {"broken": layer.broken} if layer.broken else {}
     head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
+    head |= {"keys": _finite(layer.keys)} if layer.keys is not None else {}
     lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
     numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
     return f"{_json(head)[:-1]}{''.join(numbers)}}}"
+
+
+def _finite(value: float) -> float | None:
+    """To five digits; None for what no reader takes.
+
+    >>> _finite(0.123456), _finite(math.inf)
+    (0.12346, None)
+    """
+    return float(FORMAT % value) if abs(value) <= LARGEST else None
 
 
 def _short(values: Sequence[float]) -> str:

@@ -64,6 +64,7 @@ class Run:
     alarms: list[tuple[int, Finding]]  # with the step each was raised at
     name: str | None = None  # by which its log knows it
     damage: tuple[str, ...] = ()  # the first of the damaged lines, in words
+    losses: tuple[float, float] | None = None  # the first and the last that are in its records
 
     @property
     def worst(self) -> str | None:
@@ -82,6 +83,7 @@ class Run:
             "first_step": self.first_step,
             "last_step": self.last_step,
             "records": self.records,
+            "losses": None if self.losses is None else plain(list(self.losses)),
             "damaged_lines": self.damaged,
             "damage": list(self.damage),
             "worst": self.worst,
@@ -114,11 +116,14 @@ class Summary:
         self._alarms: list[tuple[int, Finding]] = []
         self._steps: tuple[int, int] | None = None
         self._records = 0
+        self._losses: tuple[float, float] | None = None
 
     def add(self, record: Record) -> None:
         """Look at a record, and keep none of it but what a run is told by."""
         self._steps = (self._steps[0] if self._steps else record.step, record.step)
         self._records += 1
+        if record.loss is not None:
+            self._losses = (self._losses[0] if self._losses else record.loss, record.loss)
         self._alarms += [(record.step, alarm) for alarm in record.alarms]
         for name, layer in record.layers.items():
             self._layers.setdefault(name, _Following()).add(record.step, layer)
@@ -128,7 +133,7 @@ class Summary:
         if self._steps is None:
             raise InputError("Expected at least one record to summarise, got none.")
         layers = [following.concluded(layer) for layer, following in self._layers.items()]
-        return Run(*self._steps, self._records, damaged, layers, self._alarms, name, tuple(damage))
+        return Run(*self._steps, self._records, damaged, layers, self._alarms, name, tuple(damage), self._losses)
 
 
 def summarise(records: Iterable[Record], damaged: int = 0) -> Run:

@@ -1,12 +1,12 @@
 """How a model is watched from one sampled step to the next: followed, known by its kernels, or inside its own run."""
 
-import weakref
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import nn
 
 from attnscale.inside.places import Places
+from attnscale.inside.structure import Structure
 from attnscale.inside.watching import watched_inside
 from attnscale.watching import Seen
 from attnscale.watching.known.known_model import KnownModel
@@ -27,19 +27,19 @@ class Sampling:
         self.known: KnownModel | None = None
         self.goes_inside = True  # until something was missed there
         self._sampled = 0  # steps
-        self._modules: list[weakref.ref[nn.Module]] = []  # of the model, when it was last watched
+        self._structure: Structure | None = None  # of the model, when it was last watched
 
     def watched(self, settings: Settings) -> AbstractContextManager[Seen]:
         """From outside, or inside the run of a model that is known and compiled."""
-        modules = list(self._model.modules())
-        if [known() for known in self._modules] != modules:
-            self.known, self.goes_inside = None, True  # some were replaced, and are to be followed
-        self._modules = [weakref.ref(module) for module in modules]
+        if self._structure is None or not self._structure.is_that_of(self._model):
+            self.known, self.goes_inside = None, True  # some modules were replaced, and are to be followed
+            self._structure = Structure(self._model)
         if self.known is not None and self.known.is_compiled and self.goes_inside:
             places = Places(self._model, self.known)
             if places.are_complete:
                 return watched_inside(places, settings)
-        return watched(self._model, replace(settings, known=self.known))
+        known = None if self.known is None else self.known.from_outside
+        return watched(self._model, replace(settings, known=known))
 
     def begins_to_leave(self) -> None:
         """What was known is believed again when the step has been seen to its end."""

@@ -57,6 +57,10 @@ class Fields:
             raise self._error(name, f"a number from {least:g} to {most:g}")
         return float(value)
 
+    def number_or_nan(self, name: str) -> float:
+        """A number, or NaN where it is null."""
+        return math.nan if self._entry(name) is None else self.number(name)
+
     def numbers(self, name: str) -> list[float]:
         """A list of numbers, at least one; NaN for those that are null."""
         values = self._entry(name)

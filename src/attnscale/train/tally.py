@@ -126,7 +126,7 @@ def _columns(layers: Sequence[Layer], pooled: Sequence[Pooled]) -> Tensor:
     numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in POOLED_NUMBERS]
     mean = numbers[POOLED_NUMBERS.index("mean")]
     squares = [
-        torch.cat([_known(norm, each).to(mean) for norm, each in zip(norms, pooled, strict=True)]).square()
+        torch.cat([_known(norm, each) for norm, each in zip(norms, pooled, strict=True)]).to(mean).square()
         for norms in (
             [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
             [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
@@ -137,7 +137,7 @@ def _columns(layers: Sequence[Layer], pooled: Sequence[Pooled]) -> Tensor:
 
 
 def _known(norm: Tensor | None, pooled: Pooled) -> Tensor:
-    return torch.full_like(pooled.mean, math.nan) if norm is None else norm
+    return torch.full_like(pooled.mean, math.nan) if norm is None else norm.to(pooled.mean.device)
 
 
 def unpack(packed: Tensor) -> Tally:

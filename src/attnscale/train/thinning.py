@@ -68,7 +68,19 @@ def folded(first: Record, second: Record) -> Record:
         second.last_step,
         second.run,
         second.part,
+        _highest(first.loss, second.loss),
+        _highest(first.lr, second.lr),
     )
+
+
+def _highest(first: float | None, second: float | None) -> float | None:
+    """Of what is known; what is not a number is above all.
+
+    >>> _highest(None, 2.0), _highest(3.0, 2.0), _highest(3.0, math.nan)
+    (2.0, 3.0, nan)
+    """
+    known = [value for value in (first, second) if value is not None]
+    return max(known, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord:
@@ -79,7 +91,8 @@ def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord
     names = dict.fromkeys([*first.numbers, *second.numbers])
     numbers = {name: _extremes(name, first.numbers.get(name), second.numbers.get(name)) for name in names}
     broken, clipped = max(first.broken, second.broken), _multiplied(first.clipped, second.clipped)
-    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped)
+    keys = second.keys if first.keys is None else first.keys if second.keys is None else min(first.keys, second.keys)
+    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped, keys)
 
 
 def _multiplied(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:

@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.stats import ScoreStats
+from attnscale.tracing.coordinates import Indices
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.gradients import GradientSquares
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kept import Kept
 from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
@@ -47,12 +48,13 @@ class SeenCall:
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
     kept: Kept | None = field(default=None, repr=False)  # all of it
-    gradients: GradientSquares | None = field(default=None, repr=False)
+    gradients: GradientLengths | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
+    key_owners: Indices | None = field(default=None, repr=False)  # which key each head has; None: as kernels share
     depth: int = 0  # runs of its module before this one, in the same forward
     reading: Reading = field(default_factory=Reading)
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights

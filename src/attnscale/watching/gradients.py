@@ -1,12 +1,14 @@
-"""The gradient that reaches queries and keys: squared lengths a head, added up by hooks while the backward runs.
+"""The gradient that reaches queries and keys: its length a head, added up by hooks while the backward runs.
 
 A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale included. Nothing is kept but the sums.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,25 +17,27 @@ from attnscale.tracing.coordinates import Indices
 
 
 @dataclass(eq=False)
-class GradientSquares:
-    """Σ‖∂loss/∂q‖² and Σ‖∂loss/∂k‖² of one call, a value a query head; None until a backward passed."""
+class GradientLengths:
+    """‖∂loss/∂q‖ and ‖∂loss/∂k‖ over all positions of one call, a value a query head; None until a backward passed."""
 
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
 
-    def add(self, name: str, squares: Tensor) -> None:
-        """A gradient has passed, with these squares a head."""
+    def add(self, name: str, lengths: Tensor | None) -> None:
+        """A gradient has passed, of this length a head; None where it cannot be told."""
+        if lengths is None:
+            return
         before = getattr(self, name)
-        setattr(self, name, squares if before is None else before + squares)
+        setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
     def follow(
         self,
         name: str,
         tensor: Tensor,
-        by_head: Callable[[Tensor], Tensor],
+        by_head: Callable[[Tensor], Tensor | None],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Add up what reaches this tensor: `by_head` turns squares of the gradient into a value a head."""
+        """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
 
@@ -46,45 +50,91 @@ class GradientSquares:
         tensor.register_hook(add)
 
 
-def of_kernel(query: Tensor, key: Tensor, meanwhile: Callable[[], None] | None = None) -> GradientSquares:
-    """Follow (batch, heads, length, features); the heads of a group share what reaches their key.
+def of_kernel(
+    query: Tensor, key: Tensor, owners: Indices | None, meanwhile: Callable[[], None] | None = None
+) -> GradientLengths:
+    """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
-    `meanwhile` is called whenever a gradient passes.
+    `owners` tells of each query head which key it has. `meanwhile` is called whenever a gradient passes.
     """
-    squares, group = GradientSquares(), query.shape[1] // max(key.shape[1], 1)
-    squares.follow("query", query, by_query_head, meanwhile)
-
-    def of_key(gradient: Tensor) -> Tensor:
-        return by_query_head(gradient, group)
-
-    squares.follow("key", key, of_key, meanwhile)
-    return squares
+    lengths, heads = GradientLengths(), query.shape[1]
+    lengths.follow("query", query, by_query_head, meanwhile)
+    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners), meanwhile)
+    return lengths
 
 
-def of_product(query: Tensor, key: Tensor, entries: Indices) -> GradientSquares:
+def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) -> GradientLengths:
     """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are."""
-    squares = GradientSquares()
+    lengths = GradientLengths()
     if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
-        return squares  # several heads in one entry cannot be told apart by it
+        return lengths  # several heads in one entry cannot be told apart by it
     at = torch.from_numpy(entries)
 
     def by_entry(gradient: Tensor) -> Tensor:
-        wide = gradient.to(wide_dtype(gradient))
-        return wide.square().sum((1, 2), dtype=torch.float64)[at.to(gradient.device)].sum(0)
+        of_entries: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
+        return _over_batch(of_entries[at.to(gradient.device)])
 
-    squares.follow("query", query, by_entry)
-    squares.follow("key", key, by_entry)
-    return squares
+    def of_copies(gradient: Tensor) -> Tensor | None:
+        return by_shared_key(gradient[at.to(gradient.device)], entries.shape[1], owners)
 
-
-def by_query_head(gradient: Tensor, group: int = 1) -> Tensor:
-    """Σ‖∂loss‖² of each head of (batch, heads, length, features), once for each query head that shares it."""
-    lengths: Tensor = torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=wide_dtype(gradient))
-    squares = lengths.square().sum(0, dtype=torch.float64)
-    return squares if group == 1 else squares.repeat_interleave(group)
+    lengths.follow("query", query, by_entry)
+    lengths.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)
+    return lengths
 
 
-def norm_over(calls: Sequence[GradientSquares], name: Literal["query", "key"]) -> Tensor | None:
+def by_query_head(gradient: Tensor) -> Tensor:
+    """‖∂loss‖ of each head of (batch, heads, length, features); by one kernel on a GPU, which sums in pairs."""
+    dtype = wide_dtype(gradient)
+    if gradient.is_cuda:
+        return torch.linalg.vector_norm(gradient, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
+    return _over_batch(torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=dtype))
+
+
+def _over_batch(lengths: Tensor) -> Tensor:
+    """Of (batch, heads), a value a head."""
+    return torch.linalg.vector_norm(lengths, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
+
+
+def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
+    """‖∂loss/∂k‖ of the key that each query head has, of (batch, keys, length, features).
+
+    What reaches the copies of a key reaches the key. None where one of these keys is shared by heads that are known to
+    have several.
+    """
+    keys = gradient.shape[1]
+    group = heads // max(keys, 1)
+    if owners is None:
+        lengths = by_query_head(gradient)
+        return lengths if group == 1 else lengths.repeat_interleave(group)
+    own = owners[::group]
+    if len(own) != keys or (np.repeat(own, group) != owners).any():
+        return None
+    distinct = int(own.max()) + 1
+    if distinct < keys:
+        of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
+        gradient = of_keys.index_add_(1, torch.from_numpy(own).to(gradient.device), gradient.to(of_keys.dtype))
+    lengths = by_query_head(gradient)
+    return lengths if distinct == heads else lengths[torch.from_numpy(owners).to(lengths.device)]
+
+
+def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
+    """Which key each head has, numbered as they come, by the channels that made the first and the last key of each.
+
+    A cache stands before the new keys, padding after them: the end that tells more heads apart is believed.
+
+    >>> owners_told([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
+    [0, 0, 1, 1]
+    """
+    found = max((_numbered(keys) for keys in ends if () not in keys), key=lambda own: int(own.max()), default=otherwise)
+    return otherwise if len(found) % (int(found.max()) + 1) else found
+
+
+def _numbered(keys: Sequence[object]) -> Indices:
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
+
+
+def norm_over(calls: Sequence[GradientLengths], name: Literal["query", "key"]) -> Tensor | None:
     """The length of the gradient over all calls, a value a head; None where none was seen."""
-    found = [squares for call in calls if (squares := getattr(call, name)) is not None]
-    return sum(found[1:], found[0]).sqrt() if found else None
+    found = [lengths for call in calls if (lengths := getattr(call, name)) is not None]
+    return reduce(torch.hypot, found) if found else None

@@ -11,7 +11,7 @@ from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.gradients import GradientSquares, norm_over
+from attnscale.watching.gradients import GradientLengths, norm_over
 from attnscale.watching.kept import Kept
 from attnscale.watching.reading import Reading
 from attnscale.watching.shards import Shard
@@ -68,7 +68,7 @@ class Layer:
     left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
-    gradients: tuple[GradientSquares, ...] = field(default=(), repr=False)  # of its calls, where they were followed
+    gradients: tuple[GradientLengths, ...] = field(default=(), repr=False)  # of its calls, where they were followed
     shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
     measured: tuple[ScoreStats, ...] = field(default=(), repr=False)  # a call each; together they are `stats`
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from attnscale.torch_internals import has_kernel, schema_of
-from attnscale.tracing.operations import softmaxes
+from attnscale.tracing.operations import WHOLE, softmaxes
 from attnscale.watching.kernels import ARGUMENTS, is_kernel
 
 DEVICES = ("cpu", "cuda")
@@ -43,5 +43,5 @@ def traits_of(function: Any) -> OpTraits:
         frozenset(device for device in DEVICES if has_kernel(function, device.upper())),
         schema.is_mutable,
         attends,
-        may_attend=is_composite or attends or name in softmaxes.KERNELS,
+        may_attend=(is_composite and name not in WHOLE) or attends or name in softmaxes.KERNELS,
     )

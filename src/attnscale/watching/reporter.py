@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnscale.measure.sampling import same_rows
 from attnscale.tracing.lineage import Node
+from attnscale.tracing.operations.softmaxes import OF_SDPA, PLAIN
 from attnscale.tracing.roles import Scores, Softmax
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import of_kernel
@@ -20,7 +21,9 @@ from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
+from attnscale.watching.written.again import WrittenAgain
 from attnscale.watching.written.keeping import keep_values
+from attnscale.watching.written.layout import known_written
 from attnscale.watching.written.origins import key_channels
 from attnscale.watching.written.written_call import WrittenCall, written_call
 
@@ -47,28 +50,29 @@ class Reporter:
             self._recognition.give_up()
             return None
         if torch.is_grad_enabled():
-            seen.gradients = of_kernel(call.query, call.key)
+            seen.gradients = of_kernel(call.query, call.key, seen.key_owners)
         self._seen.note(path, line, seen, self._running.depth(self._running.stack[-1]))
         return seen.softmax
 
-    def softmax(self, scores: Tensor, node: Node, axis: int, is_sdpa: bool = False) -> Softmax | None:
+    def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
         """A softmax was written out; None where its input cannot be followed to a product."""
         self.softmaxes += 1
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
-        if product is not None:  # others, as of a loss, are told of where they mix values
-            self._recognition.give_up()
         call = None if product is None else written_call(product, scores, node, axis)
         if product is None or call is None:
+            if product is not None:  # others, as of a loss, are told of where they mix values
+                self._recognition.give_up()
             self.unread[self._running.shown(self._running.stack[-1])] += 1
             return None
         path = _common(product.modules, self._running.stack)
         line, depth = self._running.line_within(path), self._running.depth(path)
         seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
         assert seen is not None
-        seen.kind = "sdpa" if is_sdpa else seen.kind
+        seen.kind = "sdpa" if by == OF_SDPA else seen.kind
         if torch.is_grad_enabled():
             seen.gradients = call.gradients()
+        self._learn(call, seen, path, tuple(scores.shape) if by == PLAIN else None)
         seen.softmax = Softmax(
             axis,
             lambda: self._seen.note(path, line, seen, depth),
@@ -80,6 +84,17 @@ class Reporter:
         product.has_softmax = True
         return seen.softmax
 
+    def _learn(self, call: WrittenCall, seen: SeenCall, path: str, shape: tuple[int, ...] | None) -> None:
+        """Whether a call can be known again; not one without the `shape` of what one operation took a softmax of."""
+        can_be = self._settings.training and not call.axes.product.learned_query
+        known = known_written(call, seen, shape) if can_be and shape is not None else None
+        if known is not None:
+            seen.highest_bias = 0.0  # but for rounding
+            seen.factors = tuple(way.factor.mean(1) for way in call.ways)
+        line = self._running.line_within(path)
+        known_by = (path, line, seen.kind, seen.heads, seen.kv_heads, seen.head_dim)
+        self._recognition.wrote(known_by, known, seen, known is not None and self._running.is_compiled())
+
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:
         if self._settings.training and not torch.is_grad_enabled():
             self._seen.without_gradients = True
@@ -87,7 +102,7 @@ class Reporter:
 
 
 def measured(
-    settings: Settings, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]
+    settings: Settings, call: KernelCall | WrittenCall | WrittenAgain, measure: Callable[[], SeenCall | None]
 ) -> SeenCall | None:
     """A call as it is measured where ranks share out keys, and anywhere else."""
     with nullcontext() if settings.seed is None else same_rows(settings.seed):

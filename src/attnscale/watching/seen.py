@@ -11,7 +11,7 @@ from torch import Tensor
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
-from attnscale.plain import printable
+from attnscale.plain import printable, readable
 from attnscale.watching.call import SeenCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
@@ -126,8 +126,8 @@ class Seen:
             dtype=last.dtype,
             stats=merged_when_read([call.stats for call in calls]),
             scales=_over_rows(calls, lambda call: call.scales),
-            query_norm=_over_rows(calls, lambda call: call.query_norm.square()).sqrt(),
-            key_norm=_over_rows(calls, lambda call: call.key_norm.square()).sqrt(),
+            query_norm=_root_over_rows(calls, lambda call: call.query_norm),
+            key_norm=_root_over_rows(calls, lambda call: call.key_norm),
             declared=self._declare(path, last.head_dim),
             wiring=Wiring(
                 normalised=all(call.normalised for call in calls),
@@ -210,6 +210,11 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
     return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
 
 
+def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
+    """The root of the mean square over the rows of all calls that count."""
+    return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
+
+
 def _counted(call: SeenCall, device: torch.device) -> Tensor:
     """Its rows without those of padding, where that is known on this device: to ask another would be to wait for it."""
     rows = torch.tensor(call.rows, dtype=torch.float64, device=device)
@@ -222,7 +227,7 @@ def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
     statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
     numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
-    shown = ("–" if math.isnan(number) else f"{number:.3g}{_give_or_take(error)}" for number, error in numbers)
+    shown = ("–" if math.isnan(number) else f"{readable(number)}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown
 
 

@@ -1,12 +1,14 @@
 """Watcher: the mode that sees every operation of a model, and hands each on: kernels, and all else to be traced."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.numerics import has_nan
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.nested import NestedTensors, is_nested
@@ -51,7 +53,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             replaced=self.recognition.forget,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
-        self.seen = Seen(self.running.shown, lambda path, head_dim: declared(model, path, head_dim), unused)
+        declare = partial(declared if known is None else known.declared, model)
+        self.seen = Seen(self.running.shown, declare, unused)
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
         self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
         self.nested = NestedTensors(self.tracer)
@@ -68,7 +71,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if is_fake(types):
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out where they lie with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if _is_taken_apart(traits, args):
+        if _is_taken_apart(traits, args) and not self.tracer.reads_whole(traits.name, args, kwargs):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -116,7 +119,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
-                softmax.measured(None, output.isnan().any() & ~value.isnan().any())
+                softmax.measured(None, has_nan(output) & ~has_nan(value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
@@ -162,9 +165,12 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.seen.overlooked = Overlooked(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
-            unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()]),
+            self._unseen() if self._settings.known is None else (),  # of a known model that was told before
             "" if self.seen.calls else f"N{self._nothing[1:]}.",
         )
+
+    def _unseen(self) -> tuple[str, ...]:
+        return unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()])
 
     def _why_nothing(self) -> str:
         if not self.running.called:

@@ -15,6 +15,7 @@ from attnscale.lab.outcomes import Outcomes, banded
 from attnscale.lab.result import Check, Plot, Table, column
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, Step, seeded_model, trained
+from attnscale.plain import readable
 from attnscale.train import Monitor, Record
 
 PLAIN, NORM, CLIP = "plain", "QK-norm", "QK-Clip"
@@ -83,8 +84,8 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     norms, alignment = (_factors(plain, f"{name}_growth", rate=highest) for name in ("norm", "alignment"))
     text = (
         f"From a rate of {rates[0]:g} to {highest:g} the largest score of the plain model goes from "
-        f"{scores[PLAIN][0].mean:.3g} to {scores[PLAIN][-1].mean:.3g}"
-        + "".join(f", with {fix} to {scores[fix][-1].mean:.3g}" for fix in gains)
+        f"{readable(scores[PLAIN][0].mean)} to {readable(scores[PLAIN][-1].mean)}"
+        + "".join(f", with {fix} to {readable(scores[fix][-1].mean)}" for fix in gains)
         + f". {_on_growth(norms, alignment, highest)} {_on_deterioration(outcomes, past[DETERIORATES])} "
         f"Over all rates a run loses {band(sensitivity[PLAIN].values())} nats against the best rate of its kind"
         + "".join(f"; {fix} {_on_gain(gain)}" for fix, gain in gains.items())
@@ -127,7 +128,7 @@ def _on_divergence(past: Outcomes) -> str:
 def _on_growth(norms: Factors, alignment: Factors, rate: float) -> str:
     leader = "norms" if norms.mean > alignment.mean else "alignment"
     return (
-        f"At {rate:g} it grows by {leader}: ‖q‖‖k‖ by a factor of {norms.mean:.3g}, "
+        f"At {rate:g} it grows by {leader}: ‖q‖‖k‖ by a factor of {readable(norms.mean)}, "
         f"the alignment of q and k by {alignment.mean:.2g}."
     )
 

@@ -14,6 +14,7 @@ from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Curve, Plot, Table, column
 from attnscale.lab.wording import tally
 from attnscale.measure import score_stats
+from attnscale.plain import readable
 from attnscale.rules import get_rule
 from attnscale.rules.log_length import SSMAX_S
 from attnscale.rules.rule import Rule
@@ -119,7 +120,7 @@ def _verdict(full: Outcomes, rule: str, share: Band) -> str:
         what = "dilutes with length" if share.low > 1 - STEADY else "dilutes more slowly"
     else:
         what = "holds its entropy"
-    return f"Under {rule} attention {what}: {first:.3g} keys count at {TRAINED}, {last:.3g} at the end."
+    return f"Under {rule} attention {what}: {readable(first)} keys count at {TRAINED}, {readable(last)} at the end."
 
 
 def _frozen(full: Outcomes) -> str:

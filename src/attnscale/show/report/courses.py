@@ -8,6 +8,7 @@ from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Statistic
 from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Number, Series, short
+from attnscale.show.report.freezing import freezes_at, freezes_over
 from attnscale.show.report.heads import mapped
 from attnscale.show.report.names import legend
 from attnscale.train.record import Record
@@ -33,6 +34,8 @@ def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
         if statistic.name == "max":
             series += _forecasts(chosen)
             series += _thresholds(series)
+        if statistic.name == "spread":
+            series += _freezes(records)
         notice = _growth_notice(run) if statistic.name == "max" else _change_notice(statistic, records)
         views[statistic.long] = Chart(tuple(series), Axis("step"), _axis(statistic, series), notice)
     first = STATISTICS["max"].long
@@ -49,7 +52,7 @@ def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> F
             steps = [record.step for record in records]
             mean = [_mean(values) for values in layers]
             low, high = ([edge(_known(values), default=math.nan) for values in layers] for edge in (min, max))
-            series.append(_thinned(Series(run, steps, mean, low, high, tone=tone, mode="both")))
+            series.append(thinned(Series(run, steps, mean, low, high, tone=tone, mode="both")))
             known = [value for value in mean if math.isfinite(value)]
             ends += [f"{run}: {number(known[0])} at first, {number(known[-1])} at the end"] if known else []
         axis, notice = _axis(statistic, series), f"Mean of the layers. {'; '.join(ends)}."
@@ -62,7 +65,7 @@ def learning_curves(name: str, runs: Sequence[tuple[str, Sequence[tuple[int, flo
     series, ends = [], []
     for tone, (run, losses) in enumerate(runs):
         steps, values = [step for step, _ in losses], [loss for _, loss in losses]
-        series.append(_thinned(Series(run, steps, values, values, values, tone=tone)))
+        series.append(thinned(Series(run, steps, values, values, values, tone=tone)))
         known = [(step, loss) for step, loss in losses if math.isfinite(loss)]
         ends += [f"{run}: from {known[0][1]:.3f} to {known[-1][1]:.3f} in {known[-1][0]} steps"] if known else []
         broken = next((step for step, loss in losses if not math.isfinite(loss)), None)
@@ -92,7 +95,7 @@ def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[La
         steps = [record.step for record in seen]
         mode = "both" if len(steps) <= 40 else "lines"
         series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
-        yield _thinned(series, max if statistic.heads == "max" else _mean)
+        yield thinned(series, max if statistic.heads == "max" else _mean)
 
 
 def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
@@ -101,7 +104,7 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
     values = [[layer.whole(statistic.name) for layer in record.layers.values()] for record in records]
     low, high = ([edge(_known(found), default=math.nan) for found in values] for edge in (min, max))
     steps = [record.step for record in records]
-    return [_thinned(Series(f"all {layers} layers, lowest to highest", steps, low=low, high=high, tone="ink"))]
+    return [thinned(Series(f"all {layers} layers, lowest to highest", steps, low=low, high=high, tone="ink"))]
 
 
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterable[Series]:
@@ -137,8 +140,22 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
     return [Series(name, x, [value for level in levels for value in (level, level, None)], tone="ink", dashed=True)]
 
 
+def _freezes(records: Sequence[Record]) -> list[Series]:
+    """Where softmax freezes over the keys that rows see, of the layer whose rows see fewest."""
+    keys = {record.step: [layer.keys for layer in record.layers.values() if layer.keys] for record in records}
+    points = {step: [freezes_over(n) for n in {*known}] for step, known in keys.items() if known}
+    if not points:
+        return []
+    name = freezes_at(point for known in points.values() for point in known)
+    return [
+        thinned(Series(name, list(points), [min(known) for known in points.values()], tone="ink", dashed=True), min)
+    ]
+
+
 def _growth_notice(run: Run) -> str:
     growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
+    if not growing and len(run.layers) == 1:
+        return "Its largest score is not certain to grow."
     if not growing:
         return f"Of {len(run.layers)} layers, none has a largest score that is certain to grow."
     first = max(growing, key=lambda layer: layer.growth.rate if layer.growth else 0.0)
@@ -155,7 +172,7 @@ def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
     return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."
 
 
-def _thinned(series: Series, reduce: Reduce | None = None) -> Series:
+def thinned(series: Series, reduce: Reduce | None = None) -> Series:
     """At most POINTS points, each for several neighbours; without what is not a number."""
     reduce = reduce or _mean
     kept = [index for index, x in enumerate(series.x) if _is_known(series, index)]
@@ -175,6 +192,7 @@ def _thinned(series: Series, reduce: Reduce | None = None) -> Series:
         high if is_band else (),
         series.mode,
         series.tone,
+        series.dashed,
     )
 
 

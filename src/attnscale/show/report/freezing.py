@@ -1,7 +1,7 @@
 """The spread of the scores beside √(2 ln n), where softmax over n keys freezes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,10 @@ from attnscale.show.numbers import number
 from attnscale.show.report.figures import Axis, Chart, Figure, Series
 from attnscale.show.report.names import ticks
 from attnscale.theory.limits import freezing_point
+from attnscale.train.record import Record
 from attnscale.watching import Layer
 
+SAME = 1.02  # times another freezing point: one line stands for both
 BEYOND = 4  # times the longest row: as far as the curve is drawn
 
 
@@ -38,7 +40,18 @@ class Spread:
     @property
     def freezes(self) -> float:
         """√(2 ln n)."""
-        return freezing_point(max(1, round(self.keys)))
+        return freezes_over(self.keys)
+
+
+def freezes_over(keys: float) -> float:
+    """Where softmax freezes over so many keys on average."""
+    return freezing_point(max(1, round(keys)))
+
+
+def freezes_at(points: Iterable[float]) -> str:
+    """What a line at the least of these freezing points is called: those of sampled rows differ by little."""
+    seen = list(points)
+    return f"{'' if max(seen) <= SAME * min(seen) else 'least '}√(2 ln n): softmax freezes"
 
 
 def spread_of(layer: Layer) -> Spread:
@@ -48,9 +61,22 @@ def spread_of(layer: Layer) -> Spread:
     return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0, max(layer.key_len, 1))
 
 
+def spreads_of(record: Record) -> list[Spread]:
+    """Those of a record, of the layers whose keys it knows; which row is the longest it does not."""
+    return [
+        Spread(name, torch.tensor(layer.numbers["spread"], dtype=torch.float64), layer.keys, max(1, round(layer.keys)))
+        for name, layer in record.layers.items()
+        if layer.keys is not None and "spread" in layer.numbers
+    ]
+
+
 def freezing(name: str, layers: Mapping[str, Layer]) -> Figure:
     """By layer, and by the number of keys."""
-    spreads = [spread_of(layer) for layer in layers.values()]
+    return freezing_of(name, [spread_of(layer) for layer in layers.values()])
+
+
+def freezing_of(name: str, spreads: list[Spread]) -> Figure:
+    """Of layers whose spreads are known; at least one."""
     notice = _notice(spreads)
     return Figure(name, {"by layer": _by_layer(spreads, notice), "by keys": _by_keys(spreads, notice)}, "Spread")
 

@@ -26,7 +26,7 @@ def words_of_models() -> Terms:
 
 def words_of_logs() -> Terms:
     """What the words of a report on a log mean."""
-    return Terms(_meanings(Place.RUN | Place.MAP))
+    return Terms(_meanings(Place.RUN | Place.MAP) | {"freezing point": OF_MODELS["freezing point"]})
 
 
 def _meanings(places: Place) -> dict[str, str]:

@@ -1,13 +1,18 @@
 """The report of a monitor's log."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from attnscale.measure.statistics import STATISTICS
 from attnscale.show.check import place
 from attnscale.show.naming import by_pattern
 from attnscale.show.report.check import unbroken
 from attnscale.show.report.courses import layers_over_run
 from attnscale.show.report.facts import facts_of_run
+from attnscale.show.report.figures import Figure
+from attnscale.show.report.freezing import freezing_of, spreads_of
 from attnscale.show.report.heads import map_of_record
+from attnscale.show.report.histograms import histograms
+from attnscale.show.report.learning import learning
 from attnscale.show.report.method import words_of_logs
 from attnscale.show.report.parts import MATTER, Note, Page, Row, Section, Table, render
 from attnscale.show.run import columns, conclusion
@@ -23,7 +28,7 @@ def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> s
 def run_report(title: str, records: Sequence[Record], run: Run | None = None) -> Page:
     """A recorded run, as a report."""
     run = summarise(records) if run is None else run
-    notes = _notes(run)
+    notes, curves = _notes(run), layers_over_run("run-curves", records, run)
     return Page(
         kind="attnscale watch-log",
         title=title,
@@ -31,12 +36,32 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         tone=run.worst or "fine",
         notes=notes + tuple(facts_of_run(run))[: max(0, MATTER - len(notes))],
         sections=(
-            Section("run", "Over the run", ((layers_over_run("run-curves", records, run),),)),
+            Section("run", "Over the run", ((curves,),)),
+            *_learning(records, curves),
             Section("layers", "Layer by layer", (_table(run),)),
+            *_lying(records, run),
             Section("heads", f"Head by head, at step {run.last_step}", ((map_of_record("head-map", records[-1]),),)),
             _method(run, records),
         ),
     )
+
+
+def _learning(records: Sequence[Record], curves: Figure) -> Iterator[Section]:
+    """Loss and learning rate beside the spread, where a training loop gave them."""
+    found, spread = learning("loss-curves", records), STATISTICS["spread"].long
+    if found is not None:
+        beside = Figure("spread-curves", {spread: curves.views[spread]})
+        yield Section("learning", "Learning, beside the spread", ((found, beside),))
+
+
+def _lying(records: Sequence[Record], run: Run) -> Iterator[Section]:
+    """Where the heads are, and how near to where softmax freezes."""
+    spreads, counted = spreads_of(records[-1]), histograms("head-histogram", records)
+    figures = [freezing_of("freezing", spreads)] if spreads else []
+    figures += [] if counted is None else [counted]
+    if figures:
+        title = "Where softmax freezes, and where the heads are" if spreads else "Where the heads are"
+        yield Section("lying", f"{title}, at step {run.last_step}", (tuple(figures),))
 
 
 def _notes(run: Run) -> tuple[Note, ...]:
@@ -79,9 +104,13 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         "Growth is a Theil–Sen line through the logarithm of what softmax feels of the largest score, over the latest "
         "records. A forecast is their damped trend, at most eight records ahead and half as many as were seen; its "
         "band, a 90% interval, reaches from growth that ends to growth that goes on. Growth may end at any time, so a "
-        "threshold has a step before which it is not expected to be passed, and none after. A log keeps no scores and "
-        "no lengths, so there are no histograms and no freezing point here."
+        "threshold has a step before which it is not expected to be passed, and none after. A log keeps numbers of "
+        "heads and no scores, so histograms count heads."
     )
+    if not spreads_of(records[-1]):
+        forecast += " These records do not say how many keys a row sees, so no freezing point is drawn."
+    if all(record.loss is None and record.lr is None for record in records):
+        forecast += " No loss was given to them: Monitor.step(loss=…, lr=…) takes it, and the callbacks do."
     return Section("method", "How it was measured", (" ".join(sentences), forecast, words_of_logs()))
 
 

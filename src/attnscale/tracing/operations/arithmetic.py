@@ -11,6 +11,7 @@ from attnscale.tracing.operations.operation import Operation, Reader, Result, op
 from attnscale.tracing.roles import AboutWeights, Effect, Mixed, Noise, Outer, Scores, Softmax, Weights, about
 
 Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
+WITH_A_GAIN = ("layer_norm", "native_layer_norm", "_fused_rms_norm")
 
 
 def times(op: Operation) -> Node:
@@ -199,8 +200,8 @@ def reduced_axes(op: Operation) -> list[int]:
 
 def _norm(op: Operation) -> Result:
     node = moved(op.node(), op.shape, None, "norm")
-    if node.steps and op.name in ("native_layer_norm", "_fused_rms_norm"):
-        gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name == "native_layer_norm" else None
+    if node.steps and op.name in WITH_A_GAIN:
+        gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name != "_fused_rms_norm" else None
         node.steps[0].multiplied = None if gain is None else op.ledger.node(gain)
         node.steps[0].added = None if bias is None else op.ledger.node(bias)
     return [node] if isinstance(op.result, (tuple, list)) else node
@@ -223,6 +224,6 @@ READERS: dict[str, Reader] = {
     "where": _where,
     "tanh": _tanh,
     "_weight_norm_interface": _weight_norm,
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm"), _norm),
+    **dict.fromkeys((*WITH_A_GAIN, "native_group_norm", "native_batch_norm"), _norm),
     **dict.fromkeys(("sum", "amax", "amin", "max", "min", "linalg_vector_norm"), reduced),
 }

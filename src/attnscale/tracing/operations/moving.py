@@ -150,7 +150,7 @@ def _roll(op: Operation) -> Node:
 
 
 def _dropout(op: Operation) -> Result:
-    node = moved(op.node(), op.shape, None, "drop")
+    node = moved(op.node(), op.shape, None, "drop" if op.name != "dropout" or op.argument(2, "train") else "same")
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 
@@ -227,7 +227,7 @@ READERS: dict[str, Reader] = {
     "index_select": _chosen,
     "index": _indexed,
     "mean": _mean,
-    **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
+    **dict.fromkeys(("dropout", "native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),

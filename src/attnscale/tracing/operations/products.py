@@ -27,7 +27,7 @@ def _matrix_product(op: Operation) -> Node:
     added = op.node() if beta else None
     _notice_lost(op, left, right)
     if left.parameter or right.parameter:
-        node = _projected(op.shape, left, right, weight=1 if right.parameter else 0, bias=added)
+        node = _projected_by(op.shape, left, right, weight=1 if right.parameter else 0, bias=added)
         if len(op.shape) == 3 and node.role is None:
             _are_scores(op, node, operands, learned_query=True)
         return node
@@ -35,7 +35,7 @@ def _matrix_product(op: Operation) -> Node:
     if mixed is not None:
         return mixed
     if len(op.shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
-        return _projected(op.shape, left, right, weight=0 if right.learned else 1, bias=added)
+        return _projected_by(op.shape, left, right, weight=0 if right.learned else 1, bias=added)
     node = Node(op.shape, learned=left.learned or right.learned)
     if operands[0].shape[-1] >= 2:  # else every pair of two vectors, as in a table of rotary angles
         _are_scores(op, node, operands)
@@ -130,11 +130,30 @@ def _aligned(tensor: Tensor, shape: Shape) -> Shape:
     return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
 
 
-def _projected(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
+def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
     parameter, activation = (right, left) if weight else (left, right)
     axis = -2 if weight else -1
     inputs = (axis % len(parameter.shape),)
-    projection = Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias, activation.whole.token)
+    return _projected(
+        shape,
+        activation,
+        Projection(parameter, _zeroed(axis), parameter.shape[axis], inputs, bias, activation.whole.token),
+    )
+
+
+def _linear(op: Operation) -> Node:
+    """A projection as a layer calls it, whose weight is (outputs, inputs)."""
+    activation, weight, given = op.node(0), op.node(1), op.argument(2, "bias")
+    bias = None if given is None else op.ledger.node(given)
+    projection = Projection(weight, _output_of_linear, weight.shape[1], (1,), bias, activation.whole.token)
+    return _projected(op.shape, activation, projection)
+
+
+def _output_of_linear(points: Points) -> Points:
+    return np.stack([points[:, -1], np.zeros_like(points[:, -1])], axis=1)
+
+
+def _projected(shape: Shape, activation: Node, projection: Projection) -> Node:
     if activation.shape == shape and _runs_over_heads(activation):  # heads that talk to heads
         return Node(shape, (Step(activation, effect="other"),), True, projection=projection, role=activation.role)
     return Node(shape, learned=True, projection=projection)
@@ -182,6 +201,7 @@ def _convolution(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(OPERANDS, _matrix_product),
+    "linear": _linear,
     "convolution": _convolution,
     "sum": _outer_sum,
 }

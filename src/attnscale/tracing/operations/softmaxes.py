@@ -30,7 +30,7 @@ from attnscale.tracing.roles import (
     Weights,
 )
 
-KERNELS = ("_softmax", "_safe_softmax")  # torch's own
+PLAIN, OF_SDPA = KERNELS = ("_softmax", "_safe_softmax")  # torch's own; the second SDPA's alone
 SUM_TOLERANCE = 0.02  # of a row of weights from one: half precision rounds a long row by as much
 
 
@@ -40,7 +40,7 @@ def _softmax(op: Operation) -> Node:
     if isinstance(role, Weights) and axis % len(op.shape) == len(op.shape) - 1 == role.softmax.axis:
         role.softmax.taken_twice |= op.node().shape == op.shape and not _is_mixture(op.node())
         return Node(op.shape, learned=True, role=role)
-    softmax = op.tracer.softmax(op.args[0], op.node(), axis, is_sdpa=op.name == "_safe_softmax")  # SDPA's alone
+    softmax = op.tracer.softmax(op.args[0], op.node(), axis, by=op.name)
     return _weights(op, softmax)
 
 

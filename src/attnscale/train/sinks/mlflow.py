@@ -11,6 +11,8 @@ from attnscale.train.sinks.scalars import scalars
 class MLflow:
     """Log one metric a layer and number, at the step of the record; alarms as tags of the run."""
 
+    tool = "mlflow"
+
     def __init__(self) -> None:
         try:
             self._mlflow = import_module("mlflow")

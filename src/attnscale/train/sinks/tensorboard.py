@@ -10,6 +10,8 @@ from attnscale.train.sinks.scalars import PREFIX, scalars
 class TensorBoard:
     """Write to an event file in a folder; alarms as text."""
 
+    tool = "tensorboard"
+
     def __init__(self, folder: str) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter

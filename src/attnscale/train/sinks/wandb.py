@@ -11,6 +11,8 @@ from attnscale.train.sinks.scalars import scalars
 class WeightsAndBiases:
     """Add to what the training loop logs next, so that the steps of its own curves stay as they are."""
 
+    tool = "wandb"
+
     def __init__(self) -> None:
         try:
             self._wandb = import_module("wandb")

@@ -15,7 +15,7 @@ from attnscale.measure.engine import measured
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
-from attnscale.tracing.coordinates import grid
+from attnscale.tracing.coordinates import Indices, grid
 from attnscale.tracing.following import Way, channels, way
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.operations.mixing import are_paired_otherwise
@@ -23,6 +23,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
+from attnscale.watching.gradients import owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
@@ -59,8 +60,8 @@ class KernelCall:
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
-        query_way, key_way = _way(self.query_node, self.query), _way(self.key_node, self.key)
-        group = self.group
+        (query_way, ends), (key_way, _) = _way(self.query_node, self.query), _way(self.key_node, self.key)
+        group, owners = self.group, self._owners()
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
         call = replace(self, attends_itself=attends_itself)
@@ -69,7 +70,8 @@ class KernelCall:
         return SeenCall(
             kind=self.kind,
             heads=heads,
-            kv_heads=self._kv_heads(),
+            kv_heads=int(owners.max(initial=-1)) + 1,
+            key_owners=owners,
             head_dim=head_dim,
             model_dims=tuple({width for width in (self.width or query_way.width, heads * head_dim) if width}),
             query_len=self.query.shape[-2],
@@ -93,7 +95,7 @@ class KernelCall:
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
             reading=Reading(
-                _differs(self.query_node, self.query) or lost_on_the_way(query_way, key_way),
+                differs_by_row(ends) or lost_on_the_way(query_way, key_way),
                 learned_factor=query_way.learned_factor or key_way.learned_factor,
                 detached=detached_sides(query_way, key_way),
                 inert_added=flags_added(self.visibility.bias),
@@ -162,16 +164,15 @@ class KernelCall:
         bias = highest_added(self.visibility.bias)
         return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
-    def _kv_heads(self) -> int:
-        """Key heads that are no copies of each other."""
+    def _owners(self) -> Indices:
+        """Which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
-        if self.query.shape[1] != heads or heads == 1 or not _is_legible(self.key_node, self.key):
-            return heads
-        assert self.key_node is not None
-        keys = channels(self.key_node, _ends(self.key))
-        # a cache stands before the new keys, padding after them: one of the two ends tells heads apart
-        distinct = max(len(set(keys[end::2]) - {()}) for end in (0, 1))
-        return distinct if distinct and heads % distinct == 0 else heads
+        own = np.arange(heads)
+        if self.query.shape[1] == heads > 1 and _is_legible(self.key_node, self.key):
+            assert self.key_node is not None
+            keys = channels(self.key_node, _ends(self.key))
+            own = owners_told((keys[0::2], keys[1::2]), own)
+        return np.repeat(own, self.group)
 
     def _pairs_differ(self) -> bool:
         """Whether heads that share a key share its value as well."""
@@ -239,20 +240,14 @@ def _is_legible(node: Node | None, tensor: Tensor) -> bool:
     return node is not None and len(node.shape) == 4 and bool(tensor.numel())
 
 
-def _way(node: Node | None, tensor: Tensor) -> Way:
-    """How the queries, or keys, came from their projection; a factor a head."""
+def _way(node: Node | None, tensor: Tensor) -> tuple[Way, Factors]:
+    """How the queries, or keys, came from their projection; a factor a head, and of its first and last row."""
     heads = tensor.shape[1]
     if node is None or not _is_legible(node, tensor):
-        return Way(np.ones(heads), False, None, False)
+        return Way(np.ones(heads), False, None, False), np.ones((heads, 2))
     found = way(node, _ends(tensor))
-    return replace(found, factor=found.factor.reshape(heads, 2).mean(1))
-
-
-def _differs(node: Node | None, tensor: Tensor) -> str:
-    """Whether the first and the last query of a head were multiplied by the same."""
-    if node is None or not _is_legible(node, tensor):
-        return ""
-    return differs_by_row(way(node, _ends(tensor)).factor.reshape(tensor.shape[1], 2))
+    ends = found.factor.reshape(heads, 2)
+    return replace(found, factor=ends.mean(1)), ends
 
 
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 Following every operation of a forward takes longer than a GPU takes to run it. What that finds out about a call of a
 fused kernel stays the same from step to step: where its queries and keys come from, and which constants multiply them.
-Only where all of a model's attention was such kernels is it kept; modules that were not seen before are followed.
-Where autograd records a forward, its kernels are read from the graph, and measured as their gradient passes.
+Only where all of a model's attention was such kernels is it known from outside; modules that were not seen before are
+followed. Where autograd records a forward, its kernels are read from the graph, and measured as their gradient passes.
+Attention written out is known inside the model's run alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,14 +12,20 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torch import Tensor, nn
+
+from attnscale.declared import Declared, declared
 from attnscale.measure.pooled import Pooled
 from attnscale.measure.stats import ScoreStats
+from attnscale.tracing.roles import Softmax
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.orders import Order
 from attnscale.watching.known.traces import Signature, Trace
 from attnscale.watching.known.waiting import WaitingCall, measured_again
 from attnscale.watching.running import Line
+from attnscale.watching.written.again import WrittenAgain
+from attnscale.watching.written.layout import KnownWritten
 
 
 def signature(kernel: KernelCall, path: str, line: Line) -> Signature:
@@ -36,6 +43,20 @@ class KnownModel:
     unused_norms: dict[str, tuple[str, ...]]
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
     orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
+    written: Mapping[Signature, KnownWritten] = field(default_factory=dict)  # calls that are no kernels
+
+    declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # once they were asked for
+
+    def declared(self, model: nn.Module, path: str, head_dim: int) -> Declared:
+        """What the model says of its scale there: read once, since to look for it takes long."""
+        if (path, head_dim) not in self.declarations:
+            self.declarations[path, head_dim] = declared(model, path, head_dim)
+        return self.declarations[path, head_dim]
+
+    @property
+    def from_outside(self) -> "KnownModel | None":
+        """What a watcher of kernels may know the model by."""
+        return None if self.written else self
 
     @cached_property
     def is_compiled(self) -> bool:
@@ -47,22 +68,38 @@ class KnownModel:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
 
-    def fits(self, kernel: KernelCall, known_by: Signature) -> bool:
-        """Whether a call has the heads that are known of its kernel, for which keys may be copied and heads filled up.
+    def fits(self, given: KernelCall | WrittenAgain, known_by: Signature) -> bool:
+        """Whether a call has the heads that are known of it; in that of a kernel keys may be copied, heads filled up.
 
         A query head has a key head of its own there where several share one in the call, and a width of eights.
         """
-        known = self.calls[known_by]
+        known, written = self.calls[known_by], self.written.get(known_by)
+        if isinstance(given, WrittenAgain):
+            is_alike = written is not None and written.layout == given.layout
+            return is_alike and given.layout.fits(given.scores, given.left, given.right)
+        return written is None and self._fits_kernel(given, known, known_by)
+
+    @staticmethod
+    def _fits_kernel(kernel: KernelCall, known: SeenCall, known_by: Signature) -> bool:
         (_, heads, _, width), keys = kernel.query.shape, kernel.key.shape[1]
         known_keys = 0 if known.factors is None else len(known.factors[1])
         of_eights = -(-width // 8) * 8
         alike = kernel.kind == known.kind and heads == known.heads and known_by[-1] in (width, of_eights)
         return alike and bool(known_keys) and (known_keys % keys == 0 or keys % known_keys == 0)
 
-    def again(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> SeenCall | None:
+    def again(self, given: KernelCall | WrittenAgain, known_by: Signature, rows: int | None) -> SeenCall | None:
         """The same call on other tensors; None where it is not known."""
         known = self._again(known_by)
-        return None if known is None else measured_again(known, kernel, rows)
+        if known is None:
+            return None
+        if isinstance(given, WrittenAgain):
+            return given.seen(self.written[known_by], known, rows)
+        return measured_again(known, given, rows)
+
+    def operands(self, known_by: Signature, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, or their gradients, by head: a kernel has them so, a product as its layout says."""
+        written = self.written.get(known_by)
+        return (first, second) if written is None else written.layout.operands(first, second)
 
     def later(self, kernel: KernelCall, known_by: Signature, rows: int | None) -> WaitingCall | None:
         """The same call on other tensors, to be measured when there is time for it; None where it is not known."""
@@ -80,6 +117,7 @@ def remembered(
     unused_norms: Callable[[str], tuple[str, ...]],
     traces: Mapping[str, Trace],
     orders: Mapping[str, Order],
+    written: Mapping[Signature, KnownWritten],
 ) -> KnownModel | None:
     """What to know a model by; None where anything but its tensors may change from step to step."""
     if not all(call.factors is not None and (call.kind == "flex" or not call.biased) for call in seen.values()):
@@ -94,11 +132,17 @@ def remembered(
             gradients=None,
             shard=None,
             padding=None,
+            softmax=forgotten(call.softmax),
         )
         for place, call in seen.items()
     }
     unused = {str(path): unused_norms(str(path)) for path, *_ in seen}
-    return KnownModel(frozenset(called), calls, unused, traces, orders)
+    return KnownModel(frozenset(called), calls, unused, traces, orders, written)
+
+
+def forgotten(softmax: Softmax) -> Softmax:
+    """What stays the same from step to step of what became of weights; nothing that holds on to a tensor."""
+    return replace(softmax, attends=None, keep=None, keys_of=None, off_one=None, undefined=None)
 
 
 def _forgotten(heads: int) -> ScoreStats:

@@ -14,6 +14,7 @@ from attnscale.watching.known.traces import Signature, Traces
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.running import Line
 from attnscale.watching.settings import Settings
+from attnscale.watching.written.layout import KnownWritten
 
 
 class Recognition:
@@ -24,7 +25,8 @@ class Recognition:
         self.only_known = False  # nothing but known kernels is looked at in the module that is running
         self._attending = frozenset() if self.known is None else self.known.attending
         self._can_be_known = True  # so far: all attention was kernels
-        self._calls: dict[Signature, SeenCall] = {}  # kernels that were followed
+        self._calls: dict[Signature, SeenCall] = {}  # that were followed
+        self._written: dict[Signature, KnownWritten] = {}  # those of them that are no kernels
         self._traces, self._orders = Traces(), Orders()
 
     def give_up(self) -> None:
@@ -51,6 +53,14 @@ class Recognition:
             self._orders.saw(known_by, is_compiled)
             if self._settings.reads_graph:
                 self._traces.saw(known_by, kernel)
+
+    def wrote(self, known_by: Signature, known: KnownWritten | None, call: SeenCall, is_compiled: bool) -> None:
+        """An attention written out was followed; None where it cannot be known again."""
+        if known is None or self.known is not None or self._settings.keep:
+            self.give_up()
+            return
+        self._calls[known_by], self._written[known_by] = call, known
+        self._orders.saw(known_by, is_compiled)
 
     def again(self, kernel: KernelCall, known_by: Signature) -> SeenCall | None:
         """A known call on other tensors; None where it is not known."""
@@ -81,7 +91,7 @@ class Recognition:
         if kernel is None or call is None:
             self.give_up()
             return None
-        call.call.gradients = of_kernel(kernel.query, kernel.key, call.measure)
+        call.call.gradients = of_kernel(kernel.query, kernel.key, call.call.key_owners, call.measure)
         return trace.line, call
 
     def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:
@@ -90,5 +100,5 @@ class Recognition:
             return None
         if self.known is None:
             traces, orders = self._traces.legible, self._orders.known
-            return remembered(called, self._calls, unused_norms, traces, orders)
+            return remembered(called, self._calls, unused_norms, traces, orders, self._written)
         return None if self._calls else self.known  # something new is followed with all the rest, the next time

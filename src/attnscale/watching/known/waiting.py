@@ -70,7 +70,7 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     key_norm = projected_norm(kernel.key, key, found.hidden_keys, every)
     call.causal, call.softcap, call.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
-    call.stats, call.padding = found.stats, found.padding
+    call.stats, call.padding, call.dtype = found.stats, found.padding, kernel.query.dtype
     call.scales = torch.from_numpy(found.multiplier * abs(query) * abs(key).repeat(group))
     call.query_norm = projected_norm(kernel.query, query, found.padding, every)
     call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)

@@ -4,7 +4,7 @@ Found by moving one step along each axis and looking where in the product that l
 of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid, reshap
 from attnscale.tracing.following import Trail, channels, follow
 from attnscale.tracing.lineage import Node, moved
 from attnscale.tracing.product import Product
+from attnscale.watching.gradients import owners_told
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,14 @@ class Axes:
     keys_are_right: bool  # the keys are the columns of the product, as in q @ kᵀ
     columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
     groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
-    kv_heads: int
+    owners: Indices  # (heads): which key each has; keys may be copies of each other
     over_pairs: bool = False  # the softmax runs over queries and keys at once
     between_channels: bool = False  # the product sums over positions: channels attend to channels
+
+    @property
+    def kv_heads(self) -> int:
+        """Keys that are no copies of each other."""
+        return int(self.owners.max()) + 1
 
     @property
     def length(self) -> int:
@@ -120,7 +126,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
             query_axes.append(other)
     columns = keys.at[:, key_place]
     bare = Axes(
-        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), 1,
+        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), grid(1)[0],
         over_pairs=_repeats_a_key(keys.at[keys.found], key_place), between_channels=between_channels,
     )  # fmt: skip
     return _with_heads(bare)
@@ -173,20 +179,18 @@ def _with_heads(bare: Axes) -> Axes | None:
         return None
     query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
     groups = _by_head(query, bare)
-    owned = _distinct_keys(bare, at.at[groups[0]])
-    kv_heads = owned if owned and groups.shape[1] % owned == 0 else groups.shape[1]
-    return Axes(**{**bare.__dict__, "groups": groups, "kv_heads": kv_heads})
+    return replace(bare, groups=groups, owners=_owners(bare, at.at[groups[0]]))
 
 
-def _distinct_keys(axes: Axes, at: Points) -> int:
-    """Key heads that are no copies: a cache stands before the new keys, padding after them, so both ends are asked."""
-    counts = []
+def _owners(axes: Axes, at: Points) -> Indices:
+    """Which key each head has: at the first key and at the last."""
+    ends = []
     for column in (axes.first_key, len(axes.columns) - 1):
         points = at.copy()
         points[:, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
         keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
-        counts.append(len(set(keys) - {()}))
-    return max(counts)
+        ends.append(keys)
+    return owners_told(ends, np.arange(len(at)))
 
 
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:

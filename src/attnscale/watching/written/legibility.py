@@ -51,7 +51,7 @@ def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> tuple[Tensor, Tenso
 
 
 def _or_one(values: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(values), values, 1.0).cpu()
+    return torch.where(torch.isfinite(values), values, 1.0)
 
 
 def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:

@@ -21,7 +21,7 @@ from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientSquares, of_product
+from attnscale.watching.gradients import GradientLengths, of_product
 from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
@@ -99,6 +99,7 @@ class WrittenCall:
             kind="eager",
             heads=self.heads,
             kv_heads=axes.kv_heads,
+            key_owners=axes.owners,
             head_dim=self.head_dim,
             model_dims=tuple({width for width in (query_way.width, self.heads * self.head_dim) if width}),
             query_len=axes.length,
@@ -180,7 +181,7 @@ class WrittenCall:
         stated = torch.from_numpy(self.stated.mean(1))
         if not self.is_pure:
             return stated  # what else is in the scores would be taken for a slope
-        slope, _ = fit(self.predicted, scores, shown)
+        slope = fit(self.predicted, scores, shown)[0].cpu()
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @property
@@ -195,13 +196,12 @@ class WrittenCall:
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 
-    def gradients(self) -> GradientSquares:
+    def gradients(self) -> GradientLengths:
         """What a backward will bring to the operands of the product."""
         product, groups = self.axes.product, self.axes.groups
         entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
-        operands = (product.left, product.right)
-        query, key = operands if self.axes.keys_are_right else reversed(operands)
-        return of_product(query, key, entries.reshape(groups.shape))
+        query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
+        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
@@ -267,10 +267,10 @@ class WrittenCall:
         for fill in self.trail.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
-        if self._shifted or self._finite_gaps:
+        if self._shifted or self.finite_gaps:
             rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
-            for gap in self._finite_gaps:
+            for gap in self.finite_gaps:
                 hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
         return scores, ~hidden if bool(hidden.any()) else None
 
@@ -279,7 +279,7 @@ class WrittenCall:
         return bool(self.probed.arrival.shift.any())
 
     @cached_property
-    def _finite_gaps(self) -> list[float]:
+    def finite_gaps(self) -> list[float]:
         """Of masks that subtract a number too small to be told from a score by itself."""
         gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
         return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]

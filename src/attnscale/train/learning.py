@@ -1,0 +1,108 @@
+"""The loss and the learning rate of a step, as a training loop gives them, and the mean loss of all ranks."""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Given = float | Tensor | None
+Learned = tuple[float | None, float | None]  # loss and learning rate, where they were given
+PACKED = struct.Struct("<dq")
+
+
+class Arriving:
+    """A number on its way to the host: one on a GPU is copied behind all that it has to do, and not waited for."""
+
+    def __init__(self, given: float | Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if isinstance(given, Tensor):
+            mean = given.detach().float().mean()  # a tensor of its own: the loop may write to what it gave
+            given = mean.to("cpu", non_blocking=mean.is_cuda)
+            self._event = torch.cuda.current_stream(mean.device).record_event() if mean.is_cuda else None
+        self._number = given if isinstance(given, Tensor) else float(given)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether value() would not wait."""
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """Wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What was given of a step."""
+
+    loss: Arriving | None = None
+    lr: Arriving | None = None
+
+    def given(self, loss: Given, lr: Given) -> "Learning":
+        """With what is given later, which stands."""
+        return Learning(
+            self.loss if loss is None else Arriving(loss),
+            self.lr if lr is None else Arriving(lr),
+        )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing of it is waited for."""
+        return all(number is None or number.is_here for number in (self.loss, self.lr))
+
+    def values(self) -> Learned:
+        """The loss and the learning rate, None where none was given."""
+        loss, lr = (None if number is None else number.value() for number in (self.loss, self.lr))
+        return loss, lr
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of ranks, as a sum that adds up."""
+
+    total: float = 0.0
+    ranks: int = 0  # that gave one
+
+    @classmethod
+    def of(cls, loss: float | None) -> "Losses":
+        """That of one rank."""
+        return cls() if loss is None else cls(loss, 1)
+
+    @property
+    def mean(self) -> float | None:
+        """As data-parallel training averages it; None where no rank gave one.
+
+        >>> Losses(6.0, 2).mean, Losses().mean
+        (3.0, None)
+        """
+        return self.total / self.ranks if self.ranks else None
+
+    def before(self, payload: bytes) -> bytes:
+        """What ranks tell each other, with these in front."""
+        return PACKED.pack(self.total, self.ranks) + payload
+
+    @classmethod
+    def and_rest(cls, payload: bytes) -> tuple["Losses", bytes]:
+        """What before() put together.
+
+        >>> Losses.and_rest(Losses(6.0, 2).before(b"tallies"))
+        (Losses(total=6.0, ranks=2), b'tallies')
+        """
+        return cls(*PACKED.unpack(payload[: PACKED.size])), payload[PACKED.size :]
+
+
+def merged(losses: Iterable[Losses]) -> Losses:
+    """Those of all."""
+    seen = list(losses)
+    return Losses(sum(one.total for one in seen), sum(one.ranks for one in seen))
+
+
+def rate_of(optimizer: Any) -> Given:
+    """The learning rate that an optimiser is about to step with: that of its first group, where it has one."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0].get("lr") if groups else None

@@ -1,0 +1,81 @@
+"""The report of a log: learning curves, where the heads are, and where softmax freezes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from attnscale.show.report.run import run_report
+from attnscale.train import Monitor
+from attnscale.train.course import Course
+from attnscale.train.line import line_of, parsed
+from tests.train.training import LENGTH, batch, loss_of, small_model
+
+from .reports import records
+from .test_report import figure, text
+
+ONE = ("blocks.0.attention",)
+
+
+def names(page):
+    return {found.name for section in page.sections for found in section.figures}
+
+
+def test_loss_and_learning_rate_stand_beside_the_spread_and_its_freezing_point():
+    page = run_report("log", records())
+    loss = figure(page, "loss-curves").views["loss"]
+    assert (loss.series[0].x[-1], loss.series[0].y[-1]) == (950, pytest.approx(2.05))
+    assert loss.notice == "The loss went from 3 at step 0 to 2.05 at step 950; lowest 2.05 at step 950."
+    assert set(figure(page, "loss-curves").views) == {"loss", "learning rate"}
+    spread = figure(page, "spread-curves").views["spread"]
+    assert spread.series[-1].name == "√(2 ln n): softmax freezes"
+    assert set(spread.series[-1].y) == {math.sqrt(2 * math.log(23))}
+
+
+def test_a_loss_that_was_not_a_number_is_told():
+    seen = records(ONE)
+    seen[-1] = replace(seen[-1], loss=math.nan)
+    assert "not a number" in figure(run_report("log", seen), "loss-curves").views["loss"].notice
+
+
+@pytest.mark.parametrize("layers", [ONE, ("blocks.0.attention", "blocks.1.attention")])
+def test_every_layer_has_its_freezing_line_also_the_only_one(layers):
+    by_layer = figure(run_report("log", records(layers)), "freezing").views["by layer"]
+    measured, line = by_layer.series
+    assert measured.x == list(range(len(layers)))
+    assert len(line.x) == 2  # and not a point
+    assert set(line.y) == {math.sqrt(2 * math.log(23))}
+    assert f"0 of {2 * len(layers)} heads spread beyond the freezing point" in by_layer.notice
+
+
+def test_heads_are_counted_at_the_first_and_the_last_record():
+    chart = figure(run_report("log", records()), "head-histogram").views["largest score"]
+    now, then = chart.series
+    assert sum(now.y) == 4
+    assert (now.name, then.name) == ("heads at step 950", "at step 0")
+    assert (now.y[0], now.y[-1]) == (2, 1)  # heads at 1 and one that grew past 500
+    assert sum(then.y) == 2 * 4  # an outline has each twice
+
+
+def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
+    old = [replace(record, loss=None, lr=None) for record in records()]
+    for record in old:
+        record.layers.update({name: replace(own, keys=None) for name, own in record.layers.items()})
+    page = run_report("log", old)
+    assert {"run-curves", "head-histogram", "head-map"} == names(page)
+    assert "do not say how many keys a row sees, so no freezing point is drawn" in text(page)
+    assert "Monitor.step(loss=…, lr=…) takes it" in text(page)
+
+
+def test_a_monitor_writes_the_keys_that_rows_see_and_a_course_keeps_the_first_heads():
+    model, found = small_model(), []
+    monitor = Monitor(model, every=1, rows=None, sinks=[found.append])
+    course = Course()
+    for _ in range(3):
+        loss_of(model, batch()).backward()
+        monitor.step()
+        course.add(parsed(line_of(found[-1])))
+    monitor.close()
+    layers = [layer for record in course.records for layer in record.layers.values()]
+    assert [layer.keys for layer in layers] == [(LENGTH + 1) / 2] * 6  # of causal rows
+    assert [len(layer.numbers["spread"]) for layer in layers] == [3, 3, 1, 1, 3, 3]

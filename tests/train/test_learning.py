@@ -1,0 +1,173 @@
+"""Loss and learning rate in records: given by hand, by the callbacks, over ranks, in logs and sinks."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnscale import Monitor
+from attnscale.errors import NotRecordedWarning
+from attnscale.train import LightningScoreCallback, Record, ScoreCallback, read_log, summarise
+from attnscale.train.learning import Losses
+from attnscale.train.line import line_of, parsed
+from attnscale.train.merging import _merged
+from attnscale.train.schema import LineError
+from attnscale.train.sinks.scalars import scalars
+from attnscale.train.tally import to_bytes
+from attnscale.train.thinning import folded
+
+from .corrupt import line
+from .test_huggingface import trainer
+from .test_sinks import record
+from .training import batch, loss_of, small_model
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+
+@pytest.fixture
+def run():
+    """A model, its monitor of every second step, and the records."""
+    model, records = small_model(), []
+    monitor = Monitor(model, every=2, rows=4, sinks=[records.append])
+    yield model, monitor, records
+    monitor.close()
+
+
+def test_they_are_given_with_the_step(run):
+    model, monitor, records = run
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch(seed=step))
+        loss.backward()
+        monitor.step(loss=loss, lr=0.1 / (step + 1))
+        losses.append(loss.item())
+    assert [found.loss for found in records] == pytest.approx(losses[::2])
+    assert [found.lr for found in records] == pytest.approx([0.1, 0.1 / 3])
+
+
+def test_or_inside_of_it_where_the_latest_stand_and_are_of_that_step_alone(run):
+    model, monitor, records = run
+    monitor.cancel()
+    with monitor:
+        loss_of(model, batch()).backward()
+        monitor.note(loss=7.0, lr=torch.tensor(0.5))
+        monitor.note(loss=torch.tensor([1.0, 3.0]))  # of two devices
+    for _ in range(2):
+        with monitor:
+            loss_of(model, batch()).backward()
+    assert [(found.loss, found.lr) for found in records] == [(2.0, 0.5), (None, None)]
+
+
+class Untouchable(torch.Tensor):
+    """A loss that must not be looked at."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} looked at it")
+
+
+def test_the_loss_of_a_step_that_is_not_sampled_is_not_looked_at(run):
+    _, monitor, _ = run
+    monitor.steps = 1
+    monitor.cancel()
+    monitor.step(loss=torch.Tensor._make_subclass(Untouchable, torch.ones(())), lr=0.1)
+
+
+def test_a_loss_that_the_loop_overwrites_is_the_one_that_was_given(run):
+    model, monitor, records = run
+    loss_of(model, batch()).backward()
+    loss = torch.tensor(2.0)
+    monitor.note(loss=loss)
+    loss.fill_(9.0)
+    monitor.step()
+    assert records[0].loss == 2.0
+
+
+def test_what_is_no_number_is_told_and_loses_no_record(run):
+    model, monitor, records = run
+    loss_of(model, batch()).backward()
+    with pytest.warns(NotRecordedWarning, match="could not convert"):
+        monitor.step(loss="low")
+    assert records[0].loss is None
+
+
+def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_given():
+    given = replace(record(), loss=math.nan, lr=3e-4)
+    plain = json.loads(line_of(given))
+    assert (plain["loss"], plain["lr"]) == (None, 3e-4)
+    found = parsed(line_of(given))
+    assert math.isnan(found.loss)
+    assert found.lr == 3e-4
+    assert not {"loss", "lr"} & json.loads(line_of(record())).keys()
+    old = parsed(line().encode())
+    assert (old.loss, old.lr) == (None, None)
+    with pytest.raises(LineError, match="'loss' of a record as a number"):
+        parsed(line(loss="low").encode())
+
+
+def test_a_thinned_log_keeps_the_highest_loss():
+    first, second = (Record(step, 0.0, {}, loss=loss, lr=0.1) for step, loss in ((0, 3.0), (1, 2.0)))
+    assert (folded(first, second).loss, folded(first, second).lr) == (3.0, 0.1)
+    assert math.isnan(folded(first, replace(second, loss=math.nan)).loss)
+
+
+def test_ranks_keep_the_mean_of_those_that_gave_one():
+    of_ranks = [Losses.of(loss).before(to_bytes({})) for loss in (1.0, None, 4.0)]
+    two = _merged(of_ranks[:2])
+    assert Losses.and_rest(_merged([two, of_ranks[2]]))[0].mean == 2.5
+
+
+def test_sinks_have_them_as_curves_and_a_run_as_a_pair():
+    found = dict(scalars(replace(record(), loss=2.5, lr=math.nan)))
+    assert found["attnscale/loss"] == 2.5
+    assert "attnscale/lr" not in found
+    records = [replace(record(step), loss=loss) for step, loss in ((0, 3.0), (1, None), (2, 2.0))]
+    assert summarise(records).losses == (3.0, 2.0)
+    assert summarise(records).to_dict()["losses"] == [3.0, 2.0]
+
+
+def test_the_trainers_own_loss_of_each_step_is_in_its_record(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    training = trainer(
+        tmp_path, ScoreCallback(every=2, rows=4, sinks=[path]), logging_strategy="steps", logging_steps=1,
+        eval_strategy="no", save_strategy="no", max_steps=5, learning_rate=1e-3,
+    )  # fmt: skip
+    training.train()
+    history = {entry["step"] - 1: entry["loss"] for entry in training.state.log_history if "loss" in entry}
+    records = read_log(path).records
+    assert {found.step: found.loss for found in records} == pytest.approx(
+        {step: history[step] for step in (0, 2, 4)}, rel=1e-3
+    )
+    assert [found.lr for found in records] == pytest.approx([1e-3, 6e-4, 2e-4])  # as the step was made with
+    assert "training_step" not in vars(training)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.losses = small_model(), []
+
+    def training_step(self, tokens, index):
+        loss = loss_of(self.model, tokens)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning", "ignore:.*does not have many workers")
+def test_lightnings_loss_is_the_mean_of_its_micro_batches():
+    records, module = [], Module()
+    lightning.Trainer(
+        accelerator="cpu", max_steps=3, accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
+        callbacks=[LightningScoreCallback(every=2, rows=4, sinks=[records.append])], enable_model_summary=False,
+        enable_checkpointing=False,
+    ).fit(module, torch.utils.data.DataLoader(batch(12, 1), batch_size=2))  # fmt: skip
+    means = [sum(module.losses[first : first + 2]) / 2 for first in (0, 4)]
+    assert [found.loss for found in records] == pytest.approx(means)
+    assert [found.lr for found in records] == pytest.approx([1e-2, 1e-2 / 3])
