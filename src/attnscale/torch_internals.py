@@ -1,7 +1,6 @@
 """Every private name of torch that is used here, each behind one function.
 
-A torch without one costs the feature that `lost` names, never the user's forward; tests/test_torch_internals.py says
-in one sentence which torch lacks what.
+Without one, what `lost` names is lost, never the user's forward; tests/test_torch_internals.py says which is missing.
 """
 
 import sys
@@ -82,16 +81,17 @@ _raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "a launch is slo
 _script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
 SLOWER = "the backward of attention_with_stats forms its attention again"
 NO_LSE = "the largest score of rows that are not looked at has a wider bracket"
-_forwards = {
+_forwards: dict[SDPBackend | None, Internal] = {
     backend: Internal("torch", f"ops.aten._scaled_dot_product_{name}_attention.default", f"{NO_LSE} ({name})")
     for backend, name in KERNELS.items()
 }
-_backwards = {
+_backwards: dict[SDPBackend | None, Internal] = {
     backend: Internal("torch", f"ops.aten._scaled_dot_product_{name}_attention_backward.default", f"{SLOWER} ({name})")
     for backend, name in KERNELS.items()
 }
-_cpu_backward = Internal(
-    "torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", f"{SLOWER} (on a CPU)"
+_cpu_forward, _cpu_backward = (
+    Internal("torch", f"ops.aten._scaled_dot_product_flash_attention_for_cpu{part}.default", f"{SLOWER} (on a CPU)")
+    for part in ("", "_backward")
 )
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
 _default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged")
@@ -261,16 +261,16 @@ def sdpa_backend(*args: Any, **kwargs: Any) -> SDPBackend | None:
     return None if found is None else SDPBackend(found)
 
 
-def sdpa_forward(backend: SDPBackend | None) -> Callable[..., Any] | None:
-    """The kernel itself, which returns the lse of each row second; None where there is no such kernel."""
-    return None if backend not in _forwards else _forwards[backend].found
+def sdpa_forward(backend: SDPBackend | None, device: str = "cuda") -> Callable[..., Any] | None:
+    """The kernel itself, or the one of a CPU, which returns the lse of each row second; None where there is none."""
+    kernel = _cpu_forward if device == "cpu" else _forwards.get(backend)
+    return None if kernel is None else kernel.found
 
 
 def sdpa_backward(backend: SDPBackend | None, device: str) -> Callable[..., Any] | None:
-    """The backward of that kernel, or of the one there is on a CPU."""
-    if device == "cpu":
-        return _cpu_backward.found  # type: ignore[no-any-return]
-    return None if backend not in _backwards else _backwards[backend].found
+    """The backward of that kernel."""
+    kernel = _cpu_backward if device == "cpu" else _backwards.get(backend)
+    return None if kernel is None else kernel.found
 
 
 @contextmanager
@@ -293,14 +293,14 @@ def causal_bias_under_modes() -> Iterator[None]:
             CausalBias.__new__ = own  # type: ignore[method-assign]
 
 
-def is_in_scripts(function: Callable[..., Any], operation: str) -> None:
-    """Let torch.jit.script take a function for one of torch's operations, which has its arguments or more."""
-    _script_builtin(function, operation)
+def is_in_scripts(function: Callable[..., Any], name: str) -> None:
+    """Let torch.jit.script take a function for one of torch's operations."""
+    _script_builtin(function, name)
 
 
 def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
     """Keep nn.TransformerEncoderLayer from its fused inference path, which computes 1/√d_k without calling this module.
 
-    It is not taken for a module whose projections are not declared alike.
+    It is not taken where projections are not declared alike.
     """
     attention._qkv_same_embed_dim = False

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested import nested_tensor_from_jagged
 
 from attnscale import (
     AttnscaleError,
@@ -16,7 +17,7 @@ from attnscale import (
     attention_with_stats,
     score_stats,
 )
-from attnscale.attending import varlen
+from attnscale.attending import running, varlen
 from attnscale.attending.packed import layouts, packed_call
 from attnscale.attending.running import attend_sequences, run_sequences
 from attnscale.attending.sequences import as_one_row
@@ -258,17 +259,19 @@ def test_tensors_without_values_give_shapes():
 
 @pytest.mark.usefixtures("flash_on_a_cpu")
 def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
-    monkeypatch.setattr(varlen, "serves", lambda ragged: True)
+    monkeypatch.setattr(varlen, "serves", lambda ragged: varlen._window(ragged) is not None)
     ragged = batch(Q_LENS, Q_LENS, head_dim=8, value_dim=8)
     starts = ragged.starts[0]
     expected = [attention_varlen(*ragged.tensors, starts, is_causal=causal) for causal in (True, False)]
 
-    def run(*given):
-        return [attention_varlen(*given, is_causal=causal) for causal in (True, False)]
+    def run(query, key, value, starts):
+        packed = [attention_varlen(query, key, value, starts, is_causal=causal) for causal in (True, False)]
+        nested = (nested_tensor_from_jagged(tokens, starts).transpose(1, 2) for tokens in (query, key, value))
+        return *packed, attention(*nested, is_causal=True).transpose(1, 2).values()
 
-    torch.testing.assert_close(
-        torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.tensors, starts), expected
-    )
+    monkeypatch.setattr(running, "ragged_of", None)  # what the operator would begin with
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*ragged.tensors, starts), (*expected, expected[0]))
 
 
 def test_what_only_python_knows_runs_beside_the_graph():

@@ -105,3 +105,43 @@ def test_no_padding_and_memory_linear_in_tokens():
     float(stats.entropy.sum())
     used = torch.cuda.max_memory_allocated() - before
     assert used < 20 * tokens.numel() * tokens.element_size()  # padded to eight times the longest it would be more
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 5.0, "scale": "log_length"}])
+def test_ragged_batches_make_one_graph_with_gradients_and_statistics(dtype, options):
+    batch = packed(dtype, True)
+    starts = batch.starts[0].cuda().int()
+
+    def run(*given):
+        output, stats = attention_varlen_with_stats(*given, starts, **options)
+        return attention_varlen(*given, starts, **options) + output, stats.entropy, stats.max
+
+    ours, entropy, largest = torch.compile(run, fullgraph=True)(*batch.tensors)
+    expected, exact, highest = run(*batch.tensors)
+    limit = 30 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, expected, rtol=limit, atol=limit)
+    torch.testing.assert_close((entropy, largest), (exact, highest), rtol=1e-4, atol=1e-4)
+    found = [torch.autograd.grad(each.sin().sum(), batch.tensors) for each in (ours, expected)]
+    torch.testing.assert_close(*found, rtol=10 * limit, atol=10 * limit)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_jagged_tensors_make_one_graph_for_any_lengths(is_causal):
+    graphs = []
+
+    def counted(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    def run(query, key, value):
+        return attention(query, key, value, is_causal=is_causal) + query
+
+    compiled = torch.compile(run, fullgraph=True, backend=counted)
+    for lengths in ([67, 131, 1], [40, 7, 300], [5, 0, 5, 90], [11, 200]):
+        starts = torch.tensor([0, *lengths]).cumsum(0).cuda()
+        tokens = torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16)
+        nested = torch.nested.nested_tensor_from_jagged(tokens, starts).transpose(1, 2)
+        ours, expected = compiled(nested, nested, nested), run(nested, nested, nested)
+        torch.testing.assert_close(ours.values(), expected.values(), rtol=0.03, atol=0.03)
+    assert len(graphs) <= 3

@@ -3,13 +3,19 @@
 For operators of graphs, which autograd does not look into.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call
+from attnscale.attending.call import Call, padded
 from attnscale.attending.row_blocks import blocks
 from attnscale.attending.weights import grouped_matmul, row_weights
 from attnscale.numerics import wide_dtype
+from attnscale.torch_internals import sdpa_backward, sdpa_forward
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Dropped:
@@ -36,8 +42,32 @@ def attend_dropping(call: Call, dropped: Dropped) -> Tensor:
     return torch.cat(output, dim=-2).to(call.query.dtype)
 
 
-def gradients_of(call: Call, grad: Tensor, dropped: Dropped | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value; grad is the output's."""
+def gradients_of(call: Call, grad: Tensor, dropped: Dropped | None) -> Gradients:
+    """Of query, key and value; grad is the output's. By torch's kernels on a CPU, where it has them."""
+    kernels = sdpa_forward(None, "cpu"), sdpa_backward(None, "cpu")
+    some = min(call.query.numel(), call.key.numel(), call.value.numel()) > 0
+    is_plain = call.visibility.is_plain and call.softcap is None and dropped is None
+    if call.query.device.type == "cpu" and is_plain and some and kernels[0] is not None and kernels[1] is not None:
+        return _by_kernels(call, grad, kernels[0], kernels[1])
+    return _by_blocks(call, grad, dropped)
+
+
+def _by_kernels(call: Call, grad: Tensor, forward: Callable[..., Any], backward: Callable[..., Any]) -> Gradients:
+    """The lse of each row is formed again."""
+    query, key, value = call.query, call.key, call.value
+    width, group = max(query.shape[-1], value.shape[-1]), call.group
+    shared = (tensor.repeat_interleave(group, dim=1) if group > 1 else tensor for tensor in (key, value))
+    given = [padded(tensor, width) for tensor in (query, *shared)]
+    settings = {"dropout_p": 0.0, "is_causal": call.visibility.is_causal, "scale": call.scale}
+    output, lse = forward(*given, **settings)[:2]
+    found = backward(padded(grad.contiguous(), width), *given, output, lse, **settings)
+    of_query, of_key, of_value = (
+        each[..., : tensor.shape[-1]] for each, tensor in zip(found, (query, key, value), strict=True)
+    )
+    return of_query, _summed(of_key, group), _summed(of_value, group)
+
+
+def _by_blocks(call: Call, grad: Tensor, dropped: Dropped | None) -> Gradients:
     wide, group = wide_dtype(call.query), call.group
     query, grad = call.query.to(wide), grad.to(wide)
     key, value = (tensor.to(wide).repeat_interleave(group, dim=1) for tensor in (call.key, call.value))
@@ -53,6 +83,11 @@ def gradients_of(call: Call, grad: Tensor, dropped: Dropped | None) -> tuple[Ten
         found[0][:, :, rows] = of_scores @ theirs
         found[1][:, :, keys] += of_scores.mT @ own
         found[2][:, :, keys] += (weights * factors).mT @ given
-    shared = (each.unflatten(1, (-1, group)).sum(2) if group > 1 else each for each in found[1:])
+    shared = (_summed(each, group) for each in found[1:])
     of_query, of_key, of_value = (each.to(call.query.dtype) for each in (found[0], *shared))
     return of_query, of_key, of_value
+
+
+def _summed(gradient: Tensor, group: int) -> Tensor:
+    """Over the query heads that share a key head."""
+    return gradient.unflatten(1, (-1, group)).sum(2) if group > 1 else gradient

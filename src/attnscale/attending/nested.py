@@ -1,6 +1,7 @@
 """Nested tensors, as SDPA takes them -> an attention over sequences, and what makes its output one of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,10 +47,19 @@ def nested_call(
     own, theirs, values = (
         unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))
     )
+    theirs = replace(theirs, layout=own.layout) if _are_as_long(query, key) else theirs
+    values = replace(values, layout=theirs.layout) if _are_as_long(key, value) else values
     check_inputs(own.tokens, theirs.tokens, values.tokens, None, False, enable_gqa, softcap, dropout_p)
     ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p)
     like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
     return ragged, wrapping(query, like, ragged.rows)
+
+
+def _are_as_long(first: Tensor, second: Tensor) -> bool:
+    """Whether jagged tensors say by their shape that their sequences are as long: a graph knows no more of them."""
+    if not all(tensor.is_nested and tensor.layout is torch.jagged and tensor.dim() == 4 for tensor in (first, second)):
+        return False
+    return bool(first.shape[2] == second.shape[2])
 
 
 def sequences_see(attn_mask: Mask, is_causal: bool) -> Visibility:

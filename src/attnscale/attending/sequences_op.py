@@ -19,7 +19,6 @@ SETTINGS = (
 )
 ARGUMENTS = f"{TENSORS}, {SETTINGS}"
 GIVEN = len(ARGUMENTS.split(","))
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def arguments_of(ragged: Ragged) -> tuple[Any, ...]:
@@ -51,7 +50,7 @@ def attended(ragged: Ragged, dropped: Dropped | None, attend: Callable[[Ragged],
     if dropped is None:
         return attend(ragged).contiguous()
     parts = [attend_dropping(call, dropped) for call in ragged.calls()]
-    return torch.cat(parts, dim=-2) if parts else output_of(ragged.row.query, ragged.row.value)
+    return torch.cat(parts, dim=-2).contiguous() if parts else output_of(ragged.row.query, ragged.row.value)
 
 
 def output_of(query: Tensor, value: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ def sequences_backward(grad: Tensor, *given: Any) -> list[Tensor]:
     parts = [gradients_of(call, each, dropped) for call, each in zip(ragged.calls(), grads, strict=True)]
     if not parts:
         return [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in given[:3]]
-    return [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
+    return [torch.cat(each, dim=-2).contiguous() for each in zip(*parts, strict=True)]
 
 
 @sequences_backward.register_fake
