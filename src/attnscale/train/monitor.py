@@ -16,7 +16,7 @@ from torch import nn
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.growth import Growth
-from attnscale.errors import AttnscaleWarning, InputError, NotInsideWarning, NotRecordedWarning, SettingError
+from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -25,7 +25,7 @@ from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
 from attnscale.train.ranks import Moment
 from attnscale.train.record import Record, new_name
-from attnscale.train.sampling import Sampling
+from attnscale.train.sampling import Sampling, notices
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
@@ -248,22 +248,8 @@ class Monitor:
             self._sampling.saw_nothing(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
-        if seen.without_gradients:
-            told = (
-                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
-                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
-            )
-<<<<<<< HEAD
-            self._tell(NotRecordedWarning(told))
-=======
-        if seen.apart:
-            self._tell(
-                NotInsideWarning(
-                    "Some attentions cannot be measured inside the model's run. At sampled steps their modules run "
-                    f"uncompiled, and are followed from outside: {', '.join(seen.apart)}."
-                )
-            )
->>>>>>> written
+        for notice in notices(seen):
+            self._tell(notice)
         self._sampling.saw(seen)
         return dict(seen.layers)
 

@@ -38,11 +38,8 @@ class LayerRecord:
     broken: int = 0  # heads whose scores are NaN or infinite
     softcap: float | None = None  # which no score passes
     clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
-<<<<<<< HEAD
     keys: float | None = None  # that a row sees on average
-=======
     apart: bool = False  # its module alone ran uncompiled: it cannot be measured inside the model's run, others were
->>>>>>> written
 
     @property
     def lowered(self) -> float:
@@ -152,11 +149,8 @@ def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
         broken,
         layer.optional("softcap", layer.number),
         clipped,
-<<<<<<< HEAD
         layer.optional("keys", layer.number, least=0.0),
-=======
         bool(layer.optional("apart", layer.whole, most=1)),
->>>>>>> written
     )
 
 
@@ -200,11 +194,8 @@ def _layer_json(layer: LayerRecord) -> str:
     head: dict[str, Any] = {"rows": layer.rows}
     head |= {"broken": layer.broken} if layer.broken else {}
     head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
-<<<<<<< HEAD
     head |= {"keys": _finite(layer.keys)} if layer.keys is not None else {}
-=======
     head |= {"apart": 1} if layer.apart else {}
->>>>>>> written
     lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
     numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
     return f"{_json(head)[:-1]}{''.join(numbers)}}}"

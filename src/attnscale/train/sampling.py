@@ -1,10 +1,12 @@
 """How a model is watched from one sampled step to the next: followed, known by its kernels, or inside its own run."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import nn
 
+from attnscale.errors import AttnscaleWarning, NotInsideWarning, NotRecordedWarning
 from attnscale.inside.places import Places
 from attnscale.inside.structure import Structure
 from attnscale.inside.watching import watched_inside
@@ -55,3 +57,17 @@ class Sampling:
         self.goes_inside &= not seen.is_inside or seen.known_model is not None
         is_kept = seen.is_inside or self._sampled % FOLLOWED
         self.known = seen.known_model if is_kept else None
+
+
+def notices(seen: Seen) -> Iterator[AttnscaleWarning]:
+    """What is to be told of how a step was watched."""
+    if seen.without_gradients:
+        yield NotRecordedWarning(
+            "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients that "
+            "reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+        )
+    if seen.apart:
+        yield NotInsideWarning(
+            "Some attentions cannot be measured inside the model's run. At sampled steps their modules run uncompiled, "
+            f"and are followed from outside: {', '.join(seen.apart)}."
+        )

@@ -91,13 +91,9 @@ def _worse(first: LayerRecord | None, second: LayerRecord | None) -> LayerRecord
     names = dict.fromkeys([*first.numbers, *second.numbers])
     numbers = {name: _extremes(name, first.numbers.get(name), second.numbers.get(name)) for name in names}
     broken, clipped = max(first.broken, second.broken), _multiplied(first.clipped, second.clipped)
-<<<<<<< HEAD
     keys = second.keys if first.keys is None else first.keys if second.keys is None else min(first.keys, second.keys)
-    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped, keys)
-=======
     apart = first.apart or second.apart
-    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped, apart)
->>>>>>> written
+    return LayerRecord(first.rows + second.rows, numbers, broken, second.softcap, clipped, keys, apart)
 
 
 def _multiplied(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:
