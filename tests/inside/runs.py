@@ -93,3 +93,21 @@ class Attention(nn.Module):
                 out = F.scaled_dot_product_attention(query, key, value)
             x = x + out.transpose(1, 2).flatten(2)
         return x
+
+
+class LlamaLogits(nn.Module):
+    """A Hugging Face Llama with two keys for four heads, called with tokens alone."""
+
+    def __init__(self, implementation, width, layers):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=width, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation,
+        )  # fmt: skip
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, given):
+        return self.inner(input_ids=given).logits

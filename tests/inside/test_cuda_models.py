@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnscale import Monitor, QKClip
 
-from .runs import VOCABULARY, clipped, monitored, train
+from .runs import VOCABULARY, LlamaLogits, clipped, monitored, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,30 +48,11 @@ class FlexLayer(nn.Module):
         return flex_attention(query, key, value, block_mask=self.block_mask).transpose(1, 2).flatten(2)
 
 
-def llama(implementation):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation,
-            )  # fmt: skip
-            self.inner = LlamaForCausalLM(config)
-
-        def forward(self, given):
-            return self.inner(input_ids=given).logits
-
-    return Logits().cuda()
-
-
 MODELS = {
     "flex": lambda: Flex().cuda(),
-    "Hugging Face, sdpa": lambda: llama("sdpa"),
-    "Hugging Face, flex": lambda: llama("flex_attention"),
-    "Hugging Face, written out": lambda: llama("eager"),
+    "Hugging Face, sdpa": lambda: LlamaLogits("sdpa", 128, 2).cuda(),
+    "Hugging Face, flex": lambda: LlamaLogits("flex_attention", 128, 2).cuda(),
+    "Hugging Face, written out": lambda: LlamaLogits("eager", 128, 2).cuda(),
 }
 
 

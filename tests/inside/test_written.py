@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnscale import Monitor
 
-from .runs import VOCABULARY, clipped, monitored, tokens, train
+from .runs import VOCABULARY, LlamaLogits, clipped, monitored, tokens, train
 from .test_compiled import assert_same
 
 pytestmark = [  # torch's own
@@ -212,29 +212,10 @@ def test_a_scale_that_is_changed_meanwhile_is_read_again():
     assert scales == [pytest.approx([2 * scale] * HEADS, rel=1e-4) for scale in (0.5, 0.5, 0.25)]
 
 
-def llama(implementation):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation,
-            )  # fmt: skip
-            self.inner = LlamaForCausalLM(config)
-
-        def forward(self, given):
-            return self.inner(input_ids=given).logits
-
-    return Logits()
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_model_of_hugging_face_tells_the_same_compiled(implementation):
-    expected, losses = monitored(lambda: llama(implementation), lambda model: model, 3)
-    found, same = monitored(lambda: llama(implementation), whole(), 3)
+    expected, losses = monitored(lambda: LlamaLogits(implementation, 16, 1), lambda model: model, 3)
+    found, same = monitored(lambda: LlamaLogits(implementation, 16, 1), whole(), 3)
     assert torch.allclose(losses, same, rtol=1e-5)
     assert_same(found, expected, 1e-4)
     assert counters["stats"]["unique_graphs"] >= 1
