@@ -25,7 +25,7 @@ from attnscale.train.merging import Merged, Merging
 from attnscale.train.numbers import records
 from attnscale.train.ranks import Moment
 from attnscale.train.record import Record, new_name
-from attnscale.train.sampling import Sampling, notices
+from attnscale.train.sampling import Sampling
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
@@ -248,7 +248,7 @@ class Monitor:
             self._sampling.saw_nothing(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return {}
-        for notice in notices(seen):
+        for notice in self._sampling.notices(seen):
             self._tell(notice)
         self._sampling.saw(seen)
         return dict(seen.layers)

@@ -30,12 +30,13 @@ class Sampling:
         self.goes_inside = True  # until something was missed there
         self._sampled = 0  # steps
         self._structure: Structure | None = None  # of the model, when it was last watched
+        self._left_graphs = False  # the step sampled last ran a compiled model uncompiled
 
     def watched(self, settings: Settings) -> AbstractContextManager[Seen]:
         """From outside, or inside the run of a model that is known and compiled."""
         if self._structure is None or not self._structure.is_that_of(self._model):
             self.known, self.goes_inside = None, True  # some modules were replaced, and are to be followed
-            self._structure = Structure(self._model)
+            self._structure, self._left_graphs = Structure(self._model), False
         if self.known is not None and self.known.is_compiled and self.goes_inside:
             places = Places(self._model, self.known)
             if places.are_complete:
@@ -58,16 +59,21 @@ class Sampling:
         is_kept = seen.is_inside or self._sampled % FOLLOWED
         self.known = seen.known_model if is_kept else None
 
-
-def notices(seen: Seen) -> Iterator[AttnscaleWarning]:
-    """What is to be told of how a step was watched."""
-    if seen.without_gradients:
-        yield NotRecordedWarning(
-            "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients that "
-            "reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
-        )
-    if seen.apart:
-        yield NotInsideWarning(
-            "Some attentions cannot be measured inside the model's run. At sampled steps their modules run uncompiled, "
-            f"and are followed from outside: {', '.join(seen.apart)}."
-        )
+    def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:
+        """What is to be told of how a step was watched, before saw()."""
+        if seen.without_gradients:
+            yield NotRecordedWarning(
+                "Attention ran with gradients off, as reentrant activation checkpointing runs it, so the gradients "
+                "that reach its queries and keys are not seen; checkpoint(…, use_reentrant=False) shows them."
+            )
+        if seen.apart:
+            yield NotInsideWarning(
+                "Some attentions cannot be measured inside the model's run. At sampled steps their modules run "
+                f"uncompiled, and are followed from outside: {', '.join(seen.apart)}."
+            )
+        left_graphs, self._left_graphs = self._left_graphs, seen.is_compiled and not seen.is_inside
+        if left_graphs and self._left_graphs:  # and not to get to know the model
+            yield NotInsideWarning(
+                "The model's attentions cannot all be measured inside its run, nor can the modules of those that "
+                "cannot run apart. At sampled steps the whole model runs uncompiled, and is followed from outside."
+            )

@@ -42,6 +42,7 @@ class Reporter:
         line = self._running.line_within(self._running.stack[-1])
         known_by = signature(call, self._running.stack[-1], line)
         if self._recognition.only_known:
+            self._seen.is_compiled |= self._recognition.is_compiled
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
             seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
@@ -96,7 +97,9 @@ class Reporter:
         self._recognition.wrote(known_by, known, seen, self._runs(path))
 
     def _runs(self, path: str) -> Runs:
-        return Runs(*self._running.compiled(), self._running.depth(path))
+        compiled = self._running.compiled()
+        self._seen.is_compiled |= compiled.is_compiled
+        return Runs(*compiled, self._running.depth(path))
 
     def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall | None]) -> SeenCall | None:
         if self._settings.training and not torch.is_grad_enabled():

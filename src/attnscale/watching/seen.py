@@ -49,6 +49,7 @@ class Seen:
         self._declare = declare
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
+        self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
         self.is_inside = False  # what it tells was measured inside the model's own run
         self.apart: tuple[str, ...] = ()  # modules of which that is not so: they ran uncompiled
         self.known_model: KnownModel | None = None  # what a later watcher may know the model by

@@ -57,6 +57,11 @@ class Recognition:
             return False  # its kernel is read from the graph when it has run
         return self.only_known or name not in self.known.called
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what is known is a model that torch.compile made graphs of."""
+        return self.known is not None and self.known.is_compiled
+
     def saw(self, known_by: Signature, kernel: KernelCall, call: SeenCall | None, runs: Runs) -> None:
         """A kernel was followed, in a module that runs so."""
         if call is None:
