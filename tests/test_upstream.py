@@ -14,5 +14,5 @@ def test_shares_are_all_of_it_and_every_third_of_many_alike():
 def test_a_test_that_ended_its_process_is_the_last_that_began(tmp_path):
     path = tmp_path / "ours-0.tsv"
     assert lines_of(path) == {}
-    path.write_text("A.one\tbegun\t\nA.one\tpassed\t\nA.two\tbegun\t\n")
+    path.write_text("A.one\tbegun\t\nA.one\tpassed\t\nA.two\tbegun\t\n", encoding="utf-8")
     assert lines_of(path) == {"A.one": ("passed", ""), "A.two": ("begun", "")}
