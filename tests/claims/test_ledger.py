@@ -189,8 +189,9 @@ def test_some_claims_can_be_asked_for_and_an_unknown_one_is_named():
         ledger(["exp-5O"])
 
 
-def test_the_command_records_the_verdicts_it_shows(monkeypatch, tmp_path):
+def test_the_command_records_the_verdicts_it_shows(claims, monkeypatch):
     kept = []
+    monkeypatch.setattr(attnscale.claims, "ledger", lambda ids: claims)
     monkeypatch.setattr(attnscale.claims, "record", kept.append)
     run = CliRunner().invoke(app, ["claims", "--record", "--json"])
     assert run.exit_code == 0, run.output
