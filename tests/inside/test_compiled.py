@@ -209,6 +209,21 @@ def test_a_model_that_attends_otherwise_than_before_is_followed_again():
     assert list(records[-1].layers)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_forwards_may_come_before_a_backward(backend):
+    def run(compiled):
+        model, records = small_model(layers=1), []
+        call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
+        for step in range(3):
+            (call(tokens(step)) - call(tokens(step + 7))).square().mean().backward()
+            model.zero_grad()
+            monitor.step()
+        monitor.close()
+        return records
+
+    assert_same(run(whole(backend)), run(lambda model: model), 1e-3 if backend == "inductor" else 1e-5)
+
+
 def test_copies_and_pickles_of_a_model_that_is_looked_at_are_plain():
     model = small_model()
     run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1)

@@ -40,7 +40,7 @@ class Flex(nn.Module):
 
     def forward(self, given):
         query, key, value = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2).contiguous()  # in one buffer torch 2.11 does not take them
             for part in self.made(2 * self.embedding(given)).chunk(3, -1)
         )
         return flex_attention(query, key, value, score_mod=self.score_mod, block_mask=self.block_mask)

@@ -1,7 +1,9 @@
 """The statistics of a sampled step, measured where a known model attends.
 
 Each module that attends carries a ticket: the number of its place, in the host's memory, so that the operator knows
-where it stands in whichever graph it runs. What a backward pass recomputes is not counted again.
+where it stands in whichever graph it runs. What a backward pass recomputes is not counted again. An operator is kept in
+a graph for what it changes: of a forward the ticket, of a backward the gradient, which stays as it is. A ticket that a
+backward needs must not change until it runs, and another forward may come before: so it needs a copy.
 """
 
 from collections.abc import Callable
@@ -68,14 +70,14 @@ def noted(
     is_causal: bool,
     number: int,
     learns: bool,
-) -> None:
-    """Measure a call, inside a compiled graph."""
-    _note(Given(query, key, mask, is_causal, scale, lambda *_: None), ticket, number, learns)
+) -> Tensor:
+    """Measure a call, inside a compiled graph; a copy of the ticket."""
+    return _note(Given(query, key, mask, is_causal, scale, lambda *_: None), ticket, number, learns)
 
 
 @noted.register_fake
-def _(*_: Any) -> None:
-    return None
+def _(*_: Any) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op("attnscale::noted_modified", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
@@ -89,46 +91,46 @@ def noted_modified(
     score_buffers: int,
     number: int,
     learns: bool,
-) -> None:
+) -> Tensor:
     """Measure a call of FlexAttention; of its buffers the first belong to what changes scores.
 
     An operator of its own: in a checkpoint inductor loses a list among the arguments.
     """
     modified = Modified(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
-    _note(Given(query, key, None, False, scale, lambda *_: None, modified), ticket, number, learns)
+    return _note(Given(query, key, None, False, scale, lambda *_: None, modified), ticket, number, learns)
 
 
 @noted_modified.register_fake
-def _(*_: Any) -> None:
-    return None
+def _(*_: Any) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
 
 
 @torch.library.custom_op("attnscale::noted_written", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
 def noted_written(
     scores: Tensor, left: Tensor, right: Tensor, ticket: Tensor, layout: str, number: int, learns: bool
-) -> None:
+) -> Tensor:
     """Measure an attention written out, inside a compiled graph."""
-    _note(WrittenAgain(scores, left, right, layout_from(layout)), ticket, number, learns)
+    return _note(WrittenAgain(scores, left, right, layout_from(layout)), ticket, number, learns)
 
 
 @noted_written.register_fake
-def _(*_: Any) -> None:
-    return None
+def _(*_: Any) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
 
 
-def _note(call: Given | WrittenAgain, ticket: Tensor, number: int, learns: bool) -> None:
+def _note(call: Given | WrittenAgain, ticket: Tensor, number: int, learns: bool) -> Tensor:
     ticket[1] += 1
     recorder = None if in_backward() else _PLACES.get(int(ticket[0]))
     if recorder is not None:
         found = _kernel(call) if isinstance(call, Given) else call
         recorder.note(number, found, GradientLengths() if learns else None, is_compiled=True)
+    return ticket.clone()
 
 
-@torch.library.custom_op("attnscale::noted_gradient", mutates_args=("ticket",), tags=(torch.Tag.cudagraph_unsafe,))
-def noted_gradient(first: Tensor, second: Tensor, ticket: Tensor) -> None:
+@torch.library.custom_op("attnscale::noted_gradient", mutates_args=("first",), tags=(torch.Tag.cudagraph_unsafe,))
+def noted_gradient(first: Tensor, second: Tensor, place: Tensor) -> None:
     """Add up the gradients that reached the queries and keys of a call, or the operands of its product."""
-    ticket[1] += 1
-    recorder = _PLACES.get(int(ticket[0]))
+    recorder = _PLACES.get(int(place[0]))
     if recorder is not None:
         recorder.passed(first, second)
 
@@ -142,13 +144,13 @@ class _Followed(torch.autograd.Function):
     """Queries and keys as they are, whose gradients are noted as they pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.ticket = ticket
+    def forward(ctx: Any, query: Tensor, key: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.place = place
         return query.view_as(query), key.view_as(key)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:
-        noted_gradient(query, key, ctx.ticket)
+        noted_gradient(query, key, ctx.place)
         return query, key, None
 
 
@@ -158,13 +160,14 @@ def _look(given: Given, ticket: Tensor, number: int, is_traced: bool) -> Given:
     if is_traced and type(ticket) is not Tensor:
         detached = query.detach(), key.detach()
         if given.modified is None:
-            noted(*detached, given.mask, ticket, given.scale, given.is_causal, number, learns)
+            place = noted(*detached, given.mask, ticket, given.scale, given.is_causal, number, learns)
         else:
             own = given.modified.score_buffers
             buffers = [buffer.detach() for buffer in (*own, *given.modified.mask_buffers)]
-            noted_modified(*detached, buffers, ticket, given.scale, given.modified.functions, len(own), number, learns)
+            functions = given.modified.functions
+            place = noted_modified(*detached, buffers, ticket, given.scale, functions, len(own), number, learns)
         if learns:
-            query, key = _Followed.apply(query, key, ticket)  # type: ignore[no-untyped-call]
+            query, key = _Followed.apply(query, key, place)  # type: ignore[no-untyped-call]
         return replace(given, query=query, key=key)
     kernel = _kernel(replace(given, query=query.detach(), key=key.detach()))
     _note_eagerly(kernel, ticket, number, (query, key) if learns else None)
@@ -176,9 +179,9 @@ def _look_at_softmax(written: Written, ticket: Tensor, number: int, is_traced: b
     operands = written.left, written.right
     learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
     if is_traced and type(ticket) is not Tensor:
-        noted_written(*tensors, ticket, written.layout, number, learns)
+        place = noted_written(*tensors, ticket, written.layout, number, learns)
         if learns:
-            _follow_both(operands, lambda left, right: noted_gradient(left, right, ticket))
+            _follow_both(operands, lambda left, right: noted_gradient(left, right, place))
     else:
         again = WrittenAgain(*tensors, layout_from(written.layout))
         _note_eagerly(again, ticket, number, operands if learns else None)
