@@ -48,11 +48,10 @@ class NestedTensors:
             self._held[result] = replace(self.of(result), product=(self.of(args[0]), self.of(args[1])))
         elif name in SOFTMAXES:
             self._held[result] = replace(self.of(result), product=self.of(args[0]).product, is_weights=True)
-        elif name == "linear" and is_nested(args[0]):
-            self._project(*args, **kwargs, result=result)
         elif is_nested(result):
             for at, part in enumerate(self.of(result).tensors):
-                self._follow(name, [self.of(arg).tensors[at] if is_nested(arg) else arg for arg in args], part)
+                given = [self.of(arg).tensors[at] if is_nested(arg) else arg for arg in args]
+                self.tracer.read(name, given, dict(kwargs), part, False)
         elif is_nested(args[0]) and name in ("unbind", "values"):
             self._leave(self.of(args[0]), [result] if isinstance(result, Tensor) else result)
 
@@ -60,17 +59,6 @@ class NestedTensors:
         """A nested tensor holds values that the weights of a softmax mixed."""
         for part in self.of(nested).tensors:
             self.tracer.ledger.write(part, Node(tuple(part.shape), learned=True, role=Mixed(softmax)))
-
-    def _project(self, nested: Tensor, weight: Tensor, bias: Tensor | None = None, *, result: Tensor) -> None:
-        turned = weight.t()
-        self._follow("t", (weight,), turned)
-        for part, projected in zip(self.of(nested).tensors, self.of(result).tensors, strict=True):
-            rows, found = part.flatten(0, -2), projected.flatten(0, -2)
-            self._follow("view", (part, rows.shape), rows)
-            self._follow(
-                "mm" if bias is None else "addmm", [rows, turned] if bias is None else [bias, rows, turned], found
-            )
-            self._follow("view", (found, projected.shape), projected)
 
     def _leave(self, parts: Parts, results: Sequence[Tensor]) -> None:
         """What its sequences hold stands in plain tensors again: one each, or all in one."""

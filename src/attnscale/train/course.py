@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from attnscale.train.record import LayerRecord, Record
+from attnscale.train.record import Record
 from attnscale.train.thinning import thin
 
 MOST = 320  # records: as many as a curve has points, and some
@@ -32,13 +32,10 @@ class Course:
 def _of_layers(record: Record) -> Record:
     """A record with one number a layer in place of one a head."""
     layers = {
-        name: LayerRecord(
-            layer.rows,
-            {number: [layer.whole(number)] for number in layer.numbers},
-            layer.broken,
-            layer.softcap,
-            None if layer.clipped is None else [layer.lowered],
-            layer.keys,
+        name: replace(
+            layer,
+            numbers={number: [layer.whole(number)] for number in layer.numbers},
+            clipped=None if layer.clipped is None else [layer.lowered],
         )
         for name, layer in record.layers.items()
     }

@@ -16,7 +16,6 @@ VERSION = 1  # of the format of a line; lines from before there were versions ha
 FORMAT = "%.5g"  # of a number in a log
 LARGEST_BEGINS = "e+30"  # how exponents from LARGEST on begin
 OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
-
 LEARNING = ("loss", "lr")  # likewise, and null where they are NaN or infinite
 
 
