@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.measure.head_lengths import head_lengths, over_batch
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
 
@@ -58,7 +59,7 @@ def of_kernel(
     `owners` tells of each query head which key it has. `meanwhile` is called whenever a gradient passes.
     """
     lengths, heads = GradientLengths(), query.shape[1]
-    lengths.follow("query", query, by_query_head, meanwhile)
+    lengths.follow("query", query, head_lengths, meanwhile)
     lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners), meanwhile)
     return lengths
 
@@ -68,31 +69,17 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) ->
     lengths = GradientLengths()
     if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
         return lengths  # several heads in one entry cannot be told apart by it
-    at = torch.from_numpy(entries)
 
     def by_entry(gradient: Tensor) -> Tensor:
         of_entries: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
-        return _over_batch(of_entries[at.to(gradient.device)])
+        return over_batch(of_entries[_on(gradient.device, entries)])
 
     def of_copies(gradient: Tensor) -> Tensor | None:
-        return by_shared_key(gradient[at.to(gradient.device)], entries.shape[1], owners)
+        return by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
 
     lengths.follow("query", query, by_entry)
     lengths.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)
     return lengths
-
-
-def by_query_head(gradient: Tensor) -> Tensor:
-    """‖∂loss‖ of each head of (batch, heads, length, features); by one kernel on a GPU, which sums in pairs."""
-    dtype = wide_dtype(gradient)
-    if gradient.is_cuda:
-        return torch.linalg.vector_norm(gradient, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
-    return _over_batch(torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=dtype))
-
-
-def _over_batch(lengths: Tensor) -> Tensor:
-    """Of (batch, heads), a value a head."""
-    return torch.linalg.vector_norm(lengths, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
@@ -103,18 +90,22 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
     """
     keys = gradient.shape[1]
     group = heads // max(keys, 1)
-    if owners is None:
-        lengths = by_query_head(gradient)
-        return lengths if group == 1 else lengths.repeat_interleave(group)
-    own = owners[::group]
-    if len(own) != keys or (np.repeat(own, group) != owners).any():
-        return None
-    distinct = int(own.max()) + 1
-    if distinct < keys:
-        of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
-        gradient = of_keys.index_add_(1, torch.from_numpy(own).to(gradient.device), gradient.to(of_keys.dtype))
-    lengths = by_query_head(gradient)
-    return lengths if distinct == heads else lengths[torch.from_numpy(owners).to(lengths.device)]
+    if owners is not None:
+        own = owners[::group]
+        if len(own) != keys or (np.repeat(own, group) != owners).any():
+            return None
+        distinct = int(own.max()) + 1
+        if distinct < keys:
+            of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
+            of_keys.index_add_(1, _on(gradient.device, own), gradient.to(of_keys.dtype))
+            return head_lengths(of_keys)[_on(gradient.device, owners)]
+    lengths = head_lengths(gradient)
+    return lengths if group == 1 else lengths.repeat_interleave(group)
+
+
+def _on(device: torch.device, indices: Indices) -> Tensor:
+    """There, without waiting for what the device does."""
+    return torch.from_numpy(indices).to(device, non_blocking=True)
 
 
 def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
