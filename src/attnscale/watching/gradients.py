@@ -6,7 +6,7 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,13 +31,7 @@ class GradientLengths:
         before = getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
-    def follow(
-        self,
-        name: str,
-        tensor: Tensor,
-        by_head: Callable[[Tensor], Tensor | None],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
+    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -45,22 +39,35 @@ class GradientLengths:
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
                 self.add(name, by_head(gradient.detach()))
-            if meanwhile is not None:
-                meanwhile()
 
         tensor.register_hook(add)
 
 
-def of_kernel(
-    query: Tensor, key: Tensor, owners: Indices | None, meanwhile: Callable[[], None] | None = None
-) -> GradientLengths:
+def of_kernel(query: Tensor, key: Tensor, owners: Indices | None) -> GradientLengths:
     """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
-    `owners` tells of each query head which key it has. `meanwhile` is called whenever a gradient passes.
+    `owners` tells of each query head which key it has.
     """
     lengths, heads = GradientLengths(), query.shape[1]
-    lengths.follow("query", query, head_lengths, meanwhile)
-    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners), meanwhile)
+    lengths.follow("query", query, head_lengths)
+    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
+    return lengths
+
+
+def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callable[[], None]) -> GradientLengths:
+    """The same of a kernel that autograd recorded, whose first operands they are; then `meanwhile` is called."""
+    lengths = GradientLengths()
+
+    def passed(gradients: Sequence[Tensor | None], _: object) -> None:
+        query, key = gradients[:2]
+        with torch.no_grad():
+            if query is not None:
+                lengths.add("query", head_lengths(query.detach()))
+            if key is not None:
+                lengths.add("key", by_shared_key(key.detach(), heads, owners))
+        meanwhile()
+
+    node.register_hook(passed)
     return lengths
 
 
