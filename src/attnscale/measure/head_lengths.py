@@ -20,11 +20,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
 
         return triton.head_lengths(vectors, kind=("lengths", layout_of(vectors)))
     dtype = wide_dtype(vectors)
-    if vectors.is_cuda:
+    if vectors.is_cuda:  # which adds up in pairs; a CPU, where features are not in a row, one by one
         return torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
-    return over_batch(torch.linalg.vector_norm(vectors, dim=(-2, -1), dtype=dtype))
-
-
-def over_batch(lengths: Tensor) -> Tensor:
-    """Of (batch, heads), a value a head."""
-    return torch.linalg.vector_norm(lengths, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
+    each = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
+    return torch.linalg.vector_norm(each, dim=(0, 2), dtype=torch.float64)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.head_lengths import head_lengths, over_batch
+from attnscale.measure.head_lengths import head_lengths
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
 
@@ -78,8 +78,9 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) ->
         return lengths  # several heads in one entry cannot be told apart by it
 
     def by_entry(gradient: Tensor) -> Tensor:
-        of_entries: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
-        return over_batch(of_entries[_on(gradient.device, entries)])
+        each = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
+        each = each[_on(gradient.device, entries)]  # (batch, heads)
+        return torch.linalg.vector_norm(each, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
     def of_copies(gradient: Tensor) -> Tensor | None:
         return by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
