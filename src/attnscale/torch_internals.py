@@ -10,12 +10,13 @@ from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+Result = TypeVar("Result")
 INTERNALS: list["Internal"] = []
 FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
 KERNELS = {
@@ -304,3 +305,9 @@ def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
     It is not taken where projections are not declared alike.
     """
     attention._qkv_same_embed_dim = False
+
+
+def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
+    """A function that Dynamo calls as it traces and whose result it keeps; its own decorator loads all of Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

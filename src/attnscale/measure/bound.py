@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.numerics import lengths
+from attnscale.measure.lengths import longest
 
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
@@ -13,7 +13,7 @@ def max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    queries, keys = (lengths(tensor).amax(-1) for tensor in (call.query, call.key))
+    queries, keys = longest(call.query), longest(call.key)
     bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.dense import rows_of
-from attnscale.measure.head_lengths import head_lengths
+from attnscale.measure.lengths import head_lengths
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
