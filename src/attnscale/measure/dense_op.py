@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.attending.gradients import gradients_of
+from attnscale.attending.mapping import entry_by_entry
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cuda.backward import attention_rows_backward
 from attnscale.measure.measuring import looks_at_all, measured
@@ -95,6 +96,9 @@ def _measured_scores_fake(query: Tensor, key: Tensor, *given: Any) -> tuple[Tens
     return table, errors
 
 
+entry_by_entry(measured_scores)
+
+
 @torch.library.custom_op(
     "attnscale::attended_rows",
     mutates_args=(),
@@ -150,3 +154,5 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
 
 
 attended_rows.register_autograd(_backward, setup_context=_save)
+entry_by_entry(attended_rows)
+entry_by_entry(attended_rows_backward)

@@ -23,7 +23,7 @@ from attnscale.numerics import uncompiled, without_autocast
 from attnscale.operator import scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
-from attnscale.torch_internals import unseen
+from attnscale.torch_internals import in_transform, unseen
 from attnscale.visibility import Mask, Visibility
 
 
@@ -137,5 +137,5 @@ def attention_with_stats(
 
 def _measured(call: Call, rows: int | None) -> ScoreStats:
     """By an operator where nothing can be looked at and no kernel is one."""
-    look = dense_op.measure_unseen if unseen(call.query) and not on_cuda.measures(call) else measured
-    return look(call, rows)
+    hidden = unseen(call.query) or in_transform()
+    return dense_op.measure_unseen(call, rows) if hidden and not on_cuda.measures(call) else measured(call, rows)
