@@ -6,7 +6,7 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,21 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
+
+
+class Learning(Protocol):
+    """A tensor that a gradient may reach, or what stands for one."""
+
+    @property
+    def shape(self) -> Any:
+        """(batch, heads, length, features), of a kernel's."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one will."""
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Have the hook called with it."""
 
 
 @dataclass(eq=False)
@@ -33,7 +48,7 @@ class GradientLengths:
     def follow(
         self,
         name: str,
-        tensor: Tensor,
+        tensor: Learning,
         by_head: Callable[[Tensor], Tensor | None],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -51,7 +66,7 @@ class GradientLengths:
 
 
 def of_kernel(
-    query: Tensor, key: Tensor, owners: Indices | None, meanwhile: Callable[[], None] | None = None
+    query: Learning, key: Learning, owners: Indices | None, meanwhile: Callable[[], None] | None = None
 ) -> GradientLengths:
     """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
