@@ -1,5 +1,7 @@
 """Models on ragged batches: scale, statistics and findings are those of the same sequences one by one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,13 +260,17 @@ def put(scale):
     return attend
 
 
+def _thrice(attend, query, key, value):
+    return attend(query * 3, key, value)
+
+
 @pytest.mark.parametrize("attend", [plain_jagged, plain_strided, put])
 def test_gradients_of_nested_tensors_are_those_of_the_padded_batch(attend):
     """As SDPA was given queries and keys, whatever multiplied them before."""
     found = []
     for each in (attend, padded):
         torch.manual_seed(0)
-        model = Model(lambda q, k, v, attend=each(0.7): attend(q * 3, k, v))
+        model = Model(partial(_thrice, each(0.7)))
         tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
         with attnscale.watch(model, rows=None) as seen:
             model(tokens).square().sum().backward()
