@@ -72,6 +72,7 @@ _sequence_number = Internal("torch.autograd", "_get_sequence_nr", "kernels are n
 _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
+_is_mapped = Internal("torch._C._functorch", "is_batchedtensor", "torch.vmap over lengths of sequences raises")
 _module_call = Internal(
     "torch.nn", "Module._call_impl", "one of torch's own layers is taken for two where it is called on two lines"
 )
@@ -114,8 +115,10 @@ def is_fake(kinds: tuple[type, ...]) -> bool:
 
 
 def unseen(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be looked at: while a graph is traced, or where it has a shape alone."""
-    return torch.compiler.is_compiling() or tensor.device.type == "meta" or is_fake((type(tensor),))
+    """Whether a tensor's values cannot be looked at: in a graph, under torch.vmap, or where it has a shape alone."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return True
+    return is_fake((type(tensor),)) or bool(_is_mapped(tensor, otherwise=False))
 
 
 def ragged_axis(tensor: Tensor) -> int:

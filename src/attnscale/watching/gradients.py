@@ -6,7 +6,7 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,21 @@ from torch import Tensor
 from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
+
+
+class Learning(Protocol):
+    """A tensor that a gradient may reach, or what stands for one."""
+
+    @property
+    def shape(self) -> Any:
+        """(batch, heads, length, features), of a kernel's."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one will."""
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Have the hook called with it."""
 
 
 @dataclass(eq=False)
@@ -31,7 +46,7 @@ class GradientLengths:
         before = getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
-    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
+    def follow(self, name: str, tensor: Learning, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -43,7 +58,7 @@ class GradientLengths:
         tensor.register_hook(add)
 
 
-def of_kernel(query: Tensor, key: Tensor, owners: Indices | None) -> GradientLengths:
+def of_kernel(query: Learning, key: Learning, owners: Indices | None) -> GradientLengths:
     """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
     `owners` tells of each query head which key it has.
