@@ -235,11 +235,16 @@ def test_two_forwards_may_come_before_a_backward(make, backend):
 def test_two_forwards_of_reentrant_checkpoints_may_come_before_a_backward():
     model, records = made(Checkpointed, True)(), []
     run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1, None, [records.append])
+
+    def step(number):
+        (run(tokens(number)) - run(tokens(number + 7))).square().mean().backward()
+        model.zero_grad()
+        monitor.step()
+
     with pytest.warns(NotRecordedWarning, match="with gradients off"):  # where it ran uncompiled
-        for step in range(3):
-            (run(tokens(step)) - run(tokens(step + 7))).square().mean().backward()
-            model.zero_grad()
-            monitor.step()
+        step(0)
+    step(1)
+    step(2)
     monitor.close()
     assert [[layer.rows for layer in record.layers.values()] for record in records] == [[300, 300]] * 3
     assert all("query_gradient" in layer.numbers for record in records[1:] for layer in record.layers.values())

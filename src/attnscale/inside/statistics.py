@@ -2,9 +2,11 @@
 
 Each module that attends carries a ticket: the number of its place, in the host's memory, so that the operator knows
 where it stands in whichever graph it runs, and how often it was passed. What a backward pass recomputes is not counted
-again. An operator is kept in a graph for what it changes: of a forward that count, of a backward the gradient, which
-stays as it is. What a backward needs must not change until it runs, and another forward may come before: so it is given
-the number of the place alone, and nothing that an operator of the forward returns, which a checkpoint would ask again.
+again. An operator is kept in a graph for what it changes, of a forward that count, or for what is made of its result:
+in a backward a zero, which is added to the gradient. (To claim that the gradient is changed loses tensors where CUDA
+graphs are cut.) What a backward needs must not change until it runs, and another forward may come before: so it is
+given the number of the place alone, and nothing that an operator of the forward returns, which a checkpoint would ask
+again.
 """
 
 from collections.abc import Callable
@@ -133,17 +135,18 @@ def _note(call: Given | WrittenAgain, ticket: Ticket, number: int, learns: bool)
         recorder.note(number, found, GradientLengths() if learns else None, is_compiled=True)
 
 
-@torch.library.custom_op("attnscale::noted_gradient", mutates_args=("first",), tags=(torch.Tag.cudagraph_unsafe,))
-def noted_gradient(first: Tensor, second: Tensor, place: Tensor) -> None:
-    """Add up the gradients that reached the queries and keys of a call, or the operands of its product."""
+@torch.library.custom_op("attnscale::noted_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def noted_gradient(first: Tensor, second: Tensor, place: Tensor) -> Tensor:
+    """Add up the gradients that reached the queries and keys of a call, or the operands of its product; a zero."""
     recorder = _PLACES.get(int(place))
     if recorder is not None:
         recorder.passed(first, second)
+    return first.new_zeros(())
 
 
 @noted_gradient.register_fake
-def _(*_: Any) -> None:
-    return None
+def _(first: Tensor, *_: Any) -> Tensor:
+    return first.new_empty(())
 
 
 class _Followed(torch.autograd.Function):
@@ -156,8 +159,7 @@ class _Followed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:
-        noted_gradient(query, key, ctx.place)
-        return query, key, None
+        return query + noted_gradient(query, key, ctx.place), key, None
 
 
 def _look(given: Given, ticket: Ticket, number: int, is_traced: bool) -> Given:
@@ -206,15 +208,17 @@ def _note_eagerly(
         _follow_both(learning, partial(recorder.add, lengths, number))
 
 
-def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor], None]) -> None:
-    """Tell of both gradients when they have passed."""
+def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+    """Tell of both gradients when they have passed; a zero that comes back goes with the second."""
     passed: dict[int, Tensor] = {}
 
-    def note(side: int, gradient: Tensor) -> None:
+    def note(side: int, gradient: Tensor) -> Tensor | None:
         passed[side] = gradient.detach()
-        if len(passed) == len(tensors):
-            with torch.no_grad():
-                told(passed.pop(0), passed.pop(1))
+        if len(passed) < len(tensors):
+            return None
+        with torch.no_grad():
+            zero = told(passed.pop(0), passed.pop(1))
+        return None if zero is None else gradient + zero
 
     for side, tensor in enumerate(tensors):
         tensor.register_hook(partial(note, side))
