@@ -393,3 +393,29 @@ def test_the_module_says_what_a_ragged_batch_lacks():
         MultiheadAttention(12, 3, batch_first=True)(jagged, jagged, jagged, attn_mask=torch.ones(3, 3).bool())
     with pytest.raises(InputError, match="no causality beside add_bias_kv"):
         MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)(jagged, jagged, jagged, is_causal=True)
+
+
+@pytest.mark.parametrize("shared", ["query", "key", "value", "key and value"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_batch_of_one_sequence_is_shared_by_all(shared, layout, heads):
+    torch.manual_seed(0)
+    keys = [4] * 5 if shared != "query" else [2, 5, 1, 4, 3]
+    parts = {
+        "query": [torch.randn(3, length, 8) for length in (3, 1, 6, 2, 4)],
+        "key": [torch.randn(heads, length, 8) for length in keys],
+        "value": [torch.randn(3, length, 5) for length in keys],
+    }
+    for name in shared.split(" and "):
+        parts[name] = [parts[name][0]] * 5
+    alone = [attention(*(part.unsqueeze(0) for part in each))[0] for each in zip(*parts.values(), strict=True)]
+    given = {name: each[:1] if name in shared.split(" and ") else each for name, each in parts.items()}
+    nested = [torch.nested.nested_tensor(each, layout=torch.strided) for each in given.values()]
+    if layout is torch.jagged:
+        tokens = ([part.transpose(0, 1) for part in each] for each in given.values())
+        nested = [torch.nested.nested_tensor(each, layout=layout).transpose(1, 2) for each in tokens]
+    output = attention(*nested)
+    for found, expected in zip(output.unbind(), alone, strict=True):
+        torch.testing.assert_close(found, expected)
+    _, stats = attention_with_stats(*nested)
+    assert stats.rows.tolist() == [sum(len(part[0]) for part in (parts["query"]))] * 3

@@ -55,8 +55,7 @@ def scaled_sequences(
     dropout_p: float = 0.0,
 ) -> Ragged:
     """An attention over sequences, its scale a float, whatever rule gave it; rules count the keys of each sequence."""
-    count = max(each.layout.count for each in (query, key, value))
-    query, key, value = (_shared(name, each, count) for name, each in _named(query, key, value))
+    query, key, value = as_many(query, key, value)
     if key.layout.differs(value.layout):
         raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
     tokens = query.tokens.shape[-2]
@@ -84,8 +83,10 @@ def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> T
     return (after - before).clamp(min=0)
 
 
-def _named(query: Sequences, key: Sequences, value: Sequences) -> Iterator[tuple[str, Sequences]]:
-    yield from zip(("query", "key", "value"), (query, key, value), strict=True)
+def as_many(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
+    """As many sequences of each."""
+    count = max(each.layout.count for each in (query, key, value))
+    return _shared("query", query, count), _shared("key", key, count), _shared("value", value, count)
 
 
 def _shared(name: str, sequences: Sequences, count: int) -> Sequences:

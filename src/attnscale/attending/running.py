@@ -12,7 +12,7 @@ from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, backward, output_of, ragged_of, save
 from attnscale.numerics import without_autocast
-from attnscale.torch_internals import unseen
+from attnscale.torch_internals import unseen, without_modes
 
 
 def run_sequences(ragged: Ragged) -> Tensor:
@@ -35,7 +35,8 @@ def joined(outputs: list[Tensor], ragged: Ragged) -> Tensor:
 @torch.library.custom_op("attnscale::attend_sequences", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def attend_sequences(*given: Any) -> Tensor:
     """run_sequences() as a node of a graph."""
-    return attended(*ragged_of(*given), run_sequences)
+    with without_modes():  # under which FlexAttention cannot be compiled
+        return attended(*ragged_of(*given), run_sequences)
 
 
 @attend_sequences.register_fake

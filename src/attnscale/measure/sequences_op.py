@@ -15,7 +15,7 @@ from attnscale.measure import sequences
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
-from attnscale.torch_internals import in_transform, unseen
+from attnscale.torch_internals import in_transform, unseen, without_modes
 
 Measured = tuple[Tensor, Tensor, Tensor]
 
@@ -59,11 +59,12 @@ def measured_sequences(*given: Any) -> Measured:
     """The output, or nothing; the table of the heads; how far it may be off where some rows stand for all."""
     *arguments, rows, attends = given
     ragged, dropped = ragged_of(*arguments)
-    if attends and dropped is None:
-        output, stats = sequences.attend_sequences(ragged, rows)
-    else:
-        stats = sequences.measured_sequences(ragged, rows)
-        output = attended(ragged, dropped, run_sequences) if attends else ragged.row.query.new_empty(0)
+    with without_modes():  # under which FlexAttention cannot be compiled
+        if attends and dropped is None:
+            output, stats = sequences.attend_sequences(ragged, rows)
+        else:
+            stats = sequences.measured_sequences(ragged, rows)
+            output = attended(ragged, dropped, run_sequences) if attends else ragged.row.query.new_empty(0)
     errors = stats.pooled.uncertainty
     nothing = stats.pooled.sums.new_zeros(stats.heads, packed_size(len(SUMS)) if rows is not None else 0)
     return output.contiguous(), table_of(stats.pooled), nothing if errors is None else errors.packed()
