@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype
+from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
 
 
@@ -37,13 +38,26 @@ class GradientLengths:
 
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
+    _passed: dict[str, Tensor] = field(default_factory=dict, repr=False)  # through a graph that is kept
 
-    def add(self, name: str, lengths: Tensor | None) -> None:
-        """A gradient has passed, of this length a head; None where it cannot be told."""
+    def add(self, name: str, gradient: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
+        """A gradient has passed, of which `by_head` tells the length of each head; None where it cannot be told.
+
+        What another backward through the same graph brings is added to it, as autograd adds what reaches a parameter.
+        """
+        earlier = self._passed.pop(name, None)
+        gradient = gradient if earlier is None else earlier + gradient
+        if graph_is_kept():
+            self._passed[name] = gradient.clone() if earlier is None else gradient
+        lengths = by_head(gradient)
         if lengths is None:
             return
-        before = getattr(self, name)
+        before = None if earlier is not None else getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
+
+    def settle(self) -> None:
+        """No other backward is waited for."""
+        self._passed.clear()
 
     def follow(
         self,
@@ -58,7 +72,7 @@ class GradientLengths:
 
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
-                self.add(name, by_head(gradient.detach()))
+                self.add(name, gradient.detach(), by_head)
             if meanwhile is not None:
                 meanwhile()
 

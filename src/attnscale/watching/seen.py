@@ -86,6 +86,9 @@ class Seen:
                 }
         self._unmeasured.clear()
         self._waiting.clear()
+        for call in (call for calls in self._sites.values() for call in calls):
+            if call.gradients is not None:
+                call.gradients.settle()
 
     @property
     def calls(self) -> int:
