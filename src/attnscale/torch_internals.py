@@ -173,7 +173,7 @@ def graph_is_kept() -> bool:
 
 
 def node_in_backward() -> int:
-    """The number, among operations that autograd recorded, of that whose backward is running; -1 where it is not told."""
+    """Which operation that autograd recorded it is whose backward is running; -1 where that is not told."""
     return recorded_as(_current_node())
 
 

@@ -86,9 +86,9 @@ class Seen:
                 }
         self._unmeasured.clear()
         self._waiting.clear()
-        for call in (call for calls in self._sites.values() for call in calls):
-            if call.gradients is not None:
-                call.gradients.settle()
+        for seen in (seen for calls in self._sites.values() for seen in calls):
+            if seen.gradients is not None:
+                seen.gradients.settle()
 
     @property
     def calls(self) -> int:
