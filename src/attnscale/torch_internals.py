@@ -65,6 +65,14 @@ _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes o
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
 _has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not taken apart")
 _graph_task = Internal("torch._C", "_current_graph_task_id", "what a backward pass recomputes is counted again")
+_keeps_graph = Internal(
+    "torch._C._autograd",
+    "_get_current_graph_task_keep_graph",
+    "gradients of two backwards through a graph are not added",
+)
+_current_node = Internal(
+    "torch._C", "_current_autograd_node", "gradients of two backwards through a compiled graph are not added"
+)
 _packing_hooks = Internal(
     "torch._C._autograd", "_top_saved_tensors_default_hooks", "kernels are not read from the autograd graph"
 )
@@ -153,6 +161,21 @@ def has_kernel(function: Any, key: str) -> bool:
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread."""
     return bool(_graph_task(otherwise=-1) != -1)
+
+
+def backward_number() -> int:
+    """The number of the backward pass that is running on this thread; -1 where none is."""
+    return int(_graph_task(otherwise=-1))
+
+
+def graph_is_kept() -> bool:
+    """Whether another backward may follow the one that is running, through the same graph."""
+    return in_backward() and bool(_keeps_graph(otherwise=False))
+
+
+def node_in_backward() -> int:
+    """Which operation that autograd recorded it is whose backward is running; -1 where that is not told."""
+    return recorded_as(_current_node())
 
 
 def packs_saved_tensors() -> bool:

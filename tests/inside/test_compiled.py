@@ -1,6 +1,7 @@
 """A compiled model is measured inside its graphs: the numbers of an eager run, and no further compilation."""
 
 import pickle
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -235,19 +236,63 @@ def test_two_forwards_may_come_before_a_backward(make, backend):
 def test_two_forwards_of_reentrant_checkpoints_may_come_before_a_backward():
     model, records = made(Checkpointed, True)(), []
     run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1, None, [records.append])
-
-    def step(number):
-        (run(tokens(number)) - run(tokens(number + 7))).square().mean().backward()
+    for step in range(3):
+        (run(tokens(step)) - run(tokens(step + 7))).square().mean().backward()
         model.zero_grad()
-        monitor.step()
-
-    with pytest.warns(NotRecordedWarning, match="with gradients off"):  # where it ran uncompiled
-        step(0)
-    step(1)
-    step(2)
+        with nullcontext() if step else pytest.warns(NotRecordedWarning, match="with gradients off"):
+            monitor.step()  # the first ran uncompiled
     monitor.close()
     assert [[layer.rows for layer in record.layers.values()] for record in records] == [[300, 300]] * 3
     assert all("query_gradient" in layer.numbers for record in records[1:] for layer in record.layers.values())
+
+
+@pytest.mark.parametrize("compiled", [lambda model: model, whole("aot_eager"), each_block("aot_eager"), whole("eager")])
+def test_what_two_backwards_through_one_graph_bring_is_added(compiled):
+    """As autograd adds it: ‖g₁ + g₂‖, which of two equal ones is twice the length of one."""
+
+    def run(backward):
+        model, records = small_model(layers=1), []
+        call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
+        for step in range(3):
+            first, second = (call(tokens(step + shift)).square().mean() for shift in (0, 7))
+            backward(first, second)
+            model.zero_grad()
+            monitor.step()
+        monitor.close()
+        return [record.layers["blocks.0.attention"].numbers for record in records]
+
+    def at_once(first, second):
+        (first + first + 3 * second).backward()
+
+    def in_turns(first, second):
+        first.backward(retain_graph=True)
+        second.backward(retain_graph=True)
+        first.backward()
+        (2 * second).backward()
+
+    for found, expected in zip(run(in_turns), run(at_once), strict=True):
+        for name in ("query_gradient", "key_gradient"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("make", [small_model, made(Checkpointed, False), made(Encoder)])
+def test_a_forward_that_no_backward_follows_is_counted_without_gradients(make, when):
+    def run(compiled):
+        model, records, metrics = make(), [], []
+        call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
+        for step in range(3):
+            order = (50, 0) if when == "before" else (0, 50)
+            outputs = {shift: call(tokens(step + shift)) for shift in order}
+            metrics.append(outputs[50].mean())  # with its graph
+            outputs[0].square().mean().backward()
+            model.zero_grad()
+            monitor.step()
+            assert monitor._sampling.goes_inside
+        monitor.close()
+        return records
+
+    assert_same(run(whole("aot_eager")), run(lambda model: model), 1e-5)
 
 
 def test_copies_and_pickles_of_a_model_that_is_looked_at_are_plain():

@@ -14,25 +14,39 @@ from torch.overrides import TorchFunctionMode
 
 from attnscale.inside.frames import FRAMES, Carried, Frame
 from attnscale.inside.given import reader_of
-from attnscale.inside.names import TORCH_NAMES, hold, let_go
+from attnscale.inside.names import TORCH_NAMES, hold, lead_here, let_go
 from attnscale.torch_internals import is_fake
 
 
-class _Traced(Frame):
-    """A run that is traced."""
+class _UnderAMode(Frame):
+    """A run in which a mode sees what is called: an eager one of a module that runs compiled otherwise.
 
-    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...]) -> None:
-        super().__init__(names, layouts, carried, is_traced=True)
+    So it runs where somebody else follows the model from outside. Names lead here for eager modules alone.
+    """
+
+    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...], is_traced: bool = False) -> None:
+        super().__init__(names, layouts, carried, is_traced)
         mode: Any = _Mode(self)
         self._mode = mode
-        hold(TORCH_NAMES)
         mode.__enter__()
 
     def end(self) -> None:
         """It is over."""
         self._mode.__exit__(None, None, None)
-        let_go(TORCH_NAMES)
         super().end()
+
+
+class _Traced(_UnderAMode):
+    """A run that is traced."""
+
+    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...]) -> None:
+        hold(TORCH_NAMES)
+        super().__init__(names, layouts, carried, is_traced=True)
+
+    def end(self) -> None:
+        """It is over."""
+        super().end()
+        let_go(TORCH_NAMES)
 
 
 class _Mode(TorchFunctionMode):
@@ -43,14 +57,15 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reader = reader_of(function)
-        if reader is not None:
+        if reader is not None and FRAMES.open[-1:] == [self._frame]:
             return self._frame.attends(reader, function, args, kwargs)
         return function(*args, **kwargs)
 
 
 def begin(names: str, layouts: str, *carried: Carried) -> None:
     """A module begins, in an eager run."""
-    FRAMES.open.append(Frame(names, layouts, carried, is_traced=False))
+    made = Frame(names, layouts, carried, is_traced=False) if lead_here() else _UnderAMode(names, layouts, carried)
+    FRAMES.open.append(made)
 
 
 def end() -> None:

@@ -54,6 +54,11 @@ def hold(names: Collection[Name]) -> None:
                 _HOLDERS[module, name] += 1
 
 
+def lead_here() -> bool:
+    """Whether torch's own name does."""
+    return F.scaled_dot_product_attention is scaled_dot_product_attention
+
+
 def let_go(names: Collection[Name]) -> None:
     """Lead them where they led, once nobody holds them."""
     with _LOCK:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import without_autocast
+from attnscale.torch_internals import backward_number, node_in_backward, recorded_operations
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths, by_shared_key
 from attnscale.watching.kernels import KernelCall
@@ -59,6 +61,7 @@ class _Watching:
     def conclude(self) -> None:
         """Say what was missed; where nothing was seen at all, refuse."""
         self.seen.is_inside = True
+        self.seen.settle()
         self.failures += self.apart.failures
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")
@@ -74,13 +77,24 @@ class _Watching:
             )
 
 
+@dataclass(eq=False)
+class _ToPass:
+    """A call in a compiled graph, whose gradient is to come."""
+
+    lengths: GradientLengths
+    known_by: Signature | None
+    node: int  # of autograd's, for the graph that it is in
+    backward: int | None = None  # in which one came
+
+
 class _Place:
     """A module that attends: which of its calls is which."""
 
     def __init__(self, watching: _Watching, path: str, order: Order) -> None:
         self._watching, self.path, self._order = watching, path, order
         self.runs = 0
-        self._to_pass: list[tuple[GradientLengths, Signature | None]] = []  # of compiled calls
+        self._to_pass: list[_ToPass] = []  # of compiled calls
+        self._backward = -1
         self._recomputed: list[tuple[SeenCall, Signature]] = []  # whose gradient comes from another run of the same
 
     def note(
@@ -92,7 +106,8 @@ class _Place:
         if gradients is None:
             self._watching.seen.without_gradients |= not is_compiled
         elif is_compiled:
-            self._to_pass.append((gradients, known_by))
+            node = recorded_operations() - 1  # that of the graph, which autograd makes before it runs
+            self._to_pass.append(_ToPass(gradients, known_by, node))
         try:
             self._note(known_by, call, gradients)
         except Exception as error:  # a model that runs must go on running
@@ -115,14 +130,24 @@ class _Place:
 
     def passed(self, first: Tensor, second: Tensor) -> None:
         """Gradients have passed: of queries and keys, or of a product's operands, of the last call that waits."""
-        if self._to_pass:
-            lengths, known_by = self._to_pass.pop()
+        waiting = self._waiting()
+        if waiting is not None:
+            waiting.backward = self._backward
+            self._add(waiting.lengths, waiting.known_by, first, second)
         elif self._recomputed:
             call, known_by = self._recomputed.pop()
-            lengths = call.gradients = GradientLengths()
-        else:
-            return
-        self._add(lengths, known_by, first, second)
+            call.gradients = GradientLengths()
+            self._add(call.gradients, known_by, first, second)
+
+    def _waiting(self) -> "_ToPass | None":
+        """The last call in the graph whose backward runs that has no gradient of it yet; else one that never had any.
+
+        A graph that is kept may have several backwards.
+        """
+        self._backward, node = backward_number(), node_in_backward()
+        mine = (each for each in reversed(self._to_pass) if each.node == node and each.backward != self._backward)
+        others = (each for each in reversed(self._to_pass) if each.backward is None)
+        return next(mine, None) or next(others, None)
 
     def add(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
         """The same, of this call."""
@@ -132,5 +157,5 @@ class _Place:
         if known_by is not None:
             query, key = self._watching.known.operands(known_by, first, second)
             owners = self._watching.known.calls[known_by].key_owners
-            lengths.add("query", head_lengths(query))
-            lengths.add("key", by_shared_key(key, query.shape[1], owners))
+            lengths.add("query", query, head_lengths)
+            lengths.add("key", key, lambda gradient: by_shared_key(gradient, query.shape[1], owners))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import wide_dtype
+from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
 
 
@@ -38,13 +39,26 @@ class GradientLengths:
 
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
+    _passed: dict[str, Tensor] = field(default_factory=dict, repr=False)  # through a graph that is kept
 
-    def add(self, name: str, lengths: Tensor | None) -> None:
-        """A gradient has passed, of this length a head; None where it cannot be told."""
+    def add(self, name: str, gradient: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
+        """A gradient has passed, of which `by_head` tells the length of each head; None where it cannot be told.
+
+        What another backward through the same graph brings is added to it, as autograd adds what reaches a parameter.
+        """
+        earlier = self._passed.pop(name, None)
+        gradient = gradient if earlier is None else earlier + gradient
+        if graph_is_kept():
+            self._passed[name] = gradient.clone() if earlier is None else gradient
+        lengths = by_head(gradient)
         if lengths is None:
             return
-        before = getattr(self, name)
+        before = None if earlier is not None else getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
+
+    def settle(self) -> None:
+        """No other backward is waited for."""
+        self._passed.clear()
 
     def follow(self, name: str, tensor: Learning, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
@@ -53,7 +67,7 @@ class GradientLengths:
 
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
-                self.add(name, by_head(gradient.detach()))
+                self.add(name, gradient.detach(), by_head)
 
         tensor.register_hook(add)
 
@@ -81,9 +95,9 @@ def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callab
         with torch.no_grad():
             query, key = _sum(gradients, query_parts), _sum(gradients, key_parts)
             if query is not None:
-                lengths.add("query", head_lengths(query))
+                lengths.add("query", query, head_lengths)
             if key is not None:
-                lengths.add("key", by_shared_key(key, heads, owners))
+                lengths.add("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
         meanwhile()
 
     node.register_hook(passed)

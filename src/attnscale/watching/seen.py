@@ -86,6 +86,9 @@ class Seen:
                 }
         self._unmeasured.clear()
         self._waiting.clear()
+        for seen in (seen for calls in self._sites.values() for seen in calls):
+            if seen.gradients is not None:
+                seen.gradients.settle()
 
     @property
     def calls(self) -> int:
