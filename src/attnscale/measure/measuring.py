@@ -8,7 +8,6 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
 from attnscale.measure.bound import max_bound
-from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled, shown
 from attnscale.measure.cuda.drawn import drawn_ahead
@@ -57,13 +56,10 @@ def _sample(call: Call, rows: int) -> Sample | None:
 
 
 def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
-    def look() -> tuple[RowSums, Tensor]:
-        with torch.no_grad():
-            positions = sample.positions.to(call.query.device, non_blocking=True)
-            entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
-            return measure_rows(call, positions, entries=entries), max_bound(call)
-
-    return alone(look) if call.query.device.type == "cpu" else look()
+    with torch.no_grad():
+        positions = sample.positions.to(call.query.device, non_blocking=True)
+        entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
+        return measure_rows(call, positions, entries=entries), max_bound(call)
 
 
 def moments_of(call: Call) -> ScoreMoments:

@@ -96,7 +96,8 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     batch, heads, q_len, _ = call.query.shape
     counts = call.visibility.counts(q_len, call.key.shape[-2], call.query.device)
     if counts is None:
-        counts = torch.full((1,), call.key.shape[-2], device=call.query.device)
+        rows = q_len if positions is None else positions.shape[-1]
+        return torch.full((1,), call.key.shape[-2], device=call.query.device).expand(batch, heads, rows)
     counts = counts.expand(*counts.shape[:-1], q_len)
     if positions is not None and positions.dim() == 2:
         counts = counts.expand(batch, *counts.shape[-2:-1] or (1,), q_len)
@@ -111,12 +112,14 @@ def _cut(call: Call, entries: list[slice]) -> Cut:
     if not min(heads, rows, keys):
         return Cut([], 1)
     if call.query.device.type == "cpu":
-        scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
+        is_shared = heads * keys * sum(part.stop - part.start for part in entries) >= WORTH_A_THREAD
+        scores = CORE_SCORES * (1 if is_shared else torch.get_num_threads())
+        block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
         block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
     else:
         scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
-    together = max(1, min(heads, scores // (block * keys)))
+    together = -(-heads // -(-heads * block * keys // scores))  # of one size
     strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
     return Cut(
         [

@@ -30,7 +30,8 @@ def reshaped(source: Shape, result: Shape) -> Map:
 
 def permuted(order: Sequence[int]) -> Map:
     """Dimension `order[k]` of the operand became dimension k."""
-    inverse = np.argsort([axis % len(order) for axis in order])
+    axes = [axis % len(order) for axis in order]
+    inverse = sorted(range(len(axes)), key=axes.__getitem__)
     return lambda points: points[:, inverse]
 
 
@@ -45,8 +46,7 @@ def transposed(rank: int, first: int, second: int) -> Map:
 def broadcast(source: Shape, rank: int) -> Map:
     """An operand of an elementwise operation, or what was expanded: sizes of one stand for all."""
     missing = rank - len(source)
-    spread = np.array([size != 1 for size in source], dtype=np.int64)
-    return lambda points: points[:, missing:] * spread
+    return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
 
 def sliced(axis: int, start: int, step: int = 1) -> Map:
