@@ -24,7 +24,7 @@ types: $(INSTALLED)
 
 # A process a core, and one thread each: torch's threads would only wait for each other. Then kernels alone, whether or
 # not others failed: Triton's interpreter is chosen before anything imports triton.
-INTERPRETED = tests/measure/test_kernels.py tests/measure/test_shown_kernel.py tests/measure/test_largest_kernel.py
+INTERPRETED = $(wildcard tests/measure/test_*kernel*.py)
 tests: $(INSTALLED)
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \

@@ -71,3 +71,42 @@ def test_a_busy_gpu_is_not_waited_for():
     assert monitor.last is records[-1]
     assert [record.step for record in records] == [0, 1]
     monitor.close()
+
+
+class SharedKeys(torch.nn.Module):
+    """Eight query heads on two keys, which the kernel shares or which are copied for it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.query, self.key = torch.nn.Linear(128, 128), torch.nn.Linear(128, 32)
+
+    def forward(self, x):
+        query, key = (each(x).unflatten(-1, (-1, 16)).transpose(1, 2) for each in (self.query, self.key))
+        if self.way == "copied":
+            key = key.repeat_interleave(4, 1)
+        elif self.way == "copied in turns":
+            key = key.repeat(1, 4, 1, 1)
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=self.way == "shared")
+
+
+@pytest.mark.parametrize("way", ["shared", "copied", "copied in turns"])
+def test_nothing_of_a_sampled_step_is_waited_for(way):
+    model = torch.nn.Sequential(SharedKeys(way)).to("cuda", torch.bfloat16)
+    records = []
+    monitor = Monitor(model, every=1, sinks=[records.append])
+    x = torch.randn(2, 128, 128, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):  # followed, then known, compiling kernels
+        model(x).sum().backward()
+        monitor.step()
+    monitor.flush()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+        monitor.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert monitor.last.step == 3
+    followed, known = (record.layers["0"].numbers["key_gradient"] for record in (records[0], records[3]))
+    assert known == pytest.approx(followed, rel=1e-2)
+    monitor.close()

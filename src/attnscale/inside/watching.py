@@ -12,9 +12,10 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.apart import Apart
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
+from attnscale.measure.head_lengths import head_lengths
 from attnscale.numerics import without_autocast
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientLengths, by_query_head, by_shared_key
+from attnscale.watching.gradients import GradientLengths, by_shared_key
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.orders import Order
@@ -131,5 +132,5 @@ class _Place:
         if known_by is not None:
             query, key = self._watching.known.operands(known_by, first, second)
             owners = self._watching.known.calls[known_by].key_owners
-            lengths.add("query", by_query_head(query))
+            lengths.add("query", head_lengths(query))
             lengths.add("key", by_shared_key(key, query.shape[1], owners))

@@ -6,12 +6,13 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.measure.head_lengths import head_lengths
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
 
@@ -30,13 +31,7 @@ class GradientLengths:
         before = getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
-    def follow(
-        self,
-        name: str,
-        tensor: Tensor,
-        by_head: Callable[[Tensor], Tensor | None],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
+    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -44,22 +39,35 @@ class GradientLengths:
         def add(gradient: Tensor) -> None:
             with torch.no_grad():
                 self.add(name, by_head(gradient.detach()))
-            if meanwhile is not None:
-                meanwhile()
 
         tensor.register_hook(add)
 
 
-def of_kernel(
-    query: Tensor, key: Tensor, owners: Indices | None, meanwhile: Callable[[], None] | None = None
-) -> GradientLengths:
+def of_kernel(query: Tensor, key: Tensor, owners: Indices | None) -> GradientLengths:
     """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
-    `owners` tells of each query head which key it has. `meanwhile` is called whenever a gradient passes.
+    `owners` tells of each query head which key it has.
     """
     lengths, heads = GradientLengths(), query.shape[1]
-    lengths.follow("query", query, by_query_head, meanwhile)
-    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners), meanwhile)
+    lengths.follow("query", query, head_lengths)
+    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
+    return lengths
+
+
+def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callable[[], None]) -> GradientLengths:
+    """The same of a kernel that autograd recorded, whose first operands they are; then `meanwhile` is called."""
+    lengths = GradientLengths()
+
+    def passed(gradients: Sequence[Tensor | None], _: object) -> None:
+        query, key = gradients[:2]
+        with torch.no_grad():
+            if query is not None:
+                lengths.add("query", head_lengths(query.detach()))
+            if key is not None:
+                lengths.add("key", by_shared_key(key.detach(), heads, owners))
+        meanwhile()
+
+    node.register_hook(passed)
     return lengths
 
 
@@ -68,31 +76,18 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) ->
     lengths = GradientLengths()
     if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
         return lengths  # several heads in one entry cannot be told apart by it
-    at = torch.from_numpy(entries)
 
     def by_entry(gradient: Tensor) -> Tensor:
-        of_entries: Tensor = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
-        return _over_batch(of_entries[at.to(gradient.device)])
+        each = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
+        each = each[_on(gradient.device, entries)]  # (batch, heads)
+        return torch.linalg.vector_norm(each, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
     def of_copies(gradient: Tensor) -> Tensor | None:
-        return by_shared_key(gradient[at.to(gradient.device)], entries.shape[1], owners)
+        return by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
 
     lengths.follow("query", query, by_entry)
     lengths.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)
     return lengths
-
-
-def by_query_head(gradient: Tensor) -> Tensor:
-    """‖∂loss‖ of each head of (batch, heads, length, features); by one kernel on a GPU, which sums in pairs."""
-    dtype = wide_dtype(gradient)
-    if gradient.is_cuda:
-        return torch.linalg.vector_norm(gradient, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
-    return _over_batch(torch.linalg.vector_norm(gradient, dim=(-2, -1), dtype=dtype))
-
-
-def _over_batch(lengths: Tensor) -> Tensor:
-    """Of (batch, heads), a value a head."""
-    return torch.linalg.vector_norm(lengths, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
 
 def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
@@ -103,18 +98,22 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
     """
     keys = gradient.shape[1]
     group = heads // max(keys, 1)
-    if owners is None:
-        lengths = by_query_head(gradient)
-        return lengths if group == 1 else lengths.repeat_interleave(group)
-    own = owners[::group]
-    if len(own) != keys or (np.repeat(own, group) != owners).any():
-        return None
-    distinct = int(own.max()) + 1
-    if distinct < keys:
-        of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
-        gradient = of_keys.index_add_(1, torch.from_numpy(own).to(gradient.device), gradient.to(of_keys.dtype))
-    lengths = by_query_head(gradient)
-    return lengths if distinct == heads else lengths[torch.from_numpy(owners).to(lengths.device)]
+    if owners is not None:
+        own = owners[::group]
+        if len(own) != keys or (np.repeat(own, group) != owners).any():
+            return None
+        distinct = int(own.max()) + 1
+        if distinct < keys:
+            of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
+            of_keys.index_add_(1, _on(gradient.device, own), gradient.to(of_keys.dtype))
+            return head_lengths(of_keys)[_on(gradient.device, owners)]
+    lengths = head_lengths(gradient)
+    return lengths if group == 1 else lengths.repeat_interleave(group)
+
+
+def _on(device: torch.device, indices: Indices) -> Tensor:
+    """There, without waiting for what the device does."""
+    return torch.from_numpy(indices).to(device, non_blocking=True)
 
 
 def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from attnscale.measure.cpu.threads import alone
 from attnscale.measure.dense import rows_of
+from attnscale.measure.head_lengths import head_lengths
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import lengths, wide_dtype
+from attnscale.numerics import lengths
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -101,8 +102,7 @@ def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     `left_out`, (batch or 1, positions), says which of them do not count.
     """
     if left_out is None and vectors.is_cuda:  # by as few kernels as can be
-        whole: Tensor = torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=wide_dtype(vectors))
-        return whole.mul_((len(vectors) * vectors.shape[2]) ** -0.5)
+        return head_lengths(vectors).mul_((len(vectors) * vectors.shape[2]) ** -0.5)
     squares = lengths(vectors).double().square()
     if left_out is None:
         return squares.mean((0, 2)).sqrt()

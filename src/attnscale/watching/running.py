@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attnscale.torch_internals import called_module, calls_compiled, recorded_operations, refuses_breaks
 from attnscale.watching.loops import is_in_loop
@@ -70,9 +70,8 @@ class Running:
         self._names = {
             key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
         }
-        self._others = WeakIdKeyDictionary(
-            {module: True for _, module in named.values() if id(module) not in self._names}
-        )
+        others = (module for key, (_, module) in named.items() if key not in self._names)
+        self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
@@ -170,18 +169,23 @@ class Running:
             self._unhook()
         return output
 
-    def _find(self, module: nn.Module) -> None:
+    def _is_passed_over(self, module: nn.Module) -> bool:
+        known = self._others.get(id(module))
+        return known is not None and known() is module
+
+    def _find(self, module: nn.Module) -> str | None:
         """A module that is not known runs inside the model: one put there since, perhaps in another's place."""
-        self._others[module] = True
+        self._others[id(module)] = weakref.ref(module)
         named = [(uncompiled(name), each) for name, each in self._model.named_modules()]
         if any(each is module for _, each in named):
             self._names |= {id(each): name for name, each in reversed(named)}
             self._replaced()
+        return self._names.get(id(module))
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if id(module) not in self._names and self.stack and self.is_here and module not in self._others:
-            self._find(module)
         name = self._names.get(id(module))
+        if name is None and self.stack and not self._is_passed_over(module) and self.is_here:
+            name = self._find(module)
         if name is None or self.is_over:
             return
         if not self.is_here:

@@ -27,15 +27,13 @@ def measures(call: Call) -> bool:
 def kernels_take(call: Call) -> bool:
     """Whether query and key are what the kernels are written for."""
     query, key = call.query, call.key
-    return (
-        query.is_cuda
-        and query.dtype == key.dtype
-        and query.dtype in KERNEL_DTYPES
-        and query.shape[-1] <= WIDEST_HEAD
-        and query.numel() > 0
-        and key.numel() > 0
-        and _has_triton()
-    )
+    return query.dtype == key.dtype and kernels_take_vectors(query) and kernels_take_vectors(key)
+
+
+def kernels_take_vectors(vectors: Tensor) -> bool:
+    """Whether these are of a device, type and width that the kernels are written for."""
+    fits = vectors.is_cuda and vectors.dtype in KERNEL_DTYPES and vectors.shape[-1] <= WIDEST_HEAD
+    return fits and vectors.numel() > 0 and _has_triton()
 
 
 def attends(call: Call) -> bool:

@@ -1,7 +1,7 @@
 """Attention kernels as autograd remembers them: read behind the output of a module, when its forward has run."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,28 +18,61 @@ def is_legible() -> bool:
     return torch.is_grad_enabled() and not in_backward() and not packs_saved_tensors()
 
 
-def kernels_behind(output: Any, began: int) -> Iterator[KernelCall]:
+class Behind(NamedTuple):
+    """A kernel behind an output: what autograd recorded of it, and by which operands it was come to."""
+
+    node: Any
+    way: tuple[int, ...]  # the number of a tensor of the output, then of an operand at each operation
+
+
+def kernels_behind(output: Any, began: int) -> Iterator[Behind]:
     """The kernels that an output came from, among operations recorded since `began`; first by way of first operands."""
-    nodes = [tensor.grad_fn for tensor in reversed(_tensors(output))]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
+    found = [Behind(tensor.grad_fn, (number,)) for number, tensor in enumerate(_tensors(output))]
+    waiting, seen = found[::-1], set()
+    while waiting:
+        node, way = waiting.pop()
         if node is None or node in seen or recorded_as(node) < began:
             continue
         seen.add(node)
-        if node.name().startswith(KERNEL) and saved_by(node, "query") is not None:
-            yield _kernel(node)
-        nodes += [parent for parent, _ in reversed(node.next_functions)]
+        if _is_kernel(node):
+            yield Behind(node, way)
+        parents = [Behind(parent, (*way, number)) for number, (parent, _) in enumerate(node.next_functions)]
+        waiting += reversed(parents)
 
 
-def _kernel(node: Any) -> KernelCall:
+def kernel_behind(output: Any, began: int, way: tuple[int, ...]) -> Any | None:
+    """The kernel that is come to by this way, or else the first there is; None where there is none."""
+    node = _along(output, way)
+    if node is not None and recorded_as(node) >= began and _is_kernel(node):
+        return node
+    return next((behind.node for behind in kernels_behind(output, began)), None)
+
+
+def _along(output: Any, way: tuple[int, ...]) -> Any | None:
+    number, *turns = way
+    tensors = _tensors(output)
+    node = tensors[number].grad_fn if number < len(tensors) else None
+    for turn in turns:
+        parents = () if node is None else node.next_functions
+        if turn >= len(parents):
+            return None
+        node = parents[turn][0]
+    return node
+
+
+def _is_kernel(node: Any) -> bool:
+    return node.name().startswith(KERNEL) and saved_by(node, "query") is not None
+
+
+def recorded_call(node: Any) -> KernelCall:
+    """The call of a kernel that autograd recorded, without its graph."""
     query, key, scale, is_causal = (saved_by(node, name) for name in ("query", "key", "scale", "is_causal"))
     mask = saved_by(node, "attn_mask") if saved_by(node, "attn_mask") is not None else saved_by(node, "attn_bias")
     assert query is not None and key is not None  # noqa: PT018 (a kernel that saved its query saved its key)
     return KernelCall(
         "sdpa",
-        query,
-        key,
+        query.detach(),
+        key.detach(),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         visibility=Visibility.of(mask, bool(is_causal)),
     )

@@ -110,7 +110,11 @@ class KnownModel:
 
     def _again(self, known_by: Signature) -> SeenCall | None:
         known = self.calls.get(known_by)
-        return None if known is None or known.factors is None else replace(known, softmax=copy(known.softmax))
+        if known is None or known.factors is None:
+            return None
+        again = copy(known)
+        again.softmax = copy(known.softmax)
+        return again
 
 
 def remembered(

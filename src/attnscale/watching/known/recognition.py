@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from attnscale.torch_internals import in_backward, recorded_operations
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import of_kernel
+from attnscale.watching.gradients import of_recorded
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.known.graph import is_legible, kernels_behind
+from attnscale.watching.known.graph import is_legible, kernel_behind, recorded_call
 from attnscale.watching.known.known_model import KnownModel, remembered
 from attnscale.watching.known.orders import Orders
 from attnscale.watching.known.traces import Signature, Traces
@@ -116,14 +116,15 @@ class Recognition:
         trace = known.traces[name]
         if recorded_operations() - began not in trace.lengths:  # it does not run as it did
             self.give_up()
-        kernel = next(kernels_behind(output, began), None)
+        node = kernel_behind(output, began, trace.way)
+        kernel = None if node is None else recorded_call(node)
         call = None
         if kernel is not None and trace.fits(kernel):
             call = known.later(kernel, trace.signature, self._settings.rows)
-        if kernel is None or call is None:
+        if call is None:
             self.give_up()
             return None
-        call.call.gradients = of_kernel(kernel.query, kernel.key, call.call.key_owners, call.measure)
+        call.call.gradients = of_recorded(node, call.call.heads, call.call.key_owners, call.measure)
         return trace.line, call
 
     def concluded(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> KnownModel | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnscale.torch_internals import recorded_operations
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.known.graph import is_legible, kernels_behind
+from attnscale.watching.known.graph import is_legible, kernels_behind, recorded_call
 from attnscale.watching.running import Line
 
 Signature = tuple[object, ...]  # module path, line, kind, heads, key heads, head dimension
@@ -16,9 +16,10 @@ Signature = tuple[object, ...]  # module path, line, kind, heads, key heads, hea
 
 @dataclass(eq=False)
 class Trace:
-    """One module: by what its call is known, and how many operations autograd recorded in a run of it."""
+    """One module: by what its call is known, the way to it, and how many operations autograd recorded in a run."""
 
     signature: Signature
+    way: tuple[int, ...]  # from the module's output
     lengths: set[int] = field(default_factory=set)
 
     @property
@@ -50,10 +51,11 @@ class Traces:
         if len(calls) == 1 and calls[0][2]:
             (signature, kernel, _), lengths = calls[0], recorded_operations() - began
             behind = list(kernels_behind(output, began))
-            trace = self._found.setdefault(path, Trace(signature))
-            if len(behind) == 1 and trace.signature == signature and _same(kernel, behind[0]):
-                trace.lengths.add(lengths)
-                return
+            if len(behind) == 1 and _same(kernel, recorded_call(behind[0].node)):
+                trace = self._found.setdefault(path, Trace(signature, behind[0].way))
+                if trace.signature == signature:
+                    trace.lengths.add(lengths)
+                    return
         if calls or path in self._found:
             self._illegible.add(path)
 

@@ -13,7 +13,7 @@ from attnscale.watching.kernels.kernel_call import Found, projected_norm
 
 
 class WaitingCall:
-    """A call that is known and was not measured yet.
+    """A call that is known and was not measured yet, of tensors without their graph.
 
     That can wait until its gradient passes, since autograd holds query and key until then, and a GPU has work to do.
     """
@@ -21,11 +21,11 @@ class WaitingCall:
     def __init__(self, call: SeenCall, kernel: KernelCall, rows: int | None) -> None:
         self.call, self._rows = call, rows
         self.failure: str | None = None
-        query, key = kernel.query.detach(), kernel.key.detach()  # without their graph
-        self._kernel: KernelCall | None = replace(kernel, query=query, key=key)
-        self._versions = _versions(self._kernel)
-        stores = {store.data_ptr(): store.nbytes() for store in (query.untyped_storage(), key.untyped_storage())}
-        self.held = sum(stores.values())  # bytes that wait with it
+        self._kernel: KernelCall | None = kernel
+        self._versions = _versions(kernel)
+        stores = (tensor.untyped_storage() for tensor in (kernel.query, kernel.key))
+        sizes = {store.data_ptr(): store.nbytes() for store in stores}
+        self.held = sum(sizes.values())  # bytes that wait with it
 
     def measure(self) -> None:
         """Measure it, once; what was written to since is told as a failure."""

@@ -3,6 +3,7 @@
 from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
+from attnscale.measure.cuda.triton.lengths import head_lengths
 from attnscale.measure.cuda.triton.showing import raise_largest_, shown_rows
 from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
@@ -15,6 +16,7 @@ __all__ = [
     "fill",
     "finish_sampled",
     "finish_scored",
+    "head_lengths",
     "raise_largest_",
     "sample_rows",
     "sample_tiles",

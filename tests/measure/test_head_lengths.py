@@ -1,0 +1,31 @@
+"""The length of all vectors of a head, against float64; on a GPU by a kernel."""
+
+import pytest
+import torch
+
+from attnscale.measure.head_lengths import head_lengths
+
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LAYOUTS = {
+    "in a row": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "one of three": lambda x: torch.stack([x, 2 * x, 3 * x], 3)[:, :, :, 0],
+    "features first": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 137, 64), (1, 1, 1, 1), (3, 5, 600, 80), (2, 2, 9, 300)])
+def test_lengths_are_those_of_float64(shape, layout, dtype, device):
+    torch.manual_seed(0)
+    vectors = LAYOUTS[layout](torch.randn(shape, device=device).to(dtype))
+    expected = vectors.double().square().sum((0, 2, 3)).sqrt()
+    assert head_lengths(vectors).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert torch.equal(head_lengths(vectors), head_lengths(vectors))
+
+
+def test_of_nothing_they_are_zero():
+    assert head_lengths(torch.ones(2, 3, 0, 4)).tolist() == [0.0, 0.0, 0.0]

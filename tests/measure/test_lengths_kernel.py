@@ -1,0 +1,33 @@
+"""The kernel that measures the vectors of each head, in triton's interpreter, against float64."""
+
+import pytest
+import torch
+
+from .interpreting import UNFIT, loops_over_tensors  # noqa: F401
+
+if UNFIT:
+    pytest.skip(UNFIT, allow_module_level=True)
+
+from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.triton import lengths
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "width"), [(2, 3, 37, 8), (1, 1, 1, 1), (3, 2, 130, 20)])
+@pytest.mark.parametrize("layout", ["in a row", "heads inside", "features first"])
+def test_lengths_are_those_of_float64(monkeypatch, batch, heads, length, width, layout):
+    monkeypatch.setattr(lengths, "TILE", 256)
+    shapes = {
+        "in a row": ((batch, heads, length, width), (0, 1, 2, 3)),
+        "heads inside": ((batch, length, heads, width), (0, 2, 1, 3)),
+        "features first": ((batch, heads, width, length), (0, 1, 3, 2)),
+    }
+    shape, order = shapes[layout]
+    vectors = torch.randn(shape).permute(order)
+    found = kernels.head_lengths(vectors)
+    assert found.tolist() == pytest.approx(vectors.double().square().sum((0, 2, 3)).sqrt().tolist(), rel=1e-6)
+
+
+def test_a_vector_that_is_no_number_is_seen_in_its_head_alone():
+    vectors = torch.ones(1, 2, 5, 4)
+    vectors[0, 1, 3, 2] = torch.nan
+    assert kernels.head_lengths(vectors).isnan().tolist() == [False, True]
