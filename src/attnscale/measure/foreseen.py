@@ -41,5 +41,5 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
             torch.sum(product[..., :-1].mul_(query[entry]), -1, out=within[entry])
 
     share(look, range(len(query)), threads=query.numel() // WORTH_A_THREAD)
-    means = means - means.mean((0, 2), keepdim=True)
-    return within.double().addcmul_(means.double(), means.double())
+    means -= means.mean((0, 2), keepdim=True)
+    return within.addcmul_(means, means)
