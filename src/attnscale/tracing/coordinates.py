@@ -6,6 +6,7 @@ operand does not hold are marked by a row of −1.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +176,7 @@ def grid(*sizes: int) -> Points:
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
 
 
+@lru_cache(maxsize=1024)
 def _steps(shape: Shape) -> NDArray[np.int64]:
     """How far apart neighbours along each dimension lie in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

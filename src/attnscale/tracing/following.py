@@ -127,12 +127,14 @@ def _walk(trail: Trail, step: Step) -> None:
     elif step.effect == "other":
         trail.blended = True
     trail.kept |= step.is_kept
-    points = trail.points if step.back is None else step.back(trail.points)
-    held = (points != NOWHERE).all(1)
-    if not held.all():
+    trail.node = step.parent
+    if step.back is None:
+        return
+    trail.points = step.back(trail.points)
+    if trail.points.min(initial=0) == NOWHERE:
+        held = (trail.points != NOWHERE).all(1)
         trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
-        points = points[held]
-    trail.node, trail.points = step.parent, points
+        trail.points = trail.points[held]
 
 
 def _learned_terms(node: Node) -> int:
