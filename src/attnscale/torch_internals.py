@@ -10,12 +10,13 @@ from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+Result = TypeVar("Result")
 INTERNALS: list["Internal"] = []
 FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
 KERNELS = {
@@ -71,6 +72,7 @@ _sequence_number = Internal("torch.autograd", "_get_sequence_nr", "kernels are n
 _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
+_is_mapped = Internal("torch._C._functorch", "is_batchedtensor", "torch.vmap over lengths of sequences raises")
 _module_call = Internal(
     "torch.nn", "Module._call_impl", "one of torch's own layers is taken for two where it is called on two lines"
 )
@@ -113,8 +115,10 @@ def is_fake(kinds: tuple[type, ...]) -> bool:
 
 
 def unseen(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be looked at: while a graph is traced, or where it has a shape alone."""
-    return torch.compiler.is_compiling() or tensor.device.type == "meta" or is_fake((type(tensor),))
+    """Whether a tensor's values cannot be looked at: in a graph, under torch.vmap, or where it has a shape alone."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return True
+    return is_fake((type(tensor),)) or bool(_is_mapped(tensor, otherwise=False))
 
 
 def ragged_axis(tensor: Tensor) -> int:
@@ -304,3 +308,9 @@ def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
     It is not taken where projections are not declared alike.
     """
     attention._qkv_same_embed_dim = False
+
+
+def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
+    """A function that Dynamo calls as it traces and whose result it keeps; its own decorator loads all of Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

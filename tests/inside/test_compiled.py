@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnscale
 from attnscale import Monitor
-from attnscale.errors import NotFollowedWarning
+from attnscale.errors import NotFollowedWarning, NotRecordedWarning
 
 from .runs import VOCABULARY, Reused, monitored, small_model, tokens, train
 
@@ -209,10 +209,18 @@ def test_a_model_that_attends_otherwise_than_before_is_followed_again():
     assert list(records[-1].layers)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_forwards_may_come_before_a_backward(backend):
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [
+        (small_model, "aot_eager"),
+        (small_model, "inductor"),
+        (made(Checkpointed, False), "aot_eager"),
+        (made(Checkpointed, False), "inductor"),
+    ],
+)
+def test_two_forwards_may_come_before_a_backward(make, backend):
     def run(compiled):
-        model, records = small_model(layers=1), []
+        model, records = make(), []
         call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
         for step in range(3):
             (call(tokens(step)) - call(tokens(step + 7))).square().mean().backward()
@@ -222,6 +230,24 @@ def test_two_forwards_may_come_before_a_backward(backend):
         return records
 
     assert_same(run(whole(backend)), run(lambda model: model), 1e-3 if backend == "inductor" else 1e-5)
+
+
+def test_two_forwards_of_reentrant_checkpoints_may_come_before_a_backward():
+    model, records = made(Checkpointed, True)(), []
+    run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1, None, [records.append])
+
+    def step(number):
+        (run(tokens(number)) - run(tokens(number + 7))).square().mean().backward()
+        model.zero_grad()
+        monitor.step()
+
+    with pytest.warns(NotRecordedWarning, match="with gradients off"):  # where it ran uncompiled
+        step(0)
+    step(1)
+    step(2)
+    monitor.close()
+    assert [[layer.rows for layer in record.layers.values()] for record in records] == [[300, 300]] * 3
+    assert all("query_gradient" in layer.numbers for record in records[1:] for layer in record.layers.values())
 
 
 def test_copies_and_pickles_of_a_model_that_is_looked_at_are_plain():

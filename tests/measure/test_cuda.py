@@ -54,7 +54,7 @@ def test_statistics_are_those_of_the_full_matrix(dtype, head_dim, kv_heads, is_c
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("kind", ["booleans", "floats", "key padding"])
 def test_masks_and_soft_caps_have_a_kernel_of_their_own(kind, softcap, dtype, head_dim, monkeypatch):
-    monkeypatch.setattr("attnscale.measure.engine.measure_rows", None)
+    monkeypatch.setattr("attnscale.measure.measuring.measure_rows", None)
     query, key, value = qkv(dtype, head_dim)
     mask = torch.rand(q_len, kv_len, device="cuda") < 0.5
     if kind == "floats":

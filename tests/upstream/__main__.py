@@ -4,8 +4,9 @@
 
 Ends with status 1 where something fails that reasons.py does not know. `ours` or `plain` runs that alone, and compares
 with what the other left behind, if it did. `--jobs` processes share the tests; `--every` 13 takes each 13th of the
-3,072 cases of mask_vs_math; what `--seconds` leave no time for is told as not run. Other arguments go to pytest. On a
-machine without a network, bring build/upstream along. Where $OUT is a folder, outcomes and the summary are left there.
+3,072 cases of mask_vs_math; what `--seconds` leave no time for is told as not run. `plain --failed` runs what failed
+with ours before. Other arguments go to pytest. On a machine without a network, bring build/upstream along. Where $OUT
+is a folder, outcomes and the summary are left there.
 """
 
 import argparse
@@ -35,13 +36,16 @@ def main(arguments):
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--failed", action="store_true")
     told, others = parser.parse_known_args(arguments)
-    tests = fetched(FOLDER)
+    told.only, tests = (), fetched(FOLDER)
     for way in [told.way] if told.way else WAYS:
         _run_shared(tests, way, told, others)
     found = {way: _outcomes(way) for way in WAYS}
     summary, unknown = _summary(found["ours"], found["plain"])
     print(summary)
+    if not found[told.way or "ours"]:
+        print((FOLDER / f"{told.way or 'ours'}-0.txt").read_text(encoding="utf-8")[-2000:])
     (FOLDER / "summary.txt").write_text(summary + "\n", encoding="utf-8")
     if os.environ.get("OUT"):
         for path in [FOLDER / "summary.txt", *FOLDER.glob("*.tsv"), *FOLDER.glob("*.txt")]:
@@ -52,6 +56,10 @@ def main(arguments):
 def _run_shared(tests, way, told, others):
     for old in FOLDER.glob(f"{way}-*"):
         old.unlink()
+    if told.failed:
+        told.only = [name for name, (outcome, _) in _outcomes("ours").items() if outcome == "failed"]
+        if not told.only:
+            return
     until = time.monotonic() + told.seconds
     with ThreadPoolExecutor(told.jobs) as pool:
         for share in range(told.jobs):
@@ -65,7 +73,7 @@ def _run(tests, way, share, told, others, until):
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={tests}", "-p", "no:cacheprovider"]
     command += ["--tb=short", *(part for plugin in plugins for part in ("-p", plugin)), *others, WANTED[0]]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | settings(share, told.jobs, told.every, lines) | {"PYTHONPATH": paths}
+    environment = os.environ | settings(share, told.jobs, told.every, lines, told.only) | {"PYTHONPATH": paths}
     before = -1
     while len(lines_of(lines)) > before:  # each time it gets further, or all is done
         before = len(lines_of(lines))

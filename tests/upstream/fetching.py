@@ -1,11 +1,15 @@
 """PyTorch's own tests of attention, from Debian's source package; nothing of them is kept in this repository."""
 
+import shutil
 import subprocess
 import tarfile
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 SUITE = "trixie"  # its source package is PyTorch 2.6
 WANTED = ("test_transformers.py", "test_cpp_extensions_open_device_registration.py")  # the second is imported by it
+IMPORTED = "expecttest"  # by torch's own test code; laid beside them, for a machine where it is not installed
 KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SOURCES = f"deb-src [signed-by={KEYS}] http://deb.debian.org/debian {SUITE} main\n"
 
@@ -16,6 +20,8 @@ def fetched(folder: Path) -> Path:
     if not all((tests / name).exists() for name in WANTED):
         tests.mkdir(parents=True, exist_ok=True)
         _extract(_downloaded(folder), tests)
+    if find_spec(IMPORTED) is not None and not (tests / IMPORTED).exists():
+        shutil.copytree(Path(str(import_module(IMPORTED).__file__)).parent, tests / IMPORTED)
     return tests
 
 

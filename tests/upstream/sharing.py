@@ -16,9 +16,15 @@ def lines_of(path):
     return {name: (outcome, why) for name, outcome, why in (line.split("\t") for line in lines)}
 
 
-def settings(share, shares, every, path):
-    """What a process is told by its environment."""
+def settings(share, shares, every, path, only=()):
+    """What a process is told by its environment; of `only` some tests, by a list beside the path."""
+    if only:
+        _list_beside(path).write_text("\n".join(only) + "\n", encoding="utf-8")
     return {SETTINGS: f"{share} {shares} {every} {path}"}
+
+
+def _list_beside(path):
+    return path.with_suffix(".only")
 
 
 def _told():
@@ -37,7 +43,11 @@ def pytest_collection_modifyitems(config, items):
     """Keep what is this process's, and was not run yet."""
     share, shares, every, path = _told()
     known = lines_of(path)
-    mine = set(chosen([_name(item) for item in items], share, shares, every)) - set(known)
+    wanted = [_name(item) for item in items]
+    if _list_beside(path).exists():
+        only = set(_list_beside(path).read_text(encoding="utf-8").split("\n"))
+        wanted, every = [name for name in wanted if name in only], 1
+    mine = set(chosen(wanted, share, shares, every)) - set(known)
     config.hook.pytest_deselected(items=[item for item in items if _name(item) not in mine])
     items[:] = [item for item in items if _name(item) in mine]
 

@@ -1,5 +1,7 @@
 """Models on ragged batches: scale, statistics and findings are those of the same sequences one by one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,11 +225,59 @@ def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one(attend):
             monitor.step()
         (ours,), (theirs,) = (monitor.last.layers.values() for monitor in monitors)
         assert ours.rows == theirs.rows == sum(LENGTHS) * HEADS
-        for name in theirs.numbers.keys() - {"query_gradient", "key_gradient"}:
+        for name in theirs.numbers:
             found = [torch.tensor(layer.numbers[name], dtype=torch.float64) for layer in (ours, theirs)]
             torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=name)
     for monitor in monitors:
         monitor.close()
+
+
+SHOWN = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(-1)
+
+
+def padded(scale):
+    def attend(*tokens):
+        q, k, v = (
+            each.new_zeros(*SHOWN.shape, HEADS, HEAD_DIM).masked_scatter(SHOWN[..., None, None], each).transpose(1, 2)
+            for each in tokens
+        )
+        output = F.scaled_dot_product_attention(q, k, v, SHOWN[:, None, None], scale=scale)
+        return output.transpose(1, 2)[SHOWN]
+
+    return attend
+
+
+def put(scale):
+    """Padded by the numbers of rows, as with x[mask] = tokens."""
+
+    def attend(*tokens):
+        q, k, v = (
+            each.new_zeros(*SHOWN.shape, HEADS, HEAD_DIM).index_put(SHOWN.nonzero(as_tuple=True), each).transpose(1, 2)
+            for each in tokens
+        )
+        return F.scaled_dot_product_attention(q, k, v, SHOWN[:, None, None], scale=scale).transpose(1, 2)[SHOWN]
+
+    return attend
+
+
+def _thrice(attend, query, key, value):
+    return attend(query * 3, key, value)
+
+
+@pytest.mark.parametrize("attend", [plain_jagged, plain_strided, put])
+def test_gradients_of_nested_tensors_are_those_of_the_padded_batch(attend):
+    """As SDPA was given queries and keys, whatever multiplied them before."""
+    found = []
+    for each in (attend, padded):
+        torch.manual_seed(0)
+        model = Model(partial(_thrice, each(0.7)))
+        tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
+        with attnscale.watch(model, rows=None) as seen:
+            model(tokens).square().sum().backward()
+        (layer,) = seen.layers.values()
+        assert layer.kv_heads == HEADS
+        found.append((layer.query_gradient, layer.key_gradient))
+    torch.testing.assert_close(*found)
 
 
 def test_strided_nested_tensors_of_a_kernel_are_their_sequences():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.attending import varlen
 from attnscale.attending.choosing import as_autocast, run
+from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, backward, output_of, ragged_of, save
 from attnscale.numerics import without_autocast
@@ -43,3 +44,4 @@ def _attend_sequences_fake(query: Tensor, key: Tensor, value: Tensor, *given: An
 
 
 attend_sequences.register_autograd(backward, setup_context=save)
+entry_by_entry(attend_sequences)

@@ -8,7 +8,7 @@ from attnscale.attending.call import padded
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences import Layout, as_one_row, as_tokens, jagged
 from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES
-from attnscale.torch_internals import unseen
+from attnscale.torch_internals import constant_in_graphs, unseen
 
 ALIGNMENT = 8  # of the head dimensions that the kernels take,
 WIDEST_HEAD = 256  # and the widest of them
@@ -21,11 +21,17 @@ def serves(ragged: Ragged) -> bool:
     fits = row.query.is_cuda and row.softcap is None and row.query.dtype in KERNEL_DTYPES and widest <= WIDEST_HEAD
     if not fits or not row.query.numel() or not row.key.numel():
         return False
-    half = row.query.dtype in HALF_DTYPES
-    flash, efficient = torch.backends.cuda.flash_sdp_enabled() and half, torch.backends.cuda.mem_efficient_sdp_enabled()
+    flash, efficient = _enabled()
+    flash = flash and row.query.dtype in HALF_DTYPES
     if row.visibility.is_full and not unseen(ragged.rows.offsets):
         return flash or efficient
     return flash and row.dropout_p == 0.0 and _window(ragged) is not None
+
+
+@constant_in_graphs
+def _enabled() -> tuple[bool, bool]:
+    """Whether flash and memory-efficient kernels may be used."""
+    return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def attend(ragged: Ragged) -> Tensor:

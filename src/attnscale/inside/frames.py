@@ -14,29 +14,30 @@ from attnscale.watching.written.layout import layout_from
 
 @dataclass(frozen=True)
 class Look:
-    """What is done at a call: with the look's own tensor, the number of the call in its module, whether it is traced.
+    """What is done at a call: with the look's own tensors, the number of the call in its module, whether it is traced.
 
     At a function that attends, what was given is handed on to go on with; at a softmax nothing is changed.
     """
 
-    at_function: Callable[[Given, Tensor, int, bool], Given]
-    at_softmax: Callable[[Written, Tensor, int, bool], None]
+    at_function: Callable[[Given, Any, int, bool], Given]
+    at_softmax: Callable[[Written, Any, int, bool], None]
 
 
+Carried = Tensor | tuple[Tensor, ...]  # by a module, for a look
 LOOKS: dict[str, Look] = {}
 KERNEL = "-"  # in the place of the layout of an attention written out
 BETWEEN = " "
 
 
 class Frame:
-    """One run of a module: its looks, each with a tensor of its own, and how many calls there were.
+    """One run of a module: its looks, each with what it carries, and how many calls there were.
 
     `layouts` are those of its calls that are attention written out; where there are none, nobody looks for them.
     """
 
-    def __init__(self, names: str, layouts: str, tensors: tuple[Tensor, ...], is_traced: bool) -> None:
+    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...], is_traced: bool) -> None:
         looks = (LOOKS[name.rstrip("0123456789")] for name in names.split())
-        self._looks = list(zip(looks, tensors, strict=True))
+        self._looks = list(zip(looks, carried, strict=True))
         self._calls, self._is_busy, self._is_traced = 0, False, is_traced
         self._layouts = layouts.split(BETWEEN)
         self._following: Any = None
@@ -62,8 +63,8 @@ class Frame:
             return  # another than was known, which is missed
         self._is_busy = True
         try:
-            for look, tensor in self._looks:
-                look.at_softmax(Written(scores, left, right, layout), tensor, number, self._is_traced)
+            for look, carried in self._looks:
+                look.at_softmax(Written(scores, left, right, layout), carried, number, self._is_traced)
         finally:
             self._is_busy = False
 
@@ -74,8 +75,8 @@ class Frame:
             return function(*args, **kwargs)
         number, self._calls, self._is_busy = self._calls, self._calls + 1, True
         try:
-            for look, tensor in self._looks:
-                given = look.at_function(given, tensor, number, self._is_traced)
+            for look, carried in self._looks:
+                given = look.at_function(given, carried, number, self._is_traced)
             return given.again(given.query, given.key)
         finally:
             self._is_busy = False

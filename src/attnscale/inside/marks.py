@@ -10,10 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attnscale.inside.frames import FRAMES, Frame
+from attnscale.inside.frames import FRAMES, Carried, Frame
 from attnscale.inside.given import reader_of
 from attnscale.inside.names import TORCH_NAMES, hold, let_go
 from attnscale.torch_internals import is_fake
@@ -22,8 +21,8 @@ from attnscale.torch_internals import is_fake
 class _Traced(Frame):
     """A run that is traced."""
 
-    def __init__(self, names: str, layouts: str, tensors: tuple[Tensor, ...]) -> None:
-        super().__init__(names, layouts, tensors, is_traced=True)
+    def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...]) -> None:
+        super().__init__(names, layouts, carried, is_traced=True)
         mode: Any = _Mode(self)
         self._mode = mode
         hold(TORCH_NAMES)
@@ -49,9 +48,9 @@ class _Mode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def begin(names: str, layouts: str, *tensors: Tensor) -> None:
+def begin(names: str, layouts: str, *carried: Carried) -> None:
     """A module begins, in an eager run."""
-    FRAMES.open.append(Frame(names, layouts, tensors, is_traced=False))
+    FRAMES.open.append(Frame(names, layouts, carried, is_traced=False))
 
 
 def end() -> None:
@@ -59,18 +58,24 @@ def end() -> None:
     FRAMES.open.pop().end()
 
 
-def begin_in_graph(names: str, layouts: str, *tensors: Tensor) -> None:
+def begin_in_graph(names: str, layouts: str, *carried: Carried) -> None:
     """A module begins, in a graph that is traced."""
-    if not is_fake((type(tensors[0]),)):  # then Dynamo asks for shapes
-        FRAMES.open.append(_Traced(names, layouts, tensors))
+    if not _are_shapes(carried):
+        FRAMES.open.append(_Traced(names, layouts, carried))
 
 
-def end_in_graph(*tensors: Tensor) -> None:
+def end_in_graph(*carried: Carried) -> None:
     """It has run."""
-    if not is_fake((type(tensors[0]),)) and FRAMES.open:
+    if not _are_shapes(carried) and FRAMES.open:
         frame = FRAMES.open.pop()
         assert isinstance(frame, _Traced)
         frame.end()
+
+
+def _are_shapes(carried: tuple[Carried, ...]) -> bool:
+    """Whether Dynamo asks, for shapes alone."""
+    first = carried[0][0] if isinstance(carried[0], tuple) else carried[0]
+    return is_fake((type(first),))
 
 
 def abandon() -> None:

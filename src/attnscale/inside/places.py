@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale.inside import marks, names
-from attnscale.inside.frames import BETWEEN, KERNEL
+from attnscale.inside.frames import BETWEEN, KERNEL, Carried
 from attnscale.inside.placing import can_be_placed, place, take_away
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.running import modules_by_path
@@ -55,12 +55,12 @@ class Places:
         return BETWEEN.join(KERNEL if each is None else each.layout.code for each in known)
 
     @contextmanager
-    def looked_at(self, look: str, tensor_of: Callable[[str], Tensor]) -> Iterator[None]:
-        """Look at all of them, with a tensor of its own for each path."""
+    def looked_at(self, look: str, carried_at: Callable[[str], Carried]) -> Iterator[None]:
+        """Look at all of them; each carries what this gives for its path."""
         with ExitStack() as stack:
             stack.callback(marks.abandon)
             names.hold(self._names)
             stack.callback(names.let_go, self._names)
             for path, module in self.modules.items():
-                stack.callback(take_away, module, place(module, look, tensor_of(path), self._layouts(path)))
+                stack.callback(take_away, module, place(module, look, carried_at(path), self._layouts(path)))
             yield

@@ -6,9 +6,10 @@ from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale.inside import marks
+from attnscale.inside.frames import Carried
 
 PREFIX = "_attnscale_"
 APART = "apart"  # in the name of a look that follows the module from outside
@@ -22,7 +23,7 @@ class Follower(Protocol):
         ...
 
 
-def place(module: nn.Module, look: str, tensor: "Tensor | Follower", layouts: str = "-") -> str:
+def place(module: nn.Module, look: str, carried: "Carried | Follower", layouts: str = "-") -> str:
     """Look at what a module attends with from now on; the name by which it is taken away again.
 
     `layouts` are those of its attentions that are written out, as frames take them.
@@ -30,7 +31,7 @@ def place(module: nn.Module, look: str, tensor: "Tensor | Follower", layouts: st
     names = _names(module)
     number = next(number for number in range(len(names) + 1) if f"{look}{number}" not in names)
     name = f"{look}{number}"
-    module.__dict__[PREFIX + name] = tensor
+    module.__dict__[PREFIX + name] = carried
     _change(module, (*names, name), layouts)
     return name
 
@@ -56,7 +57,7 @@ def _change(module: nn.Module, names: tuple[str, ...], layouts: str) -> None:
     if "_attnscale_plain" in vars(own):
         own = vars(own)["_attnscale_plain"]
     elif _names(module):
-        return  # wrapped since in another class of its own; without its tensor a look does nothing
+        return  # wrapped since in another class of its own; a look that carries nothing does nothing
     module.__class__ = looked_at(own, names, layouts) if names else own  # type: ignore[arg-type]
 
 
@@ -96,15 +97,15 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
                 return plain.forward(self, *args, **kwargs)
             if run_apart is not None:
                 return run_apart(self, following, plain.forward, args, kwargs)
-            tensors: list[Any] = [getattr(self, name, None) for name in attributes]
-            if any(tensor is None for tensor in tensors):
+            carried: list[Any] = [getattr(self, name, None) for name in attributes]
+            if any(each is None for each in carried):
                 return plain.forward(self, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling():
-                marks.begin_in_graph(joined, layouts, *tensors)
+                marks.begin_in_graph(joined, layouts, *carried)
                 output = plain.forward(self, *args, **kwargs)
-                marks.end_in_graph(*tensors)
+                marks.end_in_graph(*carried)
                 return output
-            marks.begin(joined, layouts, *tensors)
+            marks.begin(joined, layouts, *carried)
             try:
                 return plain.forward(self, *args, **kwargs)
             finally:

@@ -12,7 +12,7 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.apart import Apart
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
-from attnscale.measure.head_lengths import head_lengths
+from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import without_autocast
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths, by_shared_key

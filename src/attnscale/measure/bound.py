@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.numerics import wide_dtype
+from attnscale.measure.lengths import longest
 
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
@@ -13,18 +13,9 @@ def max_bound(call: Call) -> Tensor:
     """Cauchy–Schwarz: no score of a head is above |a| · max‖q‖ · max‖k‖, plus the largest bias."""
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
-    dtype = wide_dtype(call.query)
-    bound = _bound(call, dtype)
-    if bound.device.type == "cpu" and dtype != torch.float64 and not bool(bound.isfinite().all()):
-        bound = _bound(call, torch.float64)  # squares past float32
-    return bound
-
-
-def _bound(call: Call, dtype: torch.dtype) -> Tensor:
-    queries, keys = (
-        torch.linalg.vector_norm(tensor, dim=-1, dtype=dtype).amax(-1) for tensor in (call.query, call.key)
-    )
-    bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
+    queries, keys = longest(call.query), longest(call.key)
+    keys = keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1)
+    bound = queries * keys * abs(call.scale)
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.visibility.bias is not None:

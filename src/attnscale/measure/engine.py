@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attnscale.attending.call import Call
 from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, in_graph
 from attnscale.inputs import check_inputs
-from attnscale.measure import nested, plan
+from attnscale.measure import dense_op, nested, plan
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
@@ -22,6 +23,7 @@ from attnscale.numerics import uncompiled, without_autocast
 from attnscale.operator import scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
+from attnscale.torch_internals import in_transform, unseen
 from attnscale.visibility import Mask, Visibility
 
 
@@ -53,7 +55,7 @@ def score_stats(
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
-        return measured(scaled_call(query, key, key, seen, scale, enable_gqa, softcap), rows)
+        return _measured(scaled_call(query, key, key, seen, scale, enable_gqa, softcap), rows)
 
 
 def score_moments(
@@ -119,13 +121,21 @@ def attention_with_stats(
     elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
         output, stats = sampled.attend_sampling(call, rows)
         way = partial(sampled.attend_planned, rows, dropout_p, call.scale, is_causal)
+    elif rows is None and dense_op.attends_unseen(call):
+        output, stats = dense_op.attend_unseen(call)
     elif rows is None and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
     else:
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
-            stats = measured(call, rows)
+            stats = _measured(call, rows)
     if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
         plan.keep(kind, way)  # nothing was folded
     return output.reshape(shape), stats
+
+
+def _measured(call: Call, rows: int | None) -> ScoreStats:
+    """By an operator where nothing can be looked at and no kernel is one."""
+    hidden = unseen(call.query) or in_transform()
+    return dense_op.measure_unseen(call, rows) if hidden and not on_cuda.measures(call) else measured(call, rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.attention import kernels_take
+from attnscale.measure.cuda.taking import kernels_take
 from attnscale.measure.cuda.ways import kind_of
 from attnscale.numerics import wide_dtype
 

@@ -18,7 +18,7 @@ from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import look_at_rows, measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design, sample_rows
+from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, sample_rows
 from attnscale.measure.stats import ScoreStats
 
 
@@ -56,6 +56,15 @@ def _sample(call: Call, rows: int) -> Sample | None:
     if device.type == "cuda":
         return drawn_ahead(planned, batch, device).next()
     return planned.sample(torch.tensor(planned.draw_each(batch)))
+
+
+def looks_at_all(call: Call, rows: int) -> bool:
+    """Whether so many rows a head are all there are."""
+    batch, length = call.query.shape[0], call.query.shape[2]
+    wanted = max(LEAST_POSITIONS, rows if call.query.device.type == "cpu" else -(-rows // max(batch, 1)))
+    if wanted >= (batch * length if call.query.device.type == "cpu" else length):  # noqa: SIM103  # not a symbol
+        return True
+    return False
 
 
 def _look(call: Call, sample: Sample) -> tuple[Callable[[], RowSums], Tensor]:

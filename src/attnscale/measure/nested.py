@@ -6,12 +6,11 @@ from torch import Tensor
 from attnscale.attending.nested import nested_call
 from attnscale.measure.measuring import moments_of
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.sequences import attend_sequences, measured_sequences, moments_of_sequences
-from attnscale.measure.sequences_op import attend_unseen, measure_unseen
+from attnscale.measure.sequences import moments_of_sequences
+from attnscale.measure.sequences_op import attend_with_stats, measure
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import without_autocast
 from attnscale.rules.apply import Scale
-from attnscale.torch_internals import unseen
 from attnscale.visibility import Mask
 
 
@@ -29,7 +28,7 @@ def attention_with_stats(
 ) -> tuple[Tensor, ScoreStats]:
     """The output, nested as the query is, and the statistics of its scores."""
     ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
-    output, stats = (attend_unseen if unseen(ragged.rows.offsets) else attend_sequences)(ragged, rows)
+    output, stats = attend_with_stats(ragged, rows)
     return wrap(output), stats
 
 
@@ -46,7 +45,7 @@ def score_stats(
     """Of the scores of every sequence with itself."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
-        return (measure_unseen if unseen(ragged.rows.offsets) else measured_sequences)(ragged, rows)
+        return measure(ragged, rows)
 
 
 def score_moments(

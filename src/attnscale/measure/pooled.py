@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnscale.measure.uncertainty import Uncertainty, packed_size
 from attnscale.measure.uncertainty import merged as merged_uncertainty
+from attnscale.torch_internals import in_transform
 
 # What is summed over rows; the first three are moved by a merge, `within` is about each row's own mean.
 SUMS = (
@@ -66,7 +67,10 @@ class Table:
 
     def _formed(self) -> Pooled:
         columns = self.columns.unbind(-1)
-        rows, count = (column.view(torch.int64) for column in columns[-2:])
+        if not torch.compiler.is_compiling() and in_transform():  # torch.vmap over torch 2.11 has no such view
+            rows, count = (column.long() for column in columns[:2])
+        else:
+            rows, count = (column.view(torch.int64) for column in columns[-2:])
         mean, largest, bound, above = columns[2 : len(NUMBERS)]
         finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
         sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]

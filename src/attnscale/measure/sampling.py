@@ -272,7 +272,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
         others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
         order = torch.cat([first, others.nonzero().squeeze(1)])
         drawn, by_stratum = order[drawn], known[:, order]
-    told = None if known is None or by_stratum is None else Foreseen(planned, by_stratum, known[:, drawn])
+    told = None if known is None or by_stratum is None else Foreseen(planned, by_stratum, known.index_select(1, drawn))
     positions, entries = (drawn, torch.zeros_like(drawn)) if batch == 1 else (drawn // batch, drawn % batch)
     return Sample(positions, planned.stratum, planned.sizes, entries, told)
 

@@ -1,4 +1,4 @@
-"""A ragged batch with its statistics as one operator of a graph, in which lengths are not known."""
+"""A ragged batch with its statistics; as one operator in a graph, in which lengths are not known, and under vmap."""
 
 from functools import partial
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending import sequences_op, varlen
+from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.running import run_sequences
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, output_of, ragged_of
@@ -14,20 +15,30 @@ from attnscale.measure import sequences
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.torch_internals import in_transform, unseen
 
 Measured = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_unseen(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
+def attend_with_stats(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
     """The output and the statistics of every row, or of about this many a head."""
+    if not unseen(ragged.rows.offsets):
+        if not in_transform():
+            return sequences.attend_sequences(ragged, rows)
+        return run_sequences(ragged), _measure_unseen(ragged, rows)
     if varlen.serves(ragged):
-        return run_sequences(ragged), measure_unseen(ragged, rows)
+        return run_sequences(ragged), _measure_unseen(ragged, rows)
     output, *found = measured_sequences(*arguments_of(ragged), rows, True)
     return output, _stats(ragged, rows, *found)
 
 
-def measure_unseen(ragged: Ragged, rows: int | None) -> ScoreStats:
+def measure(ragged: Ragged, rows: int | None) -> ScoreStats:
     """The statistics alone."""
+    known = not unseen(ragged.rows.offsets) and not in_transform()
+    return sequences.measured_sequences(ragged, rows) if known else _measure_unseen(ragged, rows)
+
+
+def _measure_unseen(ragged: Ragged, rows: int | None) -> ScoreStats:
     with torch.no_grad():
         _, *found = measured_sequences(*arguments_of(ragged), rows, False)
     return _stats(ragged, rows, *found)
@@ -77,3 +88,4 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
 
 
 measured_sequences.register_autograd(_backward, setup_context=_save)
+entry_by_entry(measured_sequences)

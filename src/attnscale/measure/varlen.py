@@ -8,11 +8,9 @@ from attnscale.attending.nested import in_graph
 from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
 from attnscale.attending.sequences import as_tokens
 from attnscale.measure.measuring import check_rows
-from attnscale.measure.sequences import attend_sequences
-from attnscale.measure.sequences_op import attend_unseen
+from attnscale.measure.sequences_op import attend_with_stats
 from attnscale.measure.stats import ScoreStats
 from attnscale.rules.apply import Scale
-from attnscale.torch_internals import unseen
 
 
 def attention_varlen_with_stats(
@@ -51,5 +49,5 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, sequences: Given, rows: int | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
     ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
-    output, stats = (attend_unseen if unseen(ragged.rows.offsets) else attend_sequences)(ragged, rows)
+    output, stats = attend_with_stats(ragged, rows)
     return as_tokens(output), stats

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype
@@ -27,7 +28,7 @@ class log_length:
         require_positive("s", self.s)
 
     def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Scale by s ln n / √d_k: one float where every row sees all keys, else row by row into the query."""
+        """Scale by s ln n / √d_k: one float where every row sees all keys, else into the query."""
         inverse_sqrt = query.shape[-1] ** -0.5
         if isinstance(visible, Tensor):
             counts = visible.to(wide_dtype(query)).clamp(min=1)  # a row that sees nothing stays finite
@@ -35,4 +36,7 @@ class log_length:
             is_column = factor.dim() > 1 and factor.shape[-2:] == (query.shape[-2], 1)
             return multiply(query, factor if is_column else factor.unsqueeze(-1)), key, inverse_sqrt
         keys = key.shape[-2] if visible is None else visible
+        if torch.compiler.is_compiling():  # a float would be of one length
+            factor = self.s * torch.full((), keys, dtype=wide_dtype(query), device=query.device).clamp(min=1).log()
+            return multiply(query, factor), key, inverse_sqrt
         return query, key, self.s * math.log(max(keys, 1)) * inverse_sqrt

@@ -3,7 +3,7 @@
 torch's SDPA of nested tensors is made of their products where no kernel takes them, as on a CPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnscale.tracing.lineage import Node
+from attnscale.tracing.operations.softmaxes import OF_SDPA
 from attnscale.tracing.roles import Mixed, Softmax
 from attnscale.tracing.tracer import Tracer
 
-SOFTMAXES = ("_safe_softmax", "_softmax", "softmax")
+SOFTMAXES = (OF_SDPA, "_softmax", "softmax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +23,29 @@ class Parts:
     """The sequences of a nested tensor, each a batch of one; their nodes are in the ledger."""
 
     tensors: tuple[Tensor, ...]
-    product: "tuple[Parts, Parts] | None" = None  # is that of these
+    product: "tuple[Operand, Operand] | None" = None  # is that of these
     is_weights: bool = False  # is the softmax of it
+    by_sdpa: bool = False  # by one that SDPA alone takes
+    factor: float = 1.0  # is another one times this
+
+
+class Operand:
+    """One side of a product, or of a kernel: a nested tensor with its parts, and who asks for their gradients."""
+
+    def __init__(self, nested: Tensor, parts: Parts) -> None:
+        self.nested, self.parts, self.factor = nested, parts, parts.factor
+        self._told: list[tuple[int, Callable[[Tensor], None]]] = []
+
+    def tell(self, number: int, hook: Callable[[Tensor], None]) -> None:
+        """Let a hook have the gradient of one sequence, (1, …)."""
+        if not self._told:
+            self.nested.register_hook(self._passed)
+        self._told.append((number, hook))
+
+    def _passed(self, gradient: Tensor) -> None:
+        parts = gradient.detach().unbind()
+        for number, hook in self._told:
+            hook(parts[number].unsqueeze(0))
 
 
 class NestedTensors:
@@ -45,13 +67,17 @@ class NestedTensors:
             for source, part in zip(args[0], self.of(result).tensors, strict=True):
                 self._follow("unsqueeze", (source, 0), part)
         elif name == "matmul" and all(map(is_nested, args[:2])):
-            self._held[result] = replace(self.of(result), product=(self.of(args[0]), self.of(args[1])))
+            left, right = (Operand(arg, self.of(arg)) for arg in args[:2])
+            self._held[result] = replace(self.of(result), product=(left, right))
         elif name in SOFTMAXES:
-            self._held[result] = replace(self.of(result), product=self.of(args[0]).product, is_weights=True)
+            product, by_sdpa = self.of(args[0]).product, name == OF_SDPA
+            self._held[result] = replace(self.of(result), product=product, is_weights=True, by_sdpa=by_sdpa)
         elif is_nested(result):
             for at, part in enumerate(self.of(result).tensors):
                 given = [self.of(arg).tensors[at] if is_nested(arg) else arg for arg in args]
                 self.tracer.read(name, given, dict(kwargs), part, False)
+            if name == "mul" and isinstance(args[1], float):
+                self._held[result] = replace(self.of(result), factor=args[1])
         elif is_nested(args[0]) and name in ("unbind", "values"):
             self._leave(self.of(args[0]), [result] if isinstance(result, Tensor) else result)
 

@@ -6,15 +6,30 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.head_lengths import head_lengths
+from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import Indices
+
+
+class Learning(Protocol):
+    """A tensor that a gradient may reach, or what stands for one."""
+
+    @property
+    def shape(self) -> Any:
+        """(batch, heads, length, features), of a kernel's."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one will."""
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Have the hook called with it."""
 
 
 @dataclass(eq=False)
@@ -31,7 +46,7 @@ class GradientLengths:
         before = getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
-    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
+    def follow(self, name: str, tensor: Learning, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -43,7 +58,7 @@ class GradientLengths:
         tensor.register_hook(add)
 
 
-def of_kernel(query: Tensor, key: Tensor, owners: Indices | None) -> GradientLengths:
+def of_kernel(query: Learning, key: Learning, owners: Indices | None) -> GradientLengths:
     """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
 
     `owners` tells of each query head which key it has.
@@ -55,20 +70,29 @@ def of_kernel(query: Tensor, key: Tensor, owners: Indices | None) -> GradientLen
 
 
 def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callable[[], None]) -> GradientLengths:
-    """The same of a kernel that autograd recorded, whose first operands they are; then `meanwhile` is called."""
-    lengths = GradientLengths()
+    """The same of a kernel that autograd recorded, whose first operands they are; then `meanwhile` is called.
+
+    What reaches a tensor that is key and value at once comes by both.
+    """
+    lengths, edges = GradientLengths(), node.next_functions[:3]
+    query_parts, key_parts = ([at for at, edge in enumerate(edges) if edge == own] for own in edges[:2])
 
     def passed(gradients: Sequence[Tensor | None], _: object) -> None:
-        query, key = gradients[:2]
         with torch.no_grad():
+            query, key = _sum(gradients, query_parts), _sum(gradients, key_parts)
             if query is not None:
-                lengths.add("query", head_lengths(query.detach()))
+                lengths.add("query", head_lengths(query))
             if key is not None:
-                lengths.add("key", by_shared_key(key.detach(), heads, owners))
+                lengths.add("key", by_shared_key(key, heads, owners))
         meanwhile()
 
     node.register_hook(passed)
     return lengths
+
+
+def _sum(gradients: Sequence[Tensor | None], parts: Sequence[int]) -> Tensor | None:
+    found = [gradient.detach() for at in parts if (gradient := gradients[at]) is not None]
+    return sum(found[1:], found[0]) if found else None
 
 
 def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) -> GradientLengths:
@@ -104,11 +128,21 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
             return None
         distinct = int(own.max()) + 1
         if distinct < keys:
-            of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=wide_dtype(gradient))
-            of_keys.index_add_(1, _on(gradient.device, own), gradient.to(of_keys.dtype))
-            return head_lengths(of_keys)[_on(gradient.device, owners)]
+            lengths = head_lengths(_summed_copies(gradient, own, distinct))
+            return lengths[_on(gradient.device, owners)]
     lengths = head_lengths(gradient)
     return lengths if group == 1 else lengths.repeat_interleave(group)
+
+
+def _summed_copies(gradient: Tensor, own: Indices, distinct: int) -> Tensor:
+    """What reaches each of so many keys by its copies, of which `own` tells whose they are."""
+    copies, dtype = len(own) // distinct, wide_dtype(gradient)
+    if np.array_equal(own, np.repeat(np.arange(distinct), copies)):
+        return gradient.unflatten(1, (distinct, copies)).sum(2, dtype=dtype)  # type: ignore[no-any-return]
+    if np.array_equal(own, np.tile(np.arange(distinct), copies)):
+        return gradient.unflatten(1, (copies, distinct)).sum(1, dtype=dtype)  # type: ignore[no-any-return]
+    of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=dtype)
+    return of_keys.index_add_(1, _on(gradient.device, own), gradient.to(dtype))
 
 
 def _on(device: torch.device, indices: Indices) -> Tensor:

@@ -51,7 +51,8 @@ class Reporter:
             self._recognition.give_up()
             return None
         if torch.is_grad_enabled():
-            seen.gradients = of_kernel(call.query, call.key, seen.key_owners)
+            query, key = call.learning or (call.query, call.key)
+            seen.gradients = of_kernel(query, key, seen.key_owners)
         self._seen.note(path, line, seen, self._running.depth(self._running.stack[-1]))
         return seen.softmax
 

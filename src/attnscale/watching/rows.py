@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.dense import rows_of
-from attnscale.measure.head_lengths import head_lengths
+from attnscale.measure.lengths import head_lengths
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
@@ -100,11 +100,19 @@ def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
 
     `left_out`, (batch or 1, positions), says which of them do not count.
     """
-    if left_out is None and vectors.is_cuda:  # by as few kernels as can be
-        return head_lengths(vectors).mul_((len(vectors) * vectors.shape[2]) ** -0.5)
+    counted = None if left_out is None else _counted(left_out)
+    if vectors.is_cuda:  # by as few kernels as can be
+        if counted is None:
+            return head_lengths(vectors).mul_((len(vectors) * vectors.shape[2]) ** -0.5)
+        rows = counted.sum(dtype=torch.float64) * (len(vectors) / len(counted))
+        return head_lengths(torch.where(counted[:, None, :, None], vectors, 0.0)) * rows.rsqrt_()
     squares = lengths(vectors).double().square()
-    if left_out is None:
+    if counted is None:
         return squares.mean((0, 2)).sqrt()
-    left_out = left_out & ~left_out.all()  # where none would count, all do: the turn of a ring in which no key is seen
-    counted = ~left_out.unsqueeze(1).expand_as(squares)
+    counted = counted.unsqueeze(1).expand_as(squares)
     return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
+
+
+def _counted(left_out: Tensor) -> Tensor:
+    """The others; where none would count, all do: the turn of a ring in which no key is seen."""
+    return ~(left_out & ~left_out.all())

@@ -22,7 +22,10 @@ from attnscale.watching.loops import is_in_loop
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
-LIBRARIES = tuple(str(room) + os.sep for room in (Path(torch.__file__).parent, OWN / "watching", OWN / "tracing"))
+LIBRARIES = tuple(
+    str(room) + os.sep
+    for room in (Path(torch.__file__).parent, *(OWN / room for room in ("watching", "tracing", "inside")))
+)
 
 
 def uncompiled(name: str) -> str:

@@ -14,6 +14,13 @@ from attnscale.measure.row_sums import RowSums
 
 def serves(call: Call) -> bool:
     """Whether one pass gives this attention's output too, and torch has its backward where a gradient is wanted."""
+    if not takes(call) or not usable() or (learns(call) and not has_backward(call)):
+        return False
+    return not call.visibility.hides_by_numbers
+
+
+def takes(call: Call) -> bool:
+    """Whether one pass could give this attention's output, as far as it is told without looking at a mask."""
     return (
         call.query.device.type == "cpu"
         and call.dropout_p == 0.0
@@ -21,34 +28,34 @@ def serves(call: Call) -> bool:
         and call.value.numel() > 0
         and call.query.dtype == call.key.dtype == call.value.dtype
         and not torch.is_autocast_enabled("cpu")
-        and usable()
-        and not call.visibility.hides_by_numbers
-        and (not _learns(call) or _has_backward(call))
     )
 
 
 def attend_rows(call: Call) -> tuple[Tensor, RowSums]:
     """softmax(scores) V, with gradients where they are wanted, and the sums of every row."""
-    if not _learns(call):
-        return _attended(call)
+    if not learns(call):
+        return attended(call)
     kept: list[RowSums] = []
     output: Tensor = _Attention.apply(call.query, call.key, call.value, call, kept)  # type: ignore[no-untyped-call]
     return output, kept[0]
 
 
-def _attended(call: Call) -> tuple[Tensor, RowSums]:
+def attended(call: Call) -> tuple[Tensor, RowSums]:
+    """The same without gradients."""
     width = (*call.query.shape[:-1], call.value.shape[-1])
     output = torch.empty(width, dtype=torch.promote_types(call.query.dtype, torch.float32))
     rows = measure_rows(call, output=output)
     return output.to(call.query.dtype), rows
 
 
-def _learns(call: Call) -> bool:
+def learns(call: Call) -> bool:
+    """Whether a gradient is wanted."""
     wanted = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
     return torch.is_grad_enabled() and (wanted or call.mask_learns)
 
 
-def _has_backward(call: Call) -> bool:
+def has_backward(call: Call) -> bool:
+    """Whether torch has the backward of this, given the lse of each row."""
     return call.visibility.is_plain and call.softcap is None and call.query.shape[-1] == call.value.shape[-1]
 
 
@@ -57,7 +64,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call, kept: list[RowSums]) -> Tensor:
-        output, rows = _attended(call)
+        output, rows = attended(call)
         kept.append(rows)
         ctx.save_for_backward(query, key, value, output, rows.lse)
         ctx.scale, ctx.is_causal = call.scale, call.visibility.is_causal

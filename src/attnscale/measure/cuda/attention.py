@@ -1,39 +1,24 @@
 """Exact statistics on a CUDA device: with the output from one kernel, or alone; final when the call returns."""
 
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda import attention_op, row_ops
+from attnscale.measure.cuda.taking import kernels_take
 from attnscale.measure.cuda.ways import Way
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import KERNEL_DTYPES
 from attnscale.visibility import Visibility
-
-WIDEST_HEAD = 256  # the Triton kernels hold a tile of whole heads
 
 
 def measures(call: Call) -> bool:
     """Whether kernels take this that know nothing of masks: on CUDA, scores that are products of q and k alone."""
     return call.visibility.is_plain and call.softcap is None and kernels_take(call)
-
-
-def kernels_take(call: Call) -> bool:
-    """Whether query and key are what the kernels are written for."""
-    query, key = call.query, call.key
-    return query.dtype == key.dtype and kernels_take_vectors(query) and kernels_take_vectors(key)
-
-
-def kernels_take_vectors(vectors: Tensor) -> bool:
-    """Whether these are of a device, type and width that the kernels are written for."""
-    fits = vectors.is_cuda and vectors.dtype in KERNEL_DTYPES and vectors.shape[-1] <= WIDEST_HEAD
-    return fits and vectors.numel() > 0 and _has_triton()
 
 
 def attends(call: Call) -> bool:
@@ -47,11 +32,6 @@ def as_given(call: Call) -> bool:
     dtype = call.query.dtype
     cast = torch.is_autocast_enabled("cuda") and dtype != torch.get_autocast_dtype("cuda")
     return dtype == call.key.dtype == call.value.dtype and not cast
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def attend(call: Call) -> tuple[Tensor, ScoreStats]:

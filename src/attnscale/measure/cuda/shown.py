@@ -7,10 +7,11 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.bound import BOUND_SLACK, max_bound
-from attnscale.measure.cuda.attention import capturing, kernels_take
+from attnscale.measure.cuda.attention import capturing
 from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.cuda.sampled import weights_of
 from attnscale.measure.cuda.spans import key_span
+from attnscale.measure.cuda.taking import kernels_take
 from attnscale.measure.cuda.watched import looked_on
 from attnscale.measure.cuda.ways import kind_of, layout_of
 from attnscale.measure.pool import Unpooled, uncertainty_of

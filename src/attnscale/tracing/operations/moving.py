@@ -209,12 +209,16 @@ def _copy(op: Operation) -> Node:
 
 
 def _written_into(op: Operation) -> Node:
-    """A cache that received new keys: at its other positions it holds what it received before."""
+    """A cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before."""
     source = next((op.ledger.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
-    if len(source.shape) != len(op.shape):
+    own = len(source.shape)
+    is_packed = 1 < own < len(op.shape) and tuple(source.shape[1:]) == tuple(op.shape[1 - own :])
+    if own != len(op.shape) and not is_packed:
         return opaque(op)
     last = np.array([size - 1 for size in source.shape])
-    node = moved(source, op.shape, lambda points: np.minimum(points, last))
+    if is_packed:  # all positions in one; which is which, the mask knows
+        last[0] = 0
+    node = moved(source, op.shape, lambda points: np.minimum(points[:, -own:], last))
     for step in node.steps:
         step.is_kept = True
     return node
@@ -233,7 +237,9 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),
-    **dict.fromkeys(("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter"), _written_into),
+    **dict.fromkeys(
+        ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "masked_scatter"), _written_into
+    ),
     "_unsafe_view": _reshape_copy,
     "expand": _expand,
     "permute": _permute,

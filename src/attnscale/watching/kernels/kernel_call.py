@@ -22,7 +22,7 @@ from attnscale.tracing.parameters import Origin, Origins, sampled_origin
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.gradients import owners_told
+from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.kernels.ways import ends, trails_of, unpadded, way_of
@@ -56,6 +56,7 @@ class KernelCall:
     value: Tensor | None = None
     attends_itself: bool = False  # queries and keys are known to be of the same positions
     drops: bool = False  # weights at random
+    learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""

@@ -1,13 +1,14 @@
 """SDPA of strided nested tensors: as one operation, or in products of them, where torch has no kernel for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from attnscale.tracing.coordinates import transposed
 from attnscale.tracing.lineage import Ledger, Node, moved
-from attnscale.tracing.nested import Parts
+from attnscale.tracing.nested import Operand, Parts
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
@@ -17,15 +18,41 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class LearningPart:
+    """One sequence of a nested tensor as who follows gradients sees it: they pass through the whole of it."""
+
+    operand: Operand
+    number: int
+    part: Tensor
+    given: Callable[[Tensor], Tensor] = lambda gradient: gradient  # that of what SDPA was given
+
+    @property
+    def shape(self) -> Any:
+        """(1, heads, length, features)."""
+        return self.part.shape
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient will pass."""
+        return self.operand.nested.requires_grad
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Have the hook called with the gradient of this sequence."""
+        self.operand.tell(self.number, lambda gradient: hook(self.given(gradient)))
+
+
 def sequences(ledger: Ledger, given: dict[str, Any], parts: Sequence[Sequence[Tensor]]) -> Iterator[KernelCall]:
     """An operation with these arguments: of query, key and value, one sequence after the other."""
-    scale = given.get("scale")
-    for query, key, value in zip(*parts, strict=True):
+    scale, operands = given.get("scale"), [Operand(given[name], Parts(())) for name in ("query", "key")]
+    for at, (query, key, value) in enumerate(zip(*parts, strict=True)):
+        learning = LearningPart(operands[0], at, query), LearningPart(operands[1], at, key)
         yield from _call(
             *(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)),
             *(ledger.node(query), ledger.node(key), ledger.node(value)),
             is_causal=bool(given.get("is_causal")),
             drops=bool(given.get("dropout_p")),
+            learning=learning,
         )
 
 
@@ -34,9 +61,16 @@ def multiplied(ledger: Ledger, weights: Parts, value: Parts) -> Iterator[KernelC
     if not weights.is_weights or weights.product is None:
         return
     queries, turned = weights.product
-    for query, key, values in zip(queries.tensors, turned.tensors, value.tensors, strict=True):
+    factors = (queries.factor, turned.factor) if weights.by_sdpa else (1.0, 1.0)
+    for at, (query, key, values) in enumerate(
+        zip(queries.parts.tensors, turned.parts.tensors, value.tensors, strict=True)
+    ):
         nodes = ledger.node(query), _turned(ledger.node(key)), ledger.node(values)
-        yield from _call(query, key.mT, values, 1.0, *nodes, is_causal=False, drops=False)
+        learning = (
+            LearningPart(queries, at, query, lambda gradient: gradient * factors[0]),
+            LearningPart(turned, at, key.mT, lambda gradient: gradient.mT * factors[1]),
+        )
+        yield from _call(query, key.mT, values, 1.0, *nodes, is_causal=False, drops=False, learning=learning)
 
 
 def _call(
@@ -50,11 +84,16 @@ def _call(
     *,
     is_causal: bool,
     drops: bool,
+    learning: "tuple[LearningPart, LearningPart]",
 ) -> Iterator[KernelCall]:
     if query.dim() == 4 and query.numel() and key.numel():
         seen = Visibility.of(None, is_causal)
         yield KernelCall(
-            "sdpa", query, key, scale, query_node, key_node, seen, value_node=value_node, value=value, drops=drops
+            *("sdpa", query, key, scale, query_node, key_node, seen),
+            value_node=value_node,
+            value=value,
+            drops=drops,
+            learning=learning,
         )
 
 

@@ -4,7 +4,7 @@ from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_score
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows
 from attnscale.measure.cuda.triton.launching import capability
 from attnscale.measure.cuda.triton.lengths import head_lengths
-from attnscale.measure.cuda.triton.showing import raise_largest_, shown_rows
+from attnscale.measure.cuda.triton.showing import longest_squared, raise_largest_, shown_rows
 from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "finish_sampled",
     "finish_scored",
     "head_lengths",
+    "longest_squared",
     "raise_largest_",
     "sample_rows",
     "sample_tiles",

@@ -70,22 +70,14 @@ def raise_largest_(
     query, key = unit_stride(call.query), unit_stride(call.key)
     batch, heads, q_len, head_dim = query.shape
     kv_len, seen = key.shape[2], call.visibility
-    chunks = min(MOST_CHUNKS, padded_width(-(-kv_len // CHUNK), 1))
-    longest = torch.empty(batch * key.shape[1] * chunks, dtype=torch.float32, device=key.device)
+    longest = _longest(key, kind)
+    chunks = longest.shape[-1]
     mask, mask_strides = _mask(seen.mask, query)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
     theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
     cut = tiles(head_dim, query.dtype, capability(query.device.index)) if cut is None else cut
     width = padded_width(head_dim, LEAST_WIDTH)
     with on_device(query):
-        launch(
-            longest_kernel,
-            (longest.numel(),),
-            (key, longest, *key.stride()[:3], key.shape[1], kv_len, -(-kv_len // chunks)),
-            (chunks, head_dim, width, LENGTHS_AT_ONCE),
-            (4, 2),
-            None if kind is None else (kind, chunks),
-        )
         launch(
             largest_kernel,
             (-(-q_len // cut.rows) * batch * heads,),
@@ -105,6 +97,28 @@ def raise_largest_(
             (cut.warps, cut.stages),
             None if kind is None else (kind, chunks),
         )
+
+
+def longest_squared(vectors: Tensor, kind: Hashable = None) -> Tensor:
+    """The largest squared length among the vectors of each batch entry and head; NaN where one has it."""
+    return _longest(unit_stride(vectors), kind).amax(-1)
+
+
+def _longest(vectors: Tensor, kind: Hashable) -> Tensor:
+    """The same of each chunk of them, (batch, heads, chunks)."""
+    batch, heads, length, head_dim = vectors.shape
+    chunks = min(MOST_CHUNKS, padded_width(-(-length // CHUNK), 1))
+    longest = torch.empty((batch, heads, chunks), dtype=torch.float32, device=vectors.device)
+    with on_device(vectors):
+        launch(
+            longest_kernel,
+            (longest.numel(),),
+            (vectors, longest, *vectors.stride()[:3], heads, length, -(-length // chunks)),
+            (chunks, head_dim, padded_width(head_dim, LEAST_WIDTH), LENGTHS_AT_ONCE),
+            (4, 2),
+            None if kind is None else (kind, chunks),
+        )
+    return longest
 
 
 def _mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:

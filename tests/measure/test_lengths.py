@@ -1,9 +1,9 @@
-"""The length of all vectors of a head, against float64; on a GPU by a kernel."""
+"""How long vectors are, a head at a time, against float64; on a GPU by kernels."""
 
 import pytest
 import torch
 
-from attnscale.measure.head_lengths import head_lengths
+from attnscale.measure.lengths import head_lengths, longest
 
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYOUTS = {
@@ -25,7 +25,17 @@ def test_lengths_are_those_of_float64(shape, layout, dtype, device):
     expected = vectors.double().square().sum((0, 2, 3)).sqrt()
     assert head_lengths(vectors).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert torch.equal(head_lengths(vectors), head_lengths(vectors))
+    each = vectors.double().square().sum(-1).amax(-1).sqrt()
+    assert torch.allclose(longest(vectors).double(), each, rtol=1e-5)
 
 
 def test_of_nothing_they_are_zero():
     assert head_lengths(torch.ones(2, 3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_a_vector_that_is_no_number_is_seen_in_its_head_alone(device):
+    vectors = torch.ones(1, 2, 300, 4, device=device)
+    vectors[0, 1, 3, 2] = torch.nan
+    assert head_lengths(vectors).isnan().tolist() == [False, True]
+    assert longest(vectors).isnan().tolist() == [[False, True]]
