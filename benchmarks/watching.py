@@ -1,6 +1,6 @@
 """What watching costs: a watched forward of a 6-layer BERT over the plain one: `python benchmarks/watching.py`.
 
-Both are timed in turns, and the ratios of neighbours are what is reported. Fails where the median is above the limit.
+Both are timed in turns, and the ratios of neighbours are what is reported. Fails where a median is above its limit.
 """
 
 import argparse
@@ -13,9 +13,8 @@ from transformers import BertConfig, BertModel
 
 import attnscale
 
-LIMIT = 1.15
-LAYERS, LENGTH = 6, 512
-WIDTHS = {768: 12, 384: 12}  # BERT base's and MiniLM's: hidden size and heads
+LAYERS, LENGTH, HEADS = 6, 512, 12
+LIMITS = {768: 1.15, 384: 1.25}  # of BERT base's width and of MiniLM's
 
 
 def seconds(run) -> float:
@@ -49,10 +48,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rounds", type=int, default=15)
     rounds = arguments.parse_args().rounds
-    worst = 0.0
-    for width, heads in WIDTHS.items():
+    above = []
+    for width, limit in LIMITS.items():
         config = BertConfig(
-            hidden_size=width, num_attention_heads=heads, num_hidden_layers=LAYERS, intermediate_size=4 * width
+            hidden_size=width, num_attention_heads=HEADS, num_hidden_layers=LAYERS, intermediate_size=4 * width
         )
         for implementation in ("sdpa", "eager"):
             torch.manual_seed(0)
@@ -65,9 +64,10 @@ def main() -> None:
                 f"{LAYERS} layers of {width}, length {LENGTH}, {implementation}: "
                 f"{middle:.3f}× ({low:.3f}–{high:.3f}) of {1e3 * plain:.0f} ms"
             )
-            worst = max(worst, middle)
-    if worst > LIMIT:
-        sys.exit(f"Expected a watched forward to cost at most {LIMIT}× the plain one, got {worst:.3f}×.")
+            if middle > limit:
+                above.append(f"at most {limit}× at width {width}, {implementation}, got {middle:.3f}×")
+    if above:
+        sys.exit(f"Expected a watched forward to cost {'; '.join(above)}.")
 
 
 if __name__ == "__main__":

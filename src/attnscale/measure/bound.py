@@ -14,7 +14,8 @@ def max_bound(call: Call) -> Tensor:
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
     queries, keys = longest(call.query), longest(call.key)
-    bound = abs(call.scale) * queries * (keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1))
+    keys = keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1)
+    bound = queries * keys * abs(call.scale)
     if call.softcap is not None:
         bound = call.softcap * torch.tanh(bound / call.softcap)
     if call.visibility.bias is not None:

@@ -1,13 +1,12 @@
 """What is known of every row without looking at its scores."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cpu.threads import alone, share
+from attnscale.measure.cpu.threads import share
 from attnscale.numerics import wide_dtype
 
 KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
@@ -22,7 +21,7 @@ def foreseen_variance(call: Call) -> Tensor:
     some = call.key[..., :: max(1, call.key.shape[-2] // KEYS), :]
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, some))
     found = _squares(query, key, call.group)
-    if bool(found.isfinite().all()):
+    if bool(found.sum().isfinite()):
         return found
     return _squares(query / query.abs().amax(), key / key.abs().amax(), call.group)
 
@@ -36,15 +35,11 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
         for entry in entries:
             apart = key[entry] - usual[entry]
             # the mean key beside the covariance: one product for both
-            both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual[entry].mT], -1)
-            product = query[entry] @ (both if group == 1 else both.repeat_interleave(group, dim=0))
+            both = torch.cat([torch.bmm(apart.mT, apart).div_(max(key.shape[-2], 1)), usual[entry].mT], -1)
+            product = torch.bmm(query[entry], both if group == 1 else both.repeat_interleave(group, dim=0))
             means[entry] = product[..., -1]
             torch.sum(product[..., :-1].mul_(query[entry]), -1, out=within[entry])
 
-    threads = query.numel() // WORTH_A_THREAD
-    if threads > 1:
-        share(look, range(len(query)), threads)
-    else:
-        alone(partial(look, iter(range(len(query)))))
-    means = means - means.mean((0, 2), keepdim=True)
-    return within.double() + means.double().square()
+    share(look, range(len(query)), threads=query.numel() // WORTH_A_THREAD)
+    means -= means.mean((0, 2), keepdim=True)
+    return within.addcmul_(means, means)

@@ -1,5 +1,6 @@
 """How the scores of an attention are measured that is not run: by a kernel, in blocks of rows, or a few rows of it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
 from attnscale.measure.bound import max_bound
-from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled, shown
 from attnscale.measure.cuda.drawn import drawn_ahead
@@ -16,7 +16,7 @@ from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows
 from attnscale.measure.pooled import SUMS
-from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.row_blocks import look_at_rows, measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, sample_rows
 from attnscale.measure.stats import ScoreStats
@@ -36,8 +36,10 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
     if shown.measures(call):
         return shown.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
-    found, bound = (measure_rows(call), None) if sample is None else _look(call, sample)
-    pool = Unpooled(lambda: found, lambda: bound, sample)
+    found, bound = (look_at_rows(call), None) if sample is None else _look(call, sample)
+    if call.query.device.type != "cpu":
+        found()  # while its stream, or a graph that is being captured, is the one the scores are on
+    pool = Unpooled(found, lambda: bound, sample)
     refreshed = call.query.is_cuda and on_cuda.capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
@@ -65,14 +67,11 @@ def looks_at_all(call: Call, rows: int) -> bool:
     return False
 
 
-def _look(call: Call, sample: Sample) -> tuple[RowSums, Tensor]:
-    def look() -> tuple[RowSums, Tensor]:
-        with torch.no_grad():
-            positions = sample.positions.to(call.query.device, non_blocking=True)
-            entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
-            return measure_rows(call, positions, entries=entries), max_bound(call)
-
-    return alone(look) if call.query.device.type == "cpu" else look()
+def _look(call: Call, sample: Sample) -> tuple[Callable[[], RowSums], Tensor]:
+    with torch.no_grad():
+        positions = sample.positions.to(call.query.device, non_blocking=True)
+        entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
+        return look_at_rows(call, positions, entries=entries), max_bound(call)
 
 
 def moments_of(call: Call) -> ScoreMoments:

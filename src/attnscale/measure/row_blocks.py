@@ -5,8 +5,9 @@ work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,30 +52,40 @@ def measure_rows(
     `positions` are (rows,), or of each batch entry others, (batch, rows). `entries`: the batch entry of each position.
     The rows of all of them are then found as those of one.
     """
+    return look_at_rows(call, positions, output, entries)()
+
+
+def look_at_rows(
+    call: Call, positions: Tensor | None = None, output: Tensor | None = None, entries: Tensor | None = None
+) -> Callable[[], RowSums]:
+    """The same, but for what is left to do when all scores were seen: it is done when it is first asked for."""
     if positions is not None and entries is not None:
-        return _measure_entries(call, positions, entries)
+        return _look_at_entries(call, positions, entries)
     visible = visible_rows(call, positions)
     cut = _cut(call, [slice(0, visible.shape[-1])] * visible.shape[0])
-    return _measure(call, positions, visible, cut, output)
+    return cache(partial(finished, _passed_over(call, positions, visible, cut, output), visible))
 
 
-def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
+def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable[[], RowSums]:
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
     cut = _cut(call, [slice(start, stop) for start, stop in pairwise([0, *ends])])
-    found = _measure(call, positions[order], visible, cut, None)
-    back = order.argsort()
-    return RowSums(**{each.name: getattr(found, each.name)[..., back] for each in fields(found)})
+    sums = _passed_over(call, positions[order], visible, cut, None)
+
+    @cache
+    def found() -> RowSums:
+        rows, back = finished(sums, visible), order.argsort()
+        return RowSums(**{each.name: getattr(rows, each.name)[..., back] for each in fields(rows)})
+
+    return found
 
 
-def _measure(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> RowSums:
+def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
     sums = _sums(call, positions, visible, cut, output, wide_dtype(call.query))
     if output is not None:
         output.div_(sums[1].clamp(min=1.0).unsqueeze(-1))  # only a row that sees nothing has less; its output is zero
-    if past_float32(sums):
-        sums = _sums(call, positions, visible, cut, None, torch.float64)
-    return finished(sums, visible)
+    return _sums(call, positions, visible, cut, None, torch.float64) if past_float32(sums) else sums
 
 
 def _sums(
@@ -96,7 +107,8 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     batch, heads, q_len, _ = call.query.shape
     counts = call.visibility.counts(q_len, call.key.shape[-2], call.query.device)
     if counts is None:
-        counts = torch.full((1,), call.key.shape[-2], device=call.query.device)
+        rows = q_len if positions is None else positions.shape[-1]
+        return torch.full((1,), call.key.shape[-2], device=call.query.device).expand(batch, heads, rows)
     counts = counts.expand(*counts.shape[:-1], q_len)
     if positions is not None and positions.dim() == 2:
         counts = counts.expand(batch, *counts.shape[-2:-1] or (1,), q_len)
@@ -111,12 +123,14 @@ def _cut(call: Call, entries: list[slice]) -> Cut:
     if not min(heads, rows, keys):
         return Cut([], 1)
     if call.query.device.type == "cpu":
-        scores, block = CORE_SCORES, max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
+        is_shared = heads * keys * sum(part.stop - part.start for part in entries) >= WORTH_A_THREAD
+        scores = CORE_SCORES * (1 if is_shared else torch.get_num_threads())
+        block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
         block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
     else:
         scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
-    together = max(1, min(heads, scores // (block * keys)))
+    together = -(-heads // -(-heads * block * keys // scores))  # of one size
     strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
     return Cut(
         [
@@ -177,7 +191,8 @@ class Pass:
         """(heads, rows, head_dim), with products that are scores."""
         query = self.call.query[strip.entry, strip.heads]
         at = self._positions(strip.entry, strip.rows)
-        query = query[:, at] if isinstance(at, slice) else query.index_select(1, at)
+        # heads of a row lie side by side in most models: chosen by row, they are copied in one piece
+        query = query[:, at] if isinstance(at, slice) else query.transpose(0, 1).index_select(0, at).transpose(0, 1)
         return query.to(self.sums.dtype) * (self.call.scale * BITS)
 
     def _of(self, tensor: Tensor, strip: Strip) -> Tensor:
@@ -247,20 +262,22 @@ def past_float32(sums: Tensor) -> bool:
 
 
 def finished(sums: Tensor, visible: Tensor) -> RowSums:
-    """The sums that reduce_rows() left, as they are kept: scores in nats again."""
-    for each in (0, 2, 4, 5):
-        sums[each].div_(BITS)
-    highest, total, mean, participation, deviation, gap = sums
+    """The sums that reduce_rows() left, as they are kept: scores in nats again.
+
+    They are left as they are: in inference mode they may be made, and be asked for outside it.
+    """
+    total, powers = sums[1], sums[3]
+    highest, below, deviation, gap = (sums[each] / BITS for each in (0, 2, 4, 5))
     some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
     # moments about the maximum, which is never far: a large mean does not swallow the variance
-    mean.div_(count)
+    highest, mean = highest.masked_fill_(visible == 0, -math.inf), below.div_(count)
     squares = deviation.double().square() - count * mean.double().square()  # of scores past 1e19, past float32
     return RowSums(
         visible=visible,
-        max=highest.masked_fill_(visible == 0, -math.inf),
+        max=highest,
         total=total,
         gap=gap.neg_().div_(some),
-        participation=participation.div_(some).square_(),
+        participation=(powers / some).square_(),
         mean=mean + highest,
         deviation=squares.clamp_(min=0.0),
     )

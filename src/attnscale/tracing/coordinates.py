@@ -6,6 +6,7 @@ operand does not hold are marked by a row of −1.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,8 @@ def reshaped(source: Shape, result: Shape) -> Map:
 
 def permuted(order: Sequence[int]) -> Map:
     """Dimension `order[k]` of the operand became dimension k."""
-    inverse = np.argsort([axis % len(order) for axis in order])
+    axes = [axis % len(order) for axis in order]
+    inverse = sorted(range(len(axes)), key=axes.__getitem__)
     return lambda points: points[:, inverse]
 
 
@@ -45,8 +47,7 @@ def transposed(rank: int, first: int, second: int) -> Map:
 def broadcast(source: Shape, rank: int) -> Map:
     """An operand of an elementwise operation, or what was expanded: sizes of one stand for all."""
     missing = rank - len(source)
-    spread = np.array([size != 1 for size in source], dtype=np.int64)
-    return lambda points: points[:, missing:] * spread
+    return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
 
 def sliced(axis: int, start: int, step: int = 1) -> Map:
@@ -175,6 +176,7 @@ def grid(*sizes: int) -> Points:
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
 
 
+@lru_cache(maxsize=1024)
 def _steps(shape: Shape) -> NDArray[np.int64]:
     """How far apart neighbours along each dimension lie in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

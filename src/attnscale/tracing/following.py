@@ -127,12 +127,14 @@ def _walk(trail: Trail, step: Step) -> None:
     elif step.effect == "other":
         trail.blended = True
     trail.kept |= step.is_kept
-    points = trail.points if step.back is None else step.back(trail.points)
-    held = (points != NOWHERE).all(1)
-    if not held.all():
+    trail.node = step.parent
+    if step.back is None:
+        return
+    trail.points = step.back(trail.points)
+    if trail.points.min(initial=0) == NOWHERE:
+        held = (trail.points != NOWHERE).all(1)
         trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
-        points = points[held]
-    trail.node, trail.points = step.parent, points
+        trail.points = trail.points[held]
 
 
 def _learned_terms(node: Node) -> int:
@@ -174,7 +176,12 @@ class Way:
 
 def way(node: Node, points: Points) -> Way:
     """Follow points of queries, or of keys, to their projection."""
-    factor, trails = np.ones(len(points)), follow(node, points)
+    return way_along(follow(node, points), len(points))
+
+
+def way_along(trails: list[Trail], count: int) -> Way:
+    """The same of so many points that were followed."""
+    factor = np.ones(count)
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
@@ -194,8 +201,13 @@ def way(node: Node, points: Points) -> Way:
 
 def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
     """Which output of which projection each point of a query or key comes from: what tells heads apart."""
-    found: list[tuple[object, ...]] = [()] * len(points)
-    for trail in follow(node, points):
+    return channels_along(follow(node, points), len(points))
+
+
+def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
+    """The same of so many points that were followed."""
+    found: list[tuple[object, ...]] = [()] * count
+    for trail in trails:
         for at, key in zip(trail.index, _keys(trail.node, trail.points), strict=True):
             found[at] = key
     return found

@@ -46,6 +46,11 @@ class Step:
     multiplied: "Node | None" = None  # with the value; after a normalisation, its own gain
     is_kept: bool = False  # the result is a cache, which holds what was computed before
 
+    @property
+    def moves(self) -> bool:
+        """Whether it moved elements and left them as they are; what else is called "same" may change some."""
+        return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_kept
+
 
 @dataclass(slots=True, eq=False)
 class Node:

@@ -38,11 +38,10 @@ class Overlooked:
 def unseen_attentions(model: nn.Module, layers: Collection[str]) -> tuple[str, ...]:
     """Modules whose class is named after attention, and at, around or inside which none was seen; the innermost."""
     named = [
-        path
-        for path, module in model.named_modules()
-        if path and ATTENTION.search(type(module).__name__) and any(True for _ in module.parameters())
+        (path, module) for path, module in model.named_modules() if path and ATTENTION.search(type(module).__name__)
     ]
-    unseen = [path for path in named if not any(_touch(path, layer) for layer in layers)]
+    untouched = [(path, module) for path, module in named if not any(_touch(path, layer) for layer in layers)]
+    unseen = [path for path, module in untouched if any(True for _ in module.parameters())]
     return tuple(path for path in unseen if not any(other.startswith(f"{path}.") for other in unseen))
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnscale.measure.cpu.threads import alone
 from attnscale.measure.dense import rows_of
 from attnscale.measure.lengths import head_lengths
 from attnscale.measure.pool import Unpooled
@@ -58,7 +57,7 @@ class Rows:
             found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(self._block)])
             return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
         scores, visible = self.at(sample.positions)
-        found = alone(lambda: rows_of(scores, visible)) if scores.device.type == "cpu" else rows_of(scores, visible)
+        found = rows_of(scores, visible)
         highest = bound()  # now, while the scores are there
         return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
 

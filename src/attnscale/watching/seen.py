@@ -96,6 +96,11 @@ class Seen:
         return sum(len(calls) for calls in self._sites.values())
 
     @property
+    def modules(self) -> list[str]:
+        """The paths of the modules that attend, as they are shown; told without building a layer."""
+        return [self._shown(str(path)) for (path, *_), calls in self._sites.items() if calls]
+
+    @property
     def layers(self) -> Layers:
         """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.numerics import has_nan
+from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.nested import NestedTensors, is_nested
@@ -120,7 +120,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         output = result[0] if isinstance(result, (tuple, list)) else result
         if softmax is not None and isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
-                softmax.measured(None, has_nan(output) & ~has_nan(value))
+                softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
@@ -171,7 +171,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         )
 
     def _unseen(self) -> tuple[str, ...]:
-        return unseen_attentions(self._model, [layer.module for layer in self.seen.layers.values()])
+        return unseen_attentions(self._model, self.seen.modules)
 
     def _why_nothing(self) -> str:
         if not self.running.called:

@@ -1,9 +1,12 @@
 """Weights of a softmax that meet values: along which axis, what a row of them sums to, whose values they are."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.numerics import is_surely_finite
 from attnscale.tracing.following import Trail, channels, follow
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin
@@ -13,8 +16,15 @@ MOST_ENTRIES = 256  # heads of batch entries whose key and value are looked up
 NOTHING = 1e-6  # a row that weighs less was hidden as a whole
 
 
+class Mixture(NamedTuple):
+    """Weights as they met values, and what they made of them."""
+
+    weights: Tensor
+    output: Tensor
+
+
 def mix(
-    softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, operand: Tensor | None = None
+    softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, mixture: Mixture | None = None
 ) -> None:
     """Values are summed along `axis` of these weights: note whether that is the axis which sums to one."""
     softmax.meets_values(values)
@@ -30,8 +40,15 @@ def mix(
             softmax.is_masked |= bool(trail.fills)
             softmax.drops |= trail.dropped
             softmax.is_obscure |= trail.blended or trail.added
-            if operand is not None:
-                softmax.measured(*_measured(operand.detach(), axis, weights.shape[axis], trail, softmax))
+            if mixture is not None and not softmax.is_short and _are_untouched(weights):
+                softmax.measured(None, _undefined(mixture))
+            elif mixture is not None:
+                softmax.measured(*_measured(mixture.weights.detach(), axis, weights.shape[axis], trail, softmax))
+
+
+def _undefined(mixture: Mixture) -> Tensor:
+    """Whether any of the weights is NaN; what they mixed, which is less, would then be NaN too."""
+    return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
 
 
 def _measured(weights: Tensor, axis: int, length: int, trail: Trail, softmax: Softmax) -> tuple[Tensor | None, Tensor]:
@@ -43,6 +60,13 @@ def _measured(weights: Tensor, axis: int, length: int, trail: Trail, softmax: So
     sums = sums / float(trail.factor[0])
     off = torch.where(sums.abs() > NOTHING, (sums - 1).abs(), 0.0)
     return off.nan_to_num(0.0).amax(), undefined
+
+
+def _are_untouched(weights: Node) -> bool:
+    """Whether nothing but moving happened to the weights of a softmax, which was seen to sum to one."""
+    while len(weights.steps) == 1 and weights.steps[0].moves:
+        weights = weights.steps[0].parent
+    return not weights.steps
 
 
 def pair_heads(softmax: Softmax, weights: Node, values: Node) -> None:

@@ -150,7 +150,9 @@ def _roll(op: Operation) -> Node:
 
 
 def _dropout(op: Operation) -> Result:
-    node = moved(op.node(), op.shape, None, "drop" if op.name != "dropout" or op.argument(2, "train") else "same")
+    if op.name == "dropout" and not op.argument(2, "train"):
+        return _alias(op)
+    node = moved(op.node(), op.shape, None, "drop")
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 

@@ -10,7 +10,7 @@ from attnscale.tracing.coordinates import Map, Points, Shape
 from attnscale.tracing.following import follow
 from attnscale.tracing.lineage import Node, Projection, Step, moved
 from attnscale.tracing.operations import softmaxes
-from attnscale.tracing.operations.mixing import mix, pair_heads
+from attnscale.tracing.operations.mixing import Mixture, mix, pair_heads
 from attnscale.tracing.operations.operation import Operation, Reader, Result
 from attnscale.tracing.parameters import sampled_origin
 from attnscale.tracing.product import Product
@@ -68,7 +68,7 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
             node.role.softmax.keep_values(node, operands[1 - side], side)
-            mix(node.role.softmax, node, -2 if side else -1, values, operands[side])
+            mix(node.role.softmax, node, -2 if side else -1, values, Mixture(operands[side], op.result))
             pair_heads(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=Mixed(node.role.softmax))
         if isinstance(node.role, Exponential):

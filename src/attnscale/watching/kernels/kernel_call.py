@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
@@ -16,7 +15,7 @@ from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, grid
-from attnscale.tracing.following import Way, channels, way
+from attnscale.tracing.following import Trail, Way, channels, channels_along
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.operations.mixing import are_paired_otherwise
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
@@ -26,6 +25,7 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
+from attnscale.watching.kernels.ways import ends, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
 from attnscale.watching.shards import TAIL
@@ -60,8 +60,8 @@ class KernelCall:
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
-        heads, head_dim = self.query.shape[1], _unpadded(self.query, self.query_node)
-        (query_way, ends), (key_way, _) = _way(self.query_node, self.query), _way(self.key_node, self.key)
+        heads, head_dim = self.query.shape[1], unpadded(self.query, self.query_node)
+        (query_way, by_end), (key_way, _) = way_of(trails_of(self.query_node, self.query), heads), self._key_way
         group, owners = self.group, self._owners()
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
@@ -96,7 +96,7 @@ class KernelCall:
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
             reading=Reading(
-                differs_by_row(ends) or lost_on_the_way(query_way, key_way),
+                differs_by_row(by_end) or lost_on_the_way(query_way, key_way),
                 learned_factor=query_way.learned_factor or key_way.learned_factor,
                 detached=detached_sides(query_way, key_way),
                 inert_added=flags_added(self.visibility.bias),
@@ -128,8 +128,7 @@ class KernelCall:
                 yield None
                 continue
             _, heads, length, features = node.shape
-            points = np.tile(grid(1, heads, 1, 1), (2, 1))
-            points[heads:, 2] = length - 1
+            points = np.concatenate([ends(heads, length)[0::2], ends(heads, length)[1::2]])
             yield Origin(node, points, heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
 
@@ -165,23 +164,36 @@ class KernelCall:
         bias = highest_added(self.visibility.bias)
         return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
+    @cached_property
+    def _key_trails(self) -> list[Trail]:
+        return trails_of(self.key_node, self.key)
+
+    @property
+    def _key_way(self) -> tuple[Way, Factors]:
+        return way_of(self._key_trails, self.key.shape[1])
+
+    @cached_property
+    def _key_channels(self) -> list[tuple[object, ...]]:
+        """Of every key head at the first and the last position, in turns."""
+        return channels_along(self._key_trails, 2 * self.key.shape[1])
+
     def _owners(self) -> Indices:
         """Which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
         own = np.arange(heads)
-        if self.query.shape[1] == heads > 1 and _is_legible(self.key_node, self.key):
-            assert self.key_node is not None
-            keys = channels(self.key_node, _ends(self.key))
-            own = owners_told((keys[0::2], keys[1::2]), own)
+        if self.query.shape[1] == heads > 1 and self._key_trails:
+            own = owners_told((self._key_channels[0::2], self._key_channels[1::2]), own)
         return np.repeat(own, self.group)
 
     def _pairs_differ(self) -> bool:
-        """Whether heads that share a key share its value as well."""
-        nodes = (self.key_node, self.value_node)
-        if any(node is None or len(node.shape) != 4 or not all(node.shape) for node in nodes):
+        """Whether heads that share a key share its value as well; asked of those alone that share one."""
+        value = self.value_node
+        if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_trails:
             return False
-        key, value = (channels(node, grid(1, node.shape[1], 1, 1)) for node in nodes if node is not None)
-        return len(key) == len(value) and are_paired_otherwise(key, value)
+        keys = self._key_channels[0::2]
+        if len(set(keys)) == len(keys) or value.shape[1] != len(keys):
+            return False
+        return are_paired_otherwise(keys, channels(value, grid(1, len(keys), 1, 1)))
 
     def scores(self, positions: Tensor) -> Tensor:
         """Of rows at these positions, before any soft-cap, mask or modification: (batch, heads, rows, keys)."""
@@ -230,42 +242,8 @@ class Found(NamedTuple):
     padding: Tensor | None  # queries that are left out
 
 
-def _ends(tensor: Tensor) -> NDArray[np.int64]:
-    """The first feature of every head at the first and the last position, in turns."""
-    points = np.repeat(grid(1, tensor.shape[1], 1, 1), 2, axis=0)
-    points[1::2, 2] = tensor.shape[-2] - 1
-    return points
-
-
-def _is_legible(node: Node | None, tensor: Tensor) -> bool:
-    return node is not None and len(node.shape) == 4 and bool(tensor.numel())
-
-
-def _way(node: Node | None, tensor: Tensor) -> tuple[Way, Factors]:
-    """How the queries, or keys, came from their projection; a factor a head, and of its first and last row."""
-    heads = tensor.shape[1]
-    if node is None or not _is_legible(node, tensor):
-        return Way(np.ones(heads), False, None, False), np.ones((heads, 2))
-    found = way(node, _ends(tensor))
-    ends = found.factor.reshape(heads, 2)
-    return replace(found, factor=ends.mean(1)), ends
-
-
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
     return torch.from_numpy(factor).to(like)[:, None, None]
-
-
-def _unpadded(query: Tensor, node: Node | None) -> int:
-    """The head dimension before SDPA filled it up to a multiple of eight."""
-    while node is not None and len(node.steps) == 1 and node.steps[0].effect == "same":
-        parent = node.steps[0].parent
-        if len(parent.shape) == len(node.shape) and parent.shape[:-1] == node.shape[:-1]:
-            if parent.shape[-1] < node.shape[-1]:
-                return parent.shape[-1]
-            node = parent
-        else:
-            break
-    return query.shape[-1]
 
 
 def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = None, every: bool = False) -> Tensor:

@@ -140,6 +140,8 @@ def _key_place(at: Points) -> int:
 
 def _repeats_a_key(at: Points, key_place: int) -> bool:
     """Whether a key comes twice in one product along the softmax, with another query each time."""
+    if (np.diff(at[:, key_place]) > 0).all():
+        return False
     keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
     return len(np.unique(keys, axis=0)) < len(np.unique(at, axis=0))
 
@@ -184,13 +186,11 @@ def _with_heads(bare: Axes) -> Axes | None:
 
 def _owners(axes: Axes, at: Points) -> Indices:
     """Which key each head has: at the first key and at the last."""
-    ends = []
-    for column in (axes.first_key, len(axes.columns) - 1):
-        points = at.copy()
-        points[:, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
-        keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
-        ends.append(keys)
-    return owners_told(ends, np.arange(len(at)))
+    points = np.concatenate([at, at])
+    for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
+        points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
+    keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
+    return owners_told((keys[: len(at)], keys[len(at) :]), np.arange(len(at)))
 
 
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:

@@ -1,6 +1,6 @@
 """How surely an attention written out was read: what its operations say, held to the scores themselves."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
 
 
-def reading_of(call: "WrittenCall", scores: Tensor, shown: Tensor, fill: float | None) -> Reading:
-    """What is known of the way to the softmax, from the probed rows (heads, rows, keys) and what they show."""
+class Fit(NamedTuple):
+    """Of scores on what was predicted of them, a value a head."""
+
+    slope: Tensor
+    explained: Tensor  # R²
+
+
+def reading_of(call: "WrittenCall", fitted: Fit | None, fill: float | None) -> Reading:
+    """What is known of the way to the softmax; `fitted` where nothing but q·k should be in the probed rows."""
     query, key = call.ways
     return Reading(
-        _unread(call, scores, shown),
+        _unread(call, fitted),
         call.trail.learned_terms,
         query.learned_factor or key.learned_factor or call.trail.learned_factor,
         detached_sides(query, key),
@@ -41,20 +48,25 @@ def inert_fill(trail: Trail, scores: Tensor, shown: Tensor) -> float | None:
     return None
 
 
-def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
     """Slope of scores (heads, rows, keys) on what was predicted of them, each row with its own intercept, and R²."""
-    count = shown.sum(-1, keepdim=True).clamp(min=1)
-    x, y = (values.double().masked_fill(~shown, 0.0) for values in (predicted, scores))
-    x, y = ((values - values.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0) for values in (x, y))
-    both, own, total = (x * y).sum((-2, -1)), x.square().sum((-2, -1)), y.square().sum((-2, -1))
-    return _or_one(both / own), _or_one(both.square() / (own * total))
+    both = torch.stack([predicted, scores]).double()
+    if shown.device.type == "cpu" and bool(shown.all()):  # of a GPU it is not asked: that would be to wait for it
+        both -= both.mean(-1, keepdim=True)
+    else:
+        count = shown.sum(-1, keepdim=True).clamp(min=1)
+        both = both.masked_fill(~shown, 0.0)
+        both = (both - both.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0)
+    x, y = both.flatten(2)
+    together, own, total = (x * y).sum(-1), x.square().sum(-1), y.square().sum(-1)
+    return Fit(_or_one(together / own), _or_one(together.square() / (own * total)))
 
 
 def _or_one(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 1.0)
 
 
-def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:
+def _unread(call: "WrittenCall", fitted: Fit | None) -> str:
     """Why the multiplier cannot be judged; empty where it can."""
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
@@ -63,7 +75,7 @@ def _unread(call: "WrittenCall", scores: Tensor, shown: Tensor) -> str:
     if call.trail.shared_out:
         return "q·k is one of several terms, by a learned share"
     why = lost_on_the_way(*call.ways) or differs_by_row(call.stated)
-    if why or not call.is_pure or call.axes.product.left.dtype in HALF_DTYPES:
+    if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
-    explained = float(fit(call.predicted, scores, shown)[1].min())
+    explained = float(fitted.explained.min())
     return f"q·k as it was read explains {explained:.0%} of the scores" if explained < EXPLAINED else ""

@@ -67,10 +67,11 @@ class Operands:
         )
         return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
 
-    def keys(self, most: int | None = None) -> Tensor:
-        """(groups, keys, features), as they entered the product; where `most` is given, about so many of the keys."""
+    def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
+        """(groups, keys, features), as they entered the product; about so many of the keys, or those chosen."""
         product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
         columns = columns if most is None else columns[:: -(-len(columns) // most)]
+        columns = columns if chosen is None else columns[chosen]
         operand = product.right.mT if self.axes.keys_are_right else product.left
         if operand.dim() == 2:
             return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)

@@ -27,9 +27,10 @@ from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positio
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
 from attnscale.watching.written.keeping import kept_of
-from attnscale.watching.written.legibility import fit, inert_fill, reading_of
+from attnscale.watching.written.legibility import Fit, fit, inert_fill, reading_of
 from attnscale.watching.written.operands import Operands
 from attnscale.watching.written.origins import channels_of
+from attnscale.watching.written.score_rows import ScoreRows
 
 PROBED_ROWS = 4
 NORMED_ROWS = 64
@@ -88,12 +89,13 @@ class WrittenCall:
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
         inert = inert_fill(self.trail, scores[0], shown[0])
         shown = shown if inert is None else shown & (scores != inert)
-        hidden = by_row.keys_nobody_sees(self.probe)
+        hidden = None if visible is None else by_row.keys_nobody_sees(self.probe)
         hidden = None if hidden is None else hidden[:, self._in_product]
         attends_itself = query_way.source is not None and query_way.source is key_way.source
         padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
         query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
-        scales = self.scales(scores[0], shown[0])
+        fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
+        scales = self.scales(fitted)
         kept = kept_of(self, scales, padding) if keep and not self._parts else None
         return SeenCall(
             kind="eager",
@@ -125,7 +127,7 @@ class WrittenCall:
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
             highest_bias=self.highest_bias(scores[0], shown[0]),
-            reading=reading_of(self, scores[0], shown[0], inert),
+            reading=reading_of(self, fitted, inert),
         )
 
     @cached_property
@@ -176,12 +178,12 @@ class WrittenCall:
         """Whether anything but the product is in the scores."""
         return self.trail.added or self.axes.product.bias is not None
 
-    def scales(self, scores: Tensor, shown: Tensor) -> Tensor:
+    def scales(self, fitted: Fit | None) -> Tensor:
         """The slope of the softmax's input on q·k, a head at a time."""
         stated = torch.from_numpy(self.stated.mean(1))
-        if not self.is_pure:
+        if fitted is None:
             return stated  # what else is in the scores would be taken for a slope
-        slope = fit(self.predicted, scores, shown)[0].cpu()
+        slope = fitted.slope.cpu()
         return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
 
     @property
@@ -223,8 +225,8 @@ class WrittenCall:
             found = rms_norm(vectors.unflatten(0, self.axes.groups.shape), uncounted)
             return found.cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
 
-        chosen = some.keys()[:, columns.to(self.scores.device)]
-        return norm(some.queries(), self.ways[0], padding, positions), norm(chosen, self.ways[1], hidden, columns)
+        keys_seen = some.keys(chosen=columns.numpy())
+        return norm(some.queries(), self.ways[0], padding, positions), norm(keys_seen, self.ways[1], hidden, columns)
 
     def origins(self) -> Origins:
         """Where queries and keys come from; of a sum of several products, none."""
@@ -250,19 +252,16 @@ class WrittenCall:
         return torch.from_numpy(self.axes.columns != NOWHERE).to(self.scores.device)
 
     @cached_property
-    def _by_row(self) -> Tensor:
-        """A view of the scores: (…other axes…, queries, keys)."""
-        axes = self.axes
-        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
-        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
-        view = self.scores.permute(*single, *moving)
-        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
+    def _by_row(self) -> ScoreRows:
+        return ScoreRows(self.axes, self.scores)
 
     def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores of these rows, (batch, heads, rows, keys), and which of them were visible; None: all."""
-        chosen = self._by_row.index_select(-2, positions.to(self.scores.device))
-        chosen = chosen.reshape(-1, *chosen.shape[-2:])[torch.from_numpy(self.axes.groups).to(chosen.device)]
+        chosen = self._by_row.at(positions)
         scores = chosen.to(wide_dtype(chosen))
+        may_hide = self.trail.fills or self._shifted or self.finite_gaps
+        if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
+            return scores, None
         hidden = scores <= NEVER_A_SCORE
         for fill in self.trail.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
@@ -274,7 +273,7 @@ class WrittenCall:
                 hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
         return scores, ~hidden if bool(hidden.any()) else None
 
-    @property
+    @cached_property
     def _shifted(self) -> bool:
         return bool(self.probed.arrival.shift.any())
 
@@ -288,8 +287,7 @@ class WrittenCall:
         """The largest score there is, a value a head."""
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
-        each = self._by_row.amax((-2, -1)).reshape(-1)
-        return each[torch.from_numpy(self.axes.groups).to(each.device)].amax(0).double()
+        return self._by_row.highest()
 
 
 def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
