@@ -6,6 +6,7 @@ import torch
 from hypothesis import settings
 
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
+from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures
 
 settings.register_profile("attnscale", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("attnscale")
