@@ -15,7 +15,7 @@ ENVIRONMENT = {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
 def in_a_process(*arguments, **environment):
     """Run `attnscale …` as a shell would."""
     return subprocess.run(
-        [sys.executable, "-m", "attnscale", *arguments],
+        [sys.executable, "-m", "attnscale", *map(str, arguments)],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -27,7 +27,7 @@ def in_a_process(*arguments, **environment):
 def run(*arguments, **environment):
     """Run `attnscale …` here, with streams that are no terminal; what the entry point lets through is raised."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-    command = ["attnscale", *arguments]
+    command = ["attnscale", *map(str, arguments)]
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
