@@ -1,5 +1,8 @@
 import logging
+import os
 import sys
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes, which import torch to compile
 
 import pytest
 import torch
