@@ -22,13 +22,15 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-# A process a core, and one thread each: torch's threads would only wait for each other. Then kernels alone, whether or
-# not others failed: Triton's interpreter is chosen before anything imports triton.
+# A process a core, and one thread each: torch's threads would only wait for each other. Bytecode is kept, whatever the
+# shell says of it, for the many processes that tests start. Then kernels alone, whether or not others failed: Triton's
+# interpreter is chosen before anything imports triton.
 INTERPRETED = $(wildcard tests/measure/test_*kernel*.py)
 tests: $(INSTALLED)
 	@failed=0; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --dist worksteal $(INTERPRETED) || failed=1; \
+	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
+	$(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
+	$(BIN)/pytest --numprocesses auto --dist worksteal $(INTERPRETED) || failed=1; \
 	exit $$failed
 
 # What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and

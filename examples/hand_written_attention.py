@@ -46,7 +46,7 @@ class Recall(nn.Module):
         return self.guess(self.attention(self.keys(asked)[:, None], self.keys(keys), self.values(values))[:, 0])
 
 
-def batch(rows: int = 128) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def batch(rows: int = 64) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Pairs, the key asked for, and the value that belongs to it."""
     keys = torch.rand(rows, KEYS).argsort(dim=1)[:, :PAIRS]
     values = torch.randint(0, KEYS, (rows, PAIRS))

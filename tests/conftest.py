@@ -1,11 +1,15 @@
 import logging
+import os
 import sys
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes, which import torch to compile
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
+from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures
 
 settings.register_profile("attnscale", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("attnscale")

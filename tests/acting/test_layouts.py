@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 import attnscale
+from tests.ranks import on_ranks
 
 from . import layout_runs
 from .models import watched
@@ -37,7 +37,7 @@ def test_replicas_stay_equal_and_as_in_one_process(world, tmp_path):
 def clipped_on_ranks(cases, folder):
     """Clip on ranks: each case with what its ranks hold then."""
     (world,) = {case[1] for case in cases}
-    mp.spawn(layout_runs.clip_all, (str(folder), world, cases), nprocs=world)
+    on_ranks(layout_runs.clip_all, world, str(folder), world, cases)
     held = zip(*(torch.load(folder / f"{rank}.pt") for rank in range(world)), strict=True)
     return list(zip(cases, held, strict=True))
 

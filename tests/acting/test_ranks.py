@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import attnscale
+from tests.ranks import on_ranks
 
 from . import rank_runs
 from .models import watched
@@ -17,7 +17,7 @@ def test_ranks_clip_as_one_process_on_all_data(tmp_path, kind):
     seen = watched(model, (torch.cat(batches),))
     expected = attnscale.clip_qk_(model, seen, rank_runs.THRESHOLD)
     assert {head.head for head in expected.heads} == {2, 4}
-    mp.spawn(rank_runs.clip, (str(tmp_path), kind), nprocs=rank_runs.WORLD)
+    on_ranks(rank_runs.clip, rank_runs.WORLD, str(tmp_path), kind)
     for rank in range(rank_runs.WORLD):
         parameters, told, highest = torch.load(tmp_path / f"{rank}.pt")
         for name, parameter in model.named_parameters():
@@ -34,7 +34,7 @@ def test_tensor_parallel_ranks_clip_their_own_heads_as_one_process_would(tmp_pat
         ("blocks.0.attention", 1),
         ("blocks.1.attention", 2),
     ]
-    mp.spawn(rank_runs.tensor_parallel, (str(tmp_path),), nprocs=rank_runs.WORLD)
+    on_ranks(rank_runs.tensor_parallel, rank_runs.WORLD, str(tmp_path))
     for rank in range(rank_runs.WORLD):
         parameters, told, left, highest = torch.load(tmp_path / f"{rank}.pt")
         assert left == []

@@ -112,12 +112,12 @@ def test_bad_input_ends_with_status_two_and_one_sentence(check, arguments, sente
     assert len(err.splitlines()) == 1
 
 
-def test_bad_input_leaves_no_traceback_from_a_process_either(tmp_path):
+def test_bad_input_leaves_no_traceback_from_a_process_either(check, tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    for arguments in ([tmp_path], [f"{BROKEN}fails"], [tmp_path / "nowhere"]):
-        result = in_a_process(*arguments)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert re.fullmatch(r"attnscale: [^\n]+\n", result.stderr)
+    result = in_a_process(f"{BROKEN}fails")
+    for ended in ((result.returncode, result.stdout, result.stderr), check(tmp_path), check(tmp_path / "nowhere")):
+        assert ended[:2] == (2, "")
+        assert re.fullmatch(r"attnscale: [^\n]+\n", ended[2])
 
 
 def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding(check):

@@ -13,7 +13,7 @@ from attnscale.measure.statistics import logged
 from attnscale.train import JsonLines, LayerRecord, Record, read_log
 from tests.processes import started
 
-from .test_cli import run
+from .running import in_a_process, run
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def log(tmp_path):
 
 
 def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
-    result = run("watch-log", str(log))
+    result = in_a_process("watch-log", str(log))
     assert result.returncode == 0, result.stderr
     table = result.stdout.split("note exploding")[0]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}

@@ -42,7 +42,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_block_runs_and_prints_what_the_page_shows(page, tmp_path):
+def test_every_block_runs_and_prints_what_the_page_shows(page, tmp_path, known_claims):
     runs = run_page(ROOT / page, tmp_path)
     for ran in runs:
         assert ran.agrees, f"{ran.source} shows\n{ran.shown}\nand prints\n{ran.printed}\n`make outputs` refreshes it."

@@ -21,21 +21,33 @@ from docs.tools.blocks import ROOT
 from docs.tools.generated import with_findings, with_rules
 from tests.browser import PHONE, sideways
 
+MKDOCS = [sys.executable, "-m", "mkdocs"]
+WITH_KNOWN_CLAIMS = """
+import json, sys
+import attnscale.claims
+from mkdocs.__main__ import cli
+with open(sys.argv.pop(1), encoding="utf-8") as file:
+    claims = [attnscale.claims.Claim(**fields) for fields in json.load(file)]
+attnscale.claims.ledger = lambda: claims
+cli(prog_name="mkdocs")
+"""
 
-def build(root, folder):
+
+def build(root, folder, mkdocs=MKDOCS):
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        [*mkdocs, "build", "--strict", "--site-dir", str(folder)],
         cwd=root, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    built = build(ROOT, folder)
-    assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr
-    return folder
+@pytest.fixture(scope="session")
+def site(made_once, claims_file):
+    def make(folder):
+        built = build(ROOT, folder / "site", [sys.executable, "-c", WITH_KNOWN_CLAIMS, str(claims_file)])
+        assert built.returncode == 0, built.stderr
+        assert "WARNING" not in built.stderr
+
+    return made_once("documentation", make) / "site"
 
 
 def page(site, name):
@@ -67,16 +79,20 @@ def test_no_page_loads_anything_from_a_network(site):
         assert not re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text(encoding="utf-8")), path.name
 
 
-def test_a_broken_link_or_anchor_fails_the_build(tmp_path):
-    for name in ("docs", "src", "tests"):  # tests: pages link to some
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    with (tmp_path / "docs/index.md").open("a", encoding="utf-8") as file:
-        file.write("\n[a](nowhere.md) [b](rules.md#no_such_rule)\n")
+def test_a_broken_link_or_anchor_fails_the_build_and_nothing_else_does(tmp_path):
+    for name in ("tools", "assets"):
+        shutil.copytree(ROOT / "docs" / name, tmp_path / "docs" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (tmp_path / "mkdocs.yml").write_text(settings.split("\nnav:\n")[0], encoding="utf-8")
+    (tmp_path / "docs/rules.md").write_text("# Rules\n", encoding="utf-8")
+    links = "[a](nowhere.md) [b](rules.md#no_such_rule) [c](rules.md) [d](rules.md#inverse_sqrt)"
+    (tmp_path / "docs/index.md").write_text(f"# Start\n\n{links}\n", encoding="utf-8")
     built = build(tmp_path, tmp_path / "site")
     assert built.returncode != 0
-    assert "nowhere.md" in built.stderr
-    assert "no_such_rule" in built.stderr
+    complaints = [line for line in built.stderr.splitlines() if line.startswith("WARNING")]
+    assert len(complaints) == 2
+    assert any("nowhere.md" in line for line in complaints)
+    assert any("no_such_rule" in line for line in complaints)
 
 
 def test_every_public_name_is_in_the_api_with_its_docstring(site):

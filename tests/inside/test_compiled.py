@@ -108,10 +108,14 @@ def assert_same(found, expected, tolerance):
                 assert one.layers[name].numbers[number] == pytest.approx(values, rel=tolerance, abs=1e-6), number
 
 
-@pytest.mark.parametrize(
-    ("model", "way"),
-    [(model, way) for model in MODELS for way in WAYS if (model, way) != ("checkpoints", "dynamic")],  # Dynamo fails
-)
+# The first model in every way. The others not where symbolic lengths take long to compile, or make Dynamo fail, and
+# not where a graph that may break would be the whole one again.
+PAIRS = [
+    (model, way) for model in MODELS for way in WAYS if model == "transformer" or way not in ("aot_eager", "dynamic")
+]
+
+
+@pytest.mark.parametrize(("model", "way"), PAIRS)
 def test_the_numbers_are_those_of_an_eager_run(model, way):
     expected, plain = monitored(MODELS[model], lambda model: model, 5, every=2, micro=2)
     found, losses = monitored(MODELS[model], WAYS[way], 5, every=2, micro=2)

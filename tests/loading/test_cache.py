@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model
 from attnscale.loading.cache import cached, is_name
+from tests.cli.running import run
 
 OLD, NEW = "a" * 40, "b" * 40
 PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
@@ -97,7 +98,7 @@ def test_a_command_reads_it_without_the_network(hub, listener):
 
 
 def test_two_revisions_of_a_name_can_be_compared(hub):
-    ended = attnscale("compare", "some/bert@old", "some/bert", "--json", HF_HUB_CACHE=str(hub.parent))
+    ended = run("compare", "some/bert@old", "some/bert", "--json", HF_HUB_CACHE=str(hub.parent))
     found = json.loads(ended.stdout)
     assert len(found["changed"]) == 8
     assert found["heads"][0]["moves"]["query_norm"]["change"] == pytest.approx(1.0986, abs=0.02)
@@ -130,6 +131,6 @@ def test_a_reference_that_leads_elsewhere_is_not_followed(hub):
 
 
 def test_only_names_are_fetched(bert):
-    ended = attnscale("check", bert, "--download")
+    ended = run("check", bert, "--download")
     assert ended.returncode == 2
     assert "as org/name, to --download" in ended.stderr

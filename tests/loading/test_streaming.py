@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
 ENVIRONMENT = os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-WIDTH, LAYERS = 768, 16
+WIDTH, LAYERS = 768, 8
 BLOCK = (4 * WIDTH**2 + 3 * WIDTH * 4 * WIDTH) * 4  # bytes: attention and a gated network, float32
 # Runs a check with so many bytes left to the process for data, beyond what importing takes.
 LIMITED = """
@@ -49,13 +49,13 @@ def limited(folder, left):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A Llama of 16 blocks, 604 MB, in shards."""
+    """A Llama of 8 blocks, 304 MB, in shards."""
     folder = tmp_path_factory.mktemp("large")
     logging.disable_progress_bar()
     torch.manual_seed(0)
     sizes = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=12)
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=512, tie_word_embeddings=True))
-    model.save_pretrained(folder, max_shard_size="150MB")
+    model.save_pretrained(folder, max_shard_size="75MB")
     logging.enable_progress_bar()
     assert len(list(folder.glob("*.safetensors"))) > 3
     return folder
@@ -63,7 +63,7 @@ def large(tmp_path_factory):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's data are Linux's")
 def test_a_model_that_does_not_fit_is_read_block_by_block(large):
-    left = 4 * BLOCK  # of sixteen: two for weights, two for what runs
+    left = 4 * BLOCK  # of eight: two for weights, two for what runs
     part = limited(large, left)
     assert part.returncode == 0, part.stderr[-2000:]
     whole = limited(large, 0)

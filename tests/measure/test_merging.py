@@ -15,6 +15,7 @@ from attnscale.measure.pooled import pack, unpack
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import Visibility
+from tests.ranks import on_ranks
 
 from .oracle import NAMES
 
@@ -117,7 +118,7 @@ def _whole():
 def test_ranks_get_the_numbers_of_one_process_on_the_whole_batch():
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(_rank, (3, 29_517 + os.getpid() % 1000, results), nprocs=3)
+        on_ranks(_rank, 3, 3, 29_517 + os.getpid() % 1000, results)
         found = dict(results)
     query, key = _whole()
     expected = score_stats(query, key, is_causal=True).to_dict()

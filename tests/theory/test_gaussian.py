@@ -13,7 +13,11 @@ from attnscale.theory import expected_softmax
 
 @pytest.fixture(scope="module")
 def quadrature():
-    return np.polynomial.legendre.leggauss(4000)  # takes seconds
+    """Nodes and weights on [-1, 1], in forty pieces: 4,000 nodes at once take ten seconds to find."""
+    pieces = 40
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+    middles = (2 * np.arange(pieces) + 1) / pieces - 1
+    return (middles[:, None] + nodes / pieces).ravel(), np.tile(weights / pieces, pieces)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0, 3.0, 8.0, 30.0])

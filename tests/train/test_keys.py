@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
+from tests.ranks import on_ranks
 
 from . import key_runs
 
@@ -14,10 +14,9 @@ OF_A_SHARD = {"max_bound"}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def logs(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(key_runs.everything, (request.param, str(folder)), nprocs=request.param)
-    return folder
+def logs(request, made_once):
+    world = request.param
+    return made_once(f"keys-of-{world}", lambda folder: on_ranks(key_runs.everything, world, world, str(folder)))
 
 
 def layers(folder, name):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from tests.ranks import on_ranks
 
 from . import clip_rank_runs
 from .clip_rank_runs import STEPS, Case
@@ -27,7 +28,7 @@ CASES = {
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_clip_as_one_process(world, tmp_path):
     cases = {name: case for name, case in CASES.items() if case.world == world}
-    mp.spawn(clip_rank_runs.on_ranks, (str(tmp_path), list(cases.values())), nprocs=world)
+    on_ranks(clip_rank_runs.on_ranks, world, str(tmp_path), list(cases.values()))
     held = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(world)), strict=True)
     for (name, case), ranks in zip(cases.items(), held, strict=True):
         compare(name, case, ranks)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import attnscale
 from attnscale.errors import SettingError
@@ -16,12 +15,13 @@ from attnscale.measure.statistics import logged
 from attnscale.train import read_log
 from attnscale.train.merged_errors import KNOWN, MergedStats, errors_of, summed
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
+from tests.ranks import on_ranks, processes
 
 from . import rank_runs
 
 
 def spawn(run, world, folder, *more):
-    mp.spawn(run, (world, str(folder), *more), nprocs=world)
+    on_ranks(run, world, world, str(folder), *more)
     return read_log(folder / "scores.jsonl").records
 
 
@@ -76,17 +76,15 @@ def test_a_rank_that_saw_nothing_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_rank_that_dies_is_left_out_and_told_of(tmp_path, how):
-    context = mp.get_context("spawn")
-    processes = [
-        context.Process(target=rank_runs.one_rank_dies, args=(rank, 4, str(tmp_path), how)) for rank in range(4)
-    ]
-    for process in processes:
+    kind = processes()
+    ranks = [kind.Process(target=rank_runs.one_rank_dies, args=(rank, 4, str(tmp_path), how)) for rank in range(4)]
+    for process in ranks:
         process.start()
     deadline = time.monotonic() + 120
     for rank in (0, 1, 3):
-        processes[rank].join(max(1, deadline - time.monotonic()))
-    alive = [rank for rank in (0, 1, 3) if processes[rank].is_alive()]
-    for process in processes:
+        ranks[rank].join(max(1, deadline - time.monotonic()))
+    alive = [rank for rank in (0, 1, 3) if ranks[rank].is_alive()]
+    for process in ranks:
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -129,7 +127,7 @@ def test_errors_of_ranks_are_those_of_all_their_rows():
 
 
 def test_an_alarm_of_merged_ranks_is_raised_where_the_sample_leaves_no_doubt(tmp_path):
-    mp.spawn(rank_runs.near_a_floor, (2, str(tmp_path)), nprocs=2)
+    on_ranks(rank_runs.near_a_floor, 2, 2, str(tmp_path))
     for rank in range(2):
         found, error, near, far = json.loads((tmp_path / f"found{rank}.json").read_text(encoding="utf-8"))
         assert 0 < error < 0.05

@@ -11,7 +11,7 @@ from attnscale.models import CausalTransformer
 from attnscale.train import JsonLines, read_log, room
 from attnscale.train.line import line_of
 from attnscale.train.survey import survey
-from tests.cli.test_cli import run as command
+from tests.cli.running import run as command
 from tests.train.test_jsonlines import record
 
 

@@ -3,15 +3,15 @@
 import json
 
 import pytest
-import torch.multiprocessing as mp
+
+from tests.ranks import on_ranks
 
 from . import step_runs
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("steps")
-    mp.spawn(step_runs.everything, (2, str(folder)), nprocs=2)
+def found(made_once):
+    folder = made_once("steps-of-ranks", lambda folder: on_ranks(step_runs.everything, 2, 2, str(folder)))
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 

@@ -1,0 +1,21 @@
+"""The processes of a distributed test, forked from one that has imported what all of them need, where there is fork."""
+
+import multiprocessing
+
+import torch.multiprocessing as mp
+
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"  # all that Windows has
+NEEDED = ["tests.train.clip_rank_runs", "tests.train.key_runs", "tests.train.step_runs", "tests.acting.rank_runs"]
+
+
+def processes():
+    """What makes them: `processes().Process(target=…)`."""
+    context = mp.get_context(METHOD)
+    if METHOD == "forkserver":
+        context.set_forkserver_preload(NEEDED)
+    return context
+
+
+def on_ranks(run, world, *arguments):
+    """Call `run(rank, *arguments)` in `world` processes; what one of them raises is raised here."""
+    mp.start_processes(run, arguments, nprocs=world, start_method=processes().get_start_method())
