@@ -63,7 +63,7 @@ def ticket_of(recorder: Recorder) -> Ticket:
     """That of a new place."""
     number = next(_NUMBERS)
     _PLACES[number] = recorder
-    return torch.tensor(number), torch.tensor(0)
+    return torch.tensor([number]), torch.tensor([0])
 
 
 @torch.library.custom_op("attnscale::noted", mutates_args=("passed",), tags=(torch.Tag.cudagraph_unsafe,))
