@@ -69,7 +69,14 @@ def another_clip(both):
     both.other.close()
 
 
-@pytest.mark.parametrize("between", [cast, another_monitor, another_clip])
+def another_model(both):
+    """Somebody watches another one meanwhile, and nothing in the process runs compiled."""
+    other = QKClip(small_model(), THRESHOLD)
+    both.step(3)
+    other.close()
+
+
+@pytest.mark.parametrize("between", [cast, another_monitor, another_clip, another_model])
 @pytest.mark.parametrize("compiled", WAYS[1:])
 def test_one_that_follows_the_model_from_outside_hides_nothing_from_one_inside(compiled, between):
     ours, theirs = runs(compiled, between)
