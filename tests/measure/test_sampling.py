@@ -1,5 +1,8 @@
 """Sampled statistics: where the rows lie, what the standard errors promise, what the bracket holds."""
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,7 @@ from attnscale import score_stats
 from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.dense import rows_of
 from attnscale.measure.pooled import SUMS
-from attnscale.measure.sampling import design, sample_positions
+from attnscale.measure.sampling import _chosen, design, sample_positions
 
 SEEDS = 400  # samples, each drawn anew; benchmarks/coverage.py has more, of more heads
 
@@ -140,3 +143,11 @@ def test_many_draws_at_once_are_draws_of_the_same_design(rows, length, uneven):
         shares = np.bincount(draws.ravel(), minlength=length) / len(draws)
         wanted = np.repeat(np.array(planned.taken) / np.diff(planned.edges), np.diff(planned.edges))
         assert np.abs(shares[planned.certain :] - wanted).max() < 0.08  # five standard errors
+
+
+def test_a_stratum_gives_every_choice_of_its_rows_the_same_chance():
+    source = random.Random(0)
+    times = Counter(frozenset(_chosen(source, 3, 8, 2)) for _ in range(5000))
+    assert set().union(*times) == set(range(3, 8))
+    assert len(times) == 10
+    assert all(abs(each - 500) < 5 * 500**0.5 for each in times.values())
