@@ -47,9 +47,9 @@ def _versions(kernel: KernelCall) -> list[int]:
 
 
 def _plain(kernel: KernelCall, call: SeenCall, rows: int | None) -> Found:
-    """What its arguments say; whether a mask is causal is known, since to look at it would be to wait for a GPU."""
+    """What its arguments say; whether a mask is causal, and that it is no bias, is known: a GPU would be waited for."""
     causal = kernel.is_causal if kernel.visibility.mask is None else call.causal
-    bias, hidden = kernel.highest_bias(), kernel.hidden_keys
+    bias, hidden = call.highest_bias if kernel.query.is_cuda else kernel.highest_bias(), kernel.hidden_keys
     return Found(kernel.stats(rows), kernel.scale, kernel.softcap, bias, causal, hidden, kernel.padding)
 
 
