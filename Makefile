@@ -22,15 +22,16 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-# A process a core, and one thread each: torch's threads would only wait for each other. Bytecode is kept, whatever the
-# shell says of it, for the many processes that tests start. Then kernels alone, whether or not others failed: Triton's
-# interpreter is chosen before anything imports triton.
+# A process a core and one more, since tests wait for other processes a fifth of the time; one thread each: torch's
+# would only wait for each other. Bytecode is kept, whatever the shell says of it, for the many processes that tests
+# start. Then kernels alone, whether or not others failed: Triton's interpreter is chosen before anything imports triton.
+WORKERS := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 INTERPRETED = $(wildcard tests/measure/test_*kernel*.py)
 tests: $(INSTALLED)
 	@failed=0; \
 	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
-	$(BIN)/pytest --numprocesses auto --dist worksteal || failed=1; \
-	$(BIN)/pytest --numprocesses auto --dist worksteal $(INTERPRETED) || failed=1; \
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal || failed=1; \
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(INTERPRETED) || failed=1; \
 	exit $$failed
 
 # What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and
@@ -41,7 +42,7 @@ faults: $(INSTALLED)
 
 # The tests again with the lowest torch; what is drawn in a browser, or printed by documentation, is not its business.
 lowest: $(OLD)/installed
-	OMP_NUM_THREADS=1 $(OLD)/$(SCRIPTS)/pytest --numprocesses auto --dist worksteal --ignore tests/show --ignore tests/docs
+	OMP_NUM_THREADS=1 $(OLD)/$(SCRIPTS)/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/show --ignore tests/docs
 
 print-lowest:
 	@echo $(OLD)/installed
