@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnscale.attending.nested import any_nested, in_graph, sequences_see
-from attnscale.attending.ragged import scaled_sequences
+from attnscale.attending.ragged import aligned, scaled_sequences
 from attnscale.attending.running import joined, run_sequences
 from attnscale.attending.sequences import Sequences, as_one_row, as_tokens, unnested, wrapping
 from attnscale.attending.weights import weights_of
@@ -104,7 +104,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, need_weights: bool, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        own, theirs, values = self._project_sequences(query, key, value, seen)
+        own, theirs, values = aligned(*self._project_sequences(query, key, value, seen))
         dropout_p = self.dropout if self.training else 0.0
         check_settings(dropout_p, self.softcap)
         ragged = scaled_sequences(own, theirs, values, seen, self.rule, False, self.softcap, dropout_p)

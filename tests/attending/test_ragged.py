@@ -333,7 +333,7 @@ def test_what_does_not_fit_gets_a_sentence():
     sentences = {
         "no mask beside nested tensors": lambda: attention(q, k, v, torch.ones(5, 5, dtype=torch.bool)),
         "Explicit attn_mask should not be set": lambda: attention(q, k, v, Visibility.causal(), is_causal=True),
-        "one value a key": lambda: attention(q, k, other[2]),
+        "one value a key in every sequence": lambda: attention(q, k, other[2]),
         "2 sequences in key.*got 3|3 sequences in": lambda: attention(q, *batch([1, 2, 3], [1, 2, 3]).nested()[1:]),
         "put heads before the length": lambda: attention(q.transpose(1, 2), k, v),
         "nested too": lambda: attention(q, k, torch.randn(5, 3)),
@@ -395,6 +395,7 @@ def test_the_module_says_what_a_ragged_batch_lacks():
         MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)(jagged, jagged, jagged, is_causal=True)
 
 
+@OTHERS_MAY_WARN
 @pytest.mark.parametrize("shared", ["query", "key", "value", "key and value"])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("heads", [1, 3])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.attending.ragged import Ragged, as_many, scaled_sequences
+from attnscale.attending.ragged import Ragged, aligned, scaled_sequences
 from attnscale.attending.sequences import Wrapping, jagged, unnested, wrapping
 from attnscale.errors import InputError
 from attnscale.inputs import check_inputs, check_one_mask
@@ -49,7 +49,7 @@ def nested_call(
     )
     theirs = replace(theirs, layout=own.layout) if _are_as_long(query, key) else theirs
     values = replace(values, layout=theirs.layout) if _are_as_long(key, value) else values
-    own, theirs, values = as_many(own, theirs, values)
+    own, theirs, values = aligned(own, theirs, values)
     check_inputs(own.tokens, theirs.tokens, values.tokens, None, False, enable_gqa, softcap, dropout_p)
     ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p)
     like = next(tensor for tensor in (query, key, value) if tensor.is_nested)

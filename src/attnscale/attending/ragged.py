@@ -54,10 +54,7 @@ def scaled_sequences(
     softcap: float | None,
     dropout_p: float = 0.0,
 ) -> Ragged:
-    """An attention over sequences, its scale a float, whatever rule gave it; rules count the keys of each sequence."""
-    query, key, value = as_many(query, key, value)
-    if key.layout.differs(value.layout):
-        raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
+    """An attention over aligned sequences, its scale a float, whatever rule gave it; rules count the keys of each."""
     tokens = query.tokens.shape[-2]
     scaled_query, scaled_key, factor = apply_scale_to_sequences(
         scale,
@@ -83,10 +80,13 @@ def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> T
     return (after - before).clamp(min=0)
 
 
-def as_many(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
-    """As many sequences of each."""
+def aligned(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
+    """As many sequences of each, where one may be shared by all, and in each of them one value a key."""
     count = max(each.layout.count for each in (query, key, value))
-    return _shared("query", query, count), _shared("key", key, count), _shared("value", value, count)
+    query, key, value = _shared("query", query, count), _shared("key", key, count), _shared("value", value, count)
+    if key.layout.differs(value.layout):
+        raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
+    return query, key, value
 
 
 def _shared(name: str, sequences: Sequences, count: int) -> Sequences:
