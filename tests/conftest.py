@@ -1,12 +1,17 @@
 import logging
 import os
 import sys
+import warnings
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes, which import torch to compile
 
 import pytest
 import torch
 from hypothesis import settings
+
+with warnings.catch_warnings():  # of torch, about what it imports itself: not in the first test that runs
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
 
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
 from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures

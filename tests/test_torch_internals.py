@@ -19,6 +19,7 @@ NAMES = {internal.name: internal for internal in INTERNALS}
 # Of torch's objects, not of its modules: what a search by "torch." does not find.
 OF_OBJECTS = {
     "_ragged_idx",
+    "_maybe_max_seqlen",
     "_local_tensor",
     "_version",
     "_schema",

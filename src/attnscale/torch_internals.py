@@ -103,6 +103,7 @@ _cpu_forward, _cpu_backward = (
     Internal("torch", f"ops.aten._scaled_dot_product_flash_attention_for_cpu{part}.default", f"{SLOWER} (on a CPU)")
     for part in ("", "_backward")
 )
+_sequences_backward = Internal("torch", "ops.aten._flash_attention_backward.default", "ragged batches attend apart")
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
 _default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged")
 _shard_offset = Internal(
@@ -132,6 +133,12 @@ def unseen(tensor: Tensor) -> bool:
 def ragged_axis(tensor: Tensor) -> int:
     """The axis of a jagged tensor along which its sequences differ."""
     return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # a subclass has it
+
+
+def known_longest(tensor: Tensor) -> int | None:
+    """The length of a jagged tensor's longest sequence, where it was asked for before; else a GPU is waited for."""
+    found = getattr(tensor, "_maybe_max_seqlen", None)
+    return found if type(found) is int else None
 
 
 def without_modes() -> Any:
@@ -292,6 +299,12 @@ def sdpa_forward(backend: SDPBackend | None, device: str = "cuda") -> Callable[.
     """The kernel itself, or the one of a CPU, which returns the lse of each row second; None where there is none."""
     kernel = _cpu_forward if device == "cpu" else _forwards.get(backend)
     return None if kernel is None else kernel.found
+
+
+def sequences_backward() -> Callable[..., Any] | None:
+    """The backward of flash attention over sequences that are laid end to end; None where there is none."""
+    kernel: Callable[..., Any] | None = _sequences_backward.found
+    return kernel
 
 
 def sdpa_backward(backend: SDPBackend | None, device: str) -> Callable[..., Any] | None:

@@ -152,7 +152,9 @@ class Visibility:
 
     def without_rows(self, left_out: Tensor) -> "Visibility":
         """The same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
-        rows, keys = (left_out.new_zeros(1, dtype=torch.long),) * 2 if self.documents is None else self.documents
+        if self.documents is None:
+            return replace(self, documents=(left_out, left_out.new_zeros(1)))
+        rows, keys = self.documents
         return replace(self, documents=(torch.where(left_out, -1, rows), keys))
 
     def at(self, entry: int, heads: slice) -> "Visibility":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnscale.measure.lengths import head_lengths, longest
+from attnscale.measure.lengths import head_lengths, lengths_of_sums, longest, mean_lengths
 
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYOUTS = {
@@ -39,3 +39,34 @@ def test_a_vector_that_is_no_number_is_seen_in_its_head_alone(device):
     vectors[0, 1, 3, 2] = torch.nan
     assert head_lengths(vectors).isnan().tolist() == [False, True]
     assert longest(vectors).isnan().tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", ["side by side", "in turns"])
+def test_copies_are_added_up_before_they_are_measured(order, layout, dtype, device):
+    torch.manual_seed(0)
+    vectors = LAYOUTS[layout](torch.randn(3, 6, 137, 72, device=device).to(dtype))
+    copies = vectors.unflatten(1, (2, 3)) if order == "side by side" else vectors.unflatten(1, (3, 2)).transpose(1, 2)
+    expected = copies.double().sum(2).square().sum((0, 2, 3)).sqrt()
+    assert lengths_of_sums(copies).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("entries", [1, 3])
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_mean_leaves_out_what_does_not_count(step, entries, dtype, device):
+    torch.manual_seed(0)
+    vectors = torch.randn(3, 2, 400, 64, device=device).to(dtype)
+    left_out = torch.rand(entries, 400, device=device) < 0.3
+    vectors[left_out.expand(3, -1)[:, None].expand(-1, 2, -1)] = torch.nan
+    some, out = vectors[:, :, ::step], left_out[:, ::step]
+    kept = ~out.expand(3, -1)
+    expected = torch.stack([some[:, head][kept].double().square().sum(-1).mean().sqrt() for head in range(2)])
+    assert mean_lengths(some, out).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    whole = some.nan_to_num(1.0)
+    everything = whole.double().square().sum(-1).mean((0, 2)).sqrt().tolist()
+    assert mean_lengths(whole, torch.ones_like(out)).tolist() == pytest.approx(everything, rel=1e-5)
+    assert mean_lengths(whole).tolist() == pytest.approx(everything, rel=1e-5)

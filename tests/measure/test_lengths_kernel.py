@@ -23,11 +23,28 @@ def test_lengths_are_those_of_float64(monkeypatch, batch, heads, length, width, 
     }
     shape, order = shapes[layout]
     vectors = torch.randn(shape).permute(order)
-    found = kernels.head_lengths(vectors)
+    found = kernels.head_lengths(vectors.unsqueeze(2))
     assert found.tolist() == pytest.approx(vectors.double().square().sum((0, 2, 3)).sqrt().tolist(), rel=1e-6)
 
 
 def test_a_vector_that_is_no_number_is_seen_in_its_head_alone():
     vectors = torch.ones(1, 2, 5, 4)
     vectors[0, 1, 3, 2] = torch.nan
-    assert kernels.head_lengths(vectors).isnan().tolist() == [False, True]
+    assert kernels.head_lengths(vectors.unsqueeze(2)).isnan().tolist() == [False, True]
+
+
+def test_copies_are_added_up_first(monkeypatch):
+    monkeypatch.setattr(lengths, "TILE", 256)
+    copies = torch.randn(2, 3, 37, 4, 8).permute(0, 1, 3, 2, 4)  # not in a row
+    found = kernels.head_lengths(copies)
+    assert found.tolist() == pytest.approx(copies.double().sum(2).square().sum((0, 2, 3)).sqrt().tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("entries", [1, 3])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_mean_leaves_out_what_does_not_count_and_all_of_nothing(monkeypatch, share, entries):
+    monkeypatch.setattr(lengths, "TILE", 256)
+    vectors, out = torch.randn(3, 2, 130, 20), torch.rand(entries, 260)[:, ::2] < share
+    kept = ~out.expand(3, -1) if share < 1.0 else torch.ones(3, 130, dtype=torch.bool)
+    expected = [float(vectors[:, head][kept].double().square().sum(-1).mean().sqrt()) for head in range(2)]
+    assert kernels.mean_lengths(vectors, out).tolist() == pytest.approx(expected, rel=1e-6)

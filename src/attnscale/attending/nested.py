@@ -47,8 +47,10 @@ def nested_call(
     own, theirs, values = (
         unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))
     )
-    theirs = replace(theirs, layout=own.layout) if _are_as_long(query, key) else theirs
-    values = replace(values, layout=theirs.layout) if _are_as_long(key, value) else values
+    if own.layout.offsets is not theirs.layout.offsets and _are_as_long(query, key):
+        theirs = replace(theirs, layout=own.layout)
+    if theirs.layout.offsets is not values.layout.offsets and _are_as_long(key, value):
+        values = replace(values, layout=theirs.layout)
     own, theirs, values = aligned(own, theirs, values)
     check_inputs(own.tokens, theirs.tokens, values.tokens, None, False, enable_gqa, softcap, dropout_p)
     ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p)

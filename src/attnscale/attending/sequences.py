@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, ShapeError
-from attnscale.torch_internals import ragged_axis, unseen
+from attnscale.torch_internals import known_longest, ragged_axis, unseen
 
 Wrapping = Callable[[Tensor], Tensor]
 
@@ -138,8 +138,9 @@ def unnested(tensor: Tensor, name: str) -> Sequences:
                 f"Expected {name} with ragged lengths, (batch, heads, length, head_dim), got a ragged dimension "
                 f"{ragged_axis(tensor)}; put heads before the length with transpose(1, 2)."
             )
-        tokens = jagged(tensor).values().unsqueeze(1) if tensor.dim() == 3 else jagged(tensor.transpose(1, 2)).values()
-        return Sequences(as_one_row(tokens), Layout(jagged(tensor).offsets()))
+        row, offsets = jagged(tensor).values(), jagged(tensor).offsets()  # every operator of a nested tensor costs
+        row = row.unsqueeze(0) if row.dim() == 3 else row[None, None]
+        return Sequences(row, Layout(offsets, None if unseen(offsets) else known_longest(tensor)))
     parts = [part if part.dim() == 3 else part.unsqueeze(0) for part in tensor.unbind()]
     lengths = [part.shape[-2] for part in parts]
     return Sequences(torch.cat(parts, dim=-2).unsqueeze(0), Layout.of(lengths, tensor.device))

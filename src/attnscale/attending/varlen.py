@@ -21,11 +21,21 @@ def serves(ragged: Ragged) -> bool:
     fits = row.query.is_cuda and row.softcap is None and row.query.dtype in KERNEL_DTYPES and widest <= WIDEST_HEAD
     if not fits or not row.query.numel() or not row.key.numel():
         return False
-    flash, efficient = _enabled()
-    flash = flash and row.query.dtype in HALF_DTYPES
-    if row.visibility.is_full and not unseen(ragged.rows.offsets):
-        return flash or efficient
-    return flash and row.dropout_p == 0.0 and _window(ragged) is not None
+    _, efficient = _enabled()
+    return _takes_window(ragged) or (_may_be_nested(ragged) and (efficient or _may_flash(ragged)))
+
+
+def _takes_window(ragged: Ragged) -> bool:
+    return _may_flash(ragged) and ragged.row.dropout_p == 0.0 and _window(ragged) is not None
+
+
+def _may_be_nested(ragged: Ragged) -> bool:
+    return ragged.row.visibility.is_full and not unseen(ragged.rows.offsets)
+
+
+def _may_flash(ragged: Ragged) -> bool:
+    flash, _ = _enabled()
+    return flash and ragged.row.query.dtype in HALF_DTYPES
 
 
 @constant_in_graphs
@@ -42,8 +52,8 @@ def attend(ragged: Ragged) -> Tensor:
     if row.grouped:
         key, value = (tensor.repeat_interleave(row.group, dim=1) for tensor in (key, value))
     tensors = (as_tokens(padded(tensor, width)) for tensor in (row.query, key, value))
-    is_plain = row.visibility.is_full and not unseen(ragged.rows.offsets)
-    output = (attend_nested if is_plain else _attend_window)(ragged, *tensors)
+    by_nested = _may_be_nested(ragged) and not _takes_window(ragged)
+    output = (attend_nested if by_nested else _attend_window)(ragged, *tensors)
     return as_one_row(output)[..., : row.value.shape[-1]]
 
 

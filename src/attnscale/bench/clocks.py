@@ -34,13 +34,16 @@ def clocks(step: Step, device: str) -> dict[str, Clock]:
 
 
 def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
-    graph = torch.cuda.CUDAGraph()
+    torch.cuda.init()  # or there is no generator yet
+    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+    numbers = generator.clone_state()
     try:
         with torch.cuda.graph(graph):
             for _ in range(steps):
                 step()
     except RuntimeError:  # something in it waits for the GPU
         torch.cuda.synchronize()
+        generator.graphsafe_set_state(numbers)  # a capture that fails leaves it waiting for the end of one
         return None
     return graph
 

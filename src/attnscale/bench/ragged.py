@@ -4,7 +4,7 @@ That batch has sequences of the length with which it has about as many scores, t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -50,27 +50,29 @@ def variants(case: Case, device: str) -> dict[str, Variant]:
         f"{PLAIN}, as many tokens, {backend_name(backend)}": Variant(partial(sdpa, backend, case), even)
         for backend in BACKENDS[device]
     }
-    ways = _ways(case, torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device))
+    starts = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    by_token = {name: Variant(forward, packed) for name, forward in _of_packed(case, starts).items()}
+    nested = _nested(starts, packed)
+    by_sequence = {name: Variant(forward, nested) for name, forward in _of_nested(case, device).items()}
     padded = {"padded, with a mask": Variant(partial(_padded, _mask(case, device)), wide)}
-    return plain | {name: Variant(forward, packed) for name, forward in ways.items()} | padded
+    return plain | by_token | by_sequence | padded
 
 
-def _ways(case: Case, starts: Tensor) -> dict[str, Callable[..., Tensor]]:
-    some = f"{SAMPLED_ROWS} rows"
-    theirs: dict[str, Callable[..., Tensor]] = {}
-    if starts.is_cuda:  # a CPU has none of them but the products of nested tensors, at 14 times the cost
-        theirs = {
-            "torch's varlen_attn": partial(_varlen_attn, case, starts),
-            "torch's SDPA, jagged": partial(_jagged, case, starts),
-        }
+def _of_packed(case: Case, starts: Tensor) -> Mapping[str, Callable[..., Tensor]]:
     ours = {
         f"{OURS}, packed": partial(_packed, case, starts),
         f"{OURS}, packed, every row": partial(_packed_with_stats, case, starts, None),
-        f"{OURS}, packed, {some}": partial(_packed_with_stats, case, starts, SAMPLED_ROWS),
-        f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, starts, None),
-        f"{OURS}, jagged, {some}": partial(_jagged_with_stats, case, starts, SAMPLED_ROWS),
+        f"{OURS}, packed, {SAMPLED_ROWS} rows": partial(_packed_with_stats, case, starts, SAMPLED_ROWS),
     }
-    return ours | theirs
+    return ours | ({"torch's varlen_attn": partial(_varlen_attn, case, starts)} if starts.is_cuda else {})
+
+
+def _of_nested(case: Case, device: str) -> Mapping[str, Callable[..., Tensor]]:
+    ours = {
+        f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, None),
+        f"{OURS}, jagged, {SAMPLED_ROWS} rows": partial(_jagged_with_stats, case, SAMPLED_ROWS),
+    }  # a CPU has but the products of nested tensors, at 14 times the cost
+    return ours | ({"torch's SDPA, jagged": partial(_jagged, case)} if device == "cuda" else {})
 
 
 def _packed(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -88,18 +90,14 @@ def _packed_with_stats(
     return output
 
 
-def _jagged_with_stats(
-    case: Case, starts: Tensor, rows: int | None, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    query, key, value = (_nested(starts, tokens) for tokens in (query, key, value))
+def _jagged_with_stats(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     output, stats = attention_with_stats(query, key, value, is_causal=case.is_causal, rows=rows)
     read(stats)
-    return _values(output)
+    return output
 
 
-def _jagged(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    query, key, value = (_nested(starts, tokens) for tokens in (query, key, value))
-    return _values(F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal))
+def _jagged(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal)
 
 
 def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -122,9 +120,8 @@ def _mask(case: Case, device: str) -> Tensor:
     return shown & (at.unsqueeze(-1) >= at) if case.is_causal else shown
 
 
-def _nested(starts: Tensor, tokens: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(tokens, starts.long()).transpose(1, 2)
-
-
-def _values(nested: Tensor) -> Tensor:
-    return nested.transpose(1, 2).values()
+def _nested(starts: Tensor, packed: list[Tensor]) -> list[Tensor]:
+    """As a model's projections leave them: with the same starts, and heads before lengths."""
+    offsets = starts.long()
+    found = [torch.nested.nested_tensor_from_jagged(each.detach(), offsets).transpose(1, 2) for each in packed]
+    return [made.requires_grad_(each.requires_grad) for made, each in zip(found, packed, strict=True)]

@@ -8,6 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnscale.visibility import Visibility
+from attnscale.watching.hiding import keys_nobody_sees
 from attnscale.watching.kernels.flex import ARGUMENTS as FLEX_ARGUMENTS
 
 SDPA = F.scaled_dot_product_attention
@@ -31,6 +33,7 @@ class Given:
     query: Tensor
     key: Tensor
     mask: Tensor | None
+    hidden_keys: Tensor | None  # by the mask from every query; told once for all layers of a graph that share it
     is_causal: bool
     scale: float
     again: Callable[[Tensor, Tensor], Any]  # the call itself, on these queries and keys
@@ -43,13 +46,14 @@ FUNCTIONS: list[tuple[Any, Any]] = []  # of FlexAttention: how a score is change
 
 def _sdpa(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
     given = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
-    query, key, scale = given["query"], given["key"], given.get("scale")
+    query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
     if query.dim() != 4 or query.is_nested or key.is_nested:
         return None
     return Given(
         query,
         key,
-        given.get("attn_mask"),
+        mask,
+        keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
         bool(given.get("is_causal")),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         lambda query, key: function(**(given | {"query": query, "key": key})),
@@ -75,6 +79,7 @@ def _flex(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given
     return Given(
         given["query"],
         given["key"],
+        None,
         None,
         False,
         float(given["scale"]),

@@ -20,7 +20,6 @@ from attnscale.inside.written import Written
 from attnscale.measure.largest import raise_largest_
 from attnscale.torch_internals import in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
-from attnscale.watching.hiding import keys_nobody_sees
 from attnscale.watching.written.layout import layout_from
 
 LOOK = "largest"
@@ -38,10 +37,17 @@ def blank_tape(heads: int, limit: float, attends_itself: Sequence[bool], device:
 
 @torch.library.custom_op("attnscale::note_largest", mutates_args=("tape",))
 def note_largest(
-    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    hidden_keys: Tensor | None,
+    tape: Tensor,
+    scale: float,
+    is_causal: bool,
+    number: int,
 ) -> None:
     """Note the largest score of each head, inside a compiled graph."""
-    _note(query, key, mask, tape, scale, is_causal, number)
+    _note(Given(query, key, mask, hidden_keys, is_causal, scale, lambda *_: None), tape, number)
 
 
 @note_largest.register_fake
@@ -49,18 +55,16 @@ def _(*_: Any) -> None:
     return None
 
 
-def _note(
-    query: Tensor, key: Tensor, mask: Tensor | None, tape: Tensor, scale: float, is_causal: bool, number: int
-) -> None:
+def _note(given: Given, tape: Tensor, number: int) -> None:
     """What a backward pass recomputes was noted before."""
+    query, key, hidden = given.query, given.key, given.hidden_keys
     if in_backward() or number >= len(tape) or tape.device != query.device:  # of a model that was moved since
         return
-    line, seen, (batch, _, length, _) = tape[number], Visibility.of(mask, is_causal), query.shape
-    hidden = keys_nobody_sees(mask)
+    line, seen, (batch, _, length, _) = tape[number], Visibility.of(given.mask, given.is_causal), query.shape
     if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
         seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
     query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
-    call = Call(query, key, key, seen, 0.0, scale, None)
+    call = Call(query, key, key, seen, 0.0, given.scale, None)
     raise_largest_(line[: query.shape[1]], line[LIMIT], line[CALLS], call)
 
 
@@ -121,9 +125,10 @@ def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
     with torch.no_grad():
         query, key = given.query.detach(), given.key.detach()
         if is_traced and type(tape) is not Tensor:
-            note_largest(query, key, given.mask, tape, given.scale, given.is_causal, number)
+            mask, hidden = given.mask, given.hidden_keys
+            note_largest(query, key, mask, hidden, tape, given.scale, given.is_causal, number)
         else:  # `data`, since a checkpoint may have saved the tape, and refuses what was written to
-            _note(query, key, given.mask, tape.data, given.scale, given.is_causal, number)
+            _note(replace(given, query=query, key=key), tape.data, number)
     return given
 
 

@@ -71,6 +71,7 @@ def noted(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
+    hidden_keys: Tensor | None,
     place: Tensor,
     passed: Tensor,
     scale: float,
@@ -79,7 +80,7 @@ def noted(
     learns: bool,
 ) -> None:
     """Measure a call, inside a compiled graph."""
-    _note(Given(query, key, mask, is_causal, scale, lambda *_: None), (place, passed), number, learns)
+    _note(Given(query, key, mask, hidden_keys, is_causal, scale, lambda *_: None), (place, passed), number, learns)
 
 
 @noted.register_fake
@@ -105,7 +106,7 @@ def noted_modified(
     An operator of its own: in a checkpoint inductor loses a list among the arguments.
     """
     modified = Modified(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
-    _note(Given(query, key, None, False, scale, lambda *_: None, modified), (place, passed), number, learns)
+    _note(Given(query, key, None, None, False, scale, lambda *_: None, modified), (place, passed), number, learns)
 
 
 @noted_modified.register_fake
@@ -168,7 +169,7 @@ def _look(given: Given, ticket: Ticket, number: int, is_traced: bool) -> Given:
     if is_traced and type(ticket[0]) is not Tensor:
         detached = query.detach(), key.detach()
         if given.modified is None:
-            noted(*detached, given.mask, *ticket, given.scale, given.is_causal, number, learns)
+            noted(*detached, given.mask, given.hidden_keys, *ticket, given.scale, given.is_causal, number, learns)
         else:
             own = given.modified.score_buffers
             buffers = [buffer.detach() for buffer in (*own, *given.modified.mask_buffers)]
@@ -227,7 +228,7 @@ def _follow_both(tensors: tuple[Tensor, Tensor], told: Callable[[Tensor, Tensor]
 def _kernel(given: Given) -> KernelCall:
     if given.modified is None:
         seen = Visibility.of(given.mask, given.is_causal)
-        return KernelCall("sdpa", given.query, given.key, given.scale, visibility=seen)
+        return KernelCall("sdpa", given.query, given.key, given.scale, visibility=seen, hidden=given.hidden_keys)
     buffers = given.modified.score_buffers, given.modified.mask_buffers
     modify = modification(*FUNCTIONS[given.modified.functions], *buffers, is_traced=True)
     return KernelCall("flex", given.query, given.key, given.scale, score_mod=modify)

@@ -20,12 +20,46 @@ def head_lengths(vectors: Tensor) -> Tensor:
     if kernels_take_vectors(vectors):
         from attnscale.measure.cuda import triton
 
-        return triton.head_lengths(vectors, kind=("lengths", layout_of(vectors)))
+        return triton.head_lengths(vectors.unsqueeze(2), kind=("lengths", layout_of(vectors)))
     dtype = wide_dtype(vectors)
     if vectors.is_cuda:  # which adds up in pairs; a CPU, where features are not in a row, one by one
         return torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
     each = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
     return torch.linalg.vector_norm(each, dim=(0, 2), dtype=torch.float64)  # type: ignore[no-any-return]
+
+
+def lengths_of_sums(copies: Tensor) -> Tensor:
+    """The same of vectors that are the sums of copies, (batch, heads, copies, length, features).
+
+    >>> lengths_of_sums(torch.ones(2, 3, 5, 8, 4)).tolist()
+    [40.0, 40.0, 40.0]
+    """
+    if kernels_take_vectors(copies):
+        from attnscale.measure.cuda import triton
+
+        return triton.head_lengths(copies, kind=("lengths of sums", layout_of(copies)))
+    return head_lengths(copies.sum(2, dtype=wide_dtype(copies)))
+
+
+def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
+    """Root mean square of the lengths of (batch, heads, positions, features), a value a head.
+
+    `left_out`, (batch or 1, positions), says which of them do not count; where none would count, all do: the turn of a
+    ring in which no key is seen.
+
+    >>> mean_lengths(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]]), torch.tensor([[False, True]])).tolist()
+    [5.0]
+    """
+    if kernels_take_vectors(vectors):
+        from attnscale.measure.cuda import triton
+
+        layouts = layout_of(vectors), None if left_out is None else layout_of(left_out)
+        return triton.mean_lengths(vectors, left_out, kind=("mean lengths", layouts))
+    squares = lengths(vectors).double().square()
+    if left_out is None:
+        return squares.mean((0, 2)).sqrt()
+    counted = (~(left_out & ~left_out.all())).unsqueeze(1).expand_as(squares)
+    return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
 
 
 def longest(vectors: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from attnscale.attending.running import joined, run_sequences
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
+from attnscale.measure.cuda import sequences as on_cuda
 from attnscale.measure.cuda import shown
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.measuring import measured
@@ -28,6 +29,8 @@ from attnscale.numerics import without_autocast
 
 def attend_sequences(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
     """The output of every sequence, (1, heads, total, value_dim), and their statistics."""
+    if rows is None and on_cuda.attends(ragged):
+        return on_cuda.attend(ragged)
     calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
     if not any(map(on_cpu.serves, calls)):
         output = run_sequences(ragged)
@@ -60,7 +63,9 @@ def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]
 
 
 def _on_device(ragged: Ragged, rows: int | None) -> ScoreStats:
-    """One pass of a kernel in which sequences are documents; where it does not serve, sequence by sequence."""
+    """One pass of a kernel over each sequence, or in which they are documents; else sequence by sequence."""
+    if rows is None and on_cuda.measures(ragged):
+        return on_cuda.measure(ragged)
     documents = ragged.as_documents()
     if documents is not None and shown.measures(documents):
         return shown.measure(documents, rows)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.lengths import head_lengths
+from attnscale.measure.lengths import head_lengths, lengths_of_sums
 from attnscale.numerics import wide_dtype
 from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
@@ -142,21 +142,22 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
             return None
         distinct = int(own.max()) + 1
         if distinct < keys:
-            lengths = head_lengths(_summed_copies(gradient, own, distinct))
+            lengths = _lengths_of_copied(gradient, own, distinct)
             return lengths[_on(gradient.device, owners)]
     lengths = head_lengths(gradient)
     return lengths if group == 1 else lengths.repeat_interleave(group)
 
 
-def _summed_copies(gradient: Tensor, own: Indices, distinct: int) -> Tensor:
-    """What reaches each of so many keys by its copies, of which `own` tells whose they are."""
-    copies, dtype = len(own) // distinct, wide_dtype(gradient)
+def _lengths_of_copied(gradient: Tensor, own: Indices, distinct: int) -> Tensor:
+    """Of what reaches each of so many keys by its copies, of which `own` tells whose they are."""
+    copies = len(own) // distinct
     if np.array_equal(own, np.repeat(np.arange(distinct), copies)):
-        return gradient.unflatten(1, (distinct, copies)).sum(2, dtype=dtype)  # type: ignore[no-any-return]
+        return lengths_of_sums(gradient.unflatten(1, (distinct, copies)))
     if np.array_equal(own, np.tile(np.arange(distinct), copies)):
-        return gradient.unflatten(1, (copies, distinct)).sum(1, dtype=dtype)  # type: ignore[no-any-return]
+        return lengths_of_sums(gradient.unflatten(1, (copies, distinct)).transpose(1, 2))
+    dtype = wide_dtype(gradient)
     of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=dtype)
-    return of_keys.index_add_(1, _on(gradient.device, own), gradient.to(dtype))
+    return head_lengths(of_keys.index_add_(1, _on(gradient.device, own), gradient.to(dtype)))
 
 
 def _on(device: torch.device, indices: Indices) -> Tensor:

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.dense import rows_of
-from attnscale.measure.lengths import head_lengths
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import lengths
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -93,26 +91,3 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
         return False
     own = visible.flatten(0, -3).any(0).gather(-1, last.clamp(0, keys - 1)[:, None])
     return not bool((visible & future).any()) and bool(own.any())
-
-
-def rms_norm(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """Root mean square of the lengths of (batch, heads, positions, features), a value a head.
-
-    `left_out`, (batch or 1, positions), says which of them do not count.
-    """
-    counted = None if left_out is None else _counted(left_out)
-    if vectors.is_cuda:  # by as few kernels as can be
-        if counted is None:
-            return head_lengths(vectors).mul_((len(vectors) * vectors.shape[2]) ** -0.5)
-        rows = counted.sum(dtype=torch.float64) * (len(vectors) / len(counted))
-        return head_lengths(torch.where(counted[:, None, :, None], vectors, 0.0)) * rows.rsqrt_()
-    squares = lengths(vectors).double().square()
-    if counted is None:
-        return squares.mean((0, 2)).sqrt()
-    counted = counted.unsqueeze(1).expand_as(squares)
-    return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
-
-
-def _counted(left_out: Tensor) -> Tensor:
-    """The others; where none would count, all do: the turn of a ring in which no key is seen."""
-    return ~(left_out & ~left_out.all())

@@ -45,7 +45,7 @@ def _every_row(call: Call) -> ScoreStats:
     kv_len = call.key.shape[2]
     sums = triton.shown_rows(call, None, kv_len, kind=("shown", kind_of(call)))[:, 0]
     table = triton.finish_scored(sums, kv_len, False, ("shown", sums.shape, sums.device.index))
-    pool = Unpooled(partial(_rows, sums), known=Table(table))
+    pool = Unpooled(partial(rows_of, sums), known=Table(table))
     return ScoreStats(call.query.shape[1], exact=True, pool=pool, refreshed=capturing())
 
 
@@ -61,7 +61,7 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
         sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, BOUND_SLACK, kind
     )
     pool = Unpooled(
-        partial(_rows, sums),
+        partial(rows_of, sums),
         lambda: table[:, NUMBERS.index("max_bound")],
         sample,
         in_shards=True,
@@ -70,10 +70,10 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
     return ScoreStats(heads, exact=False, pool=pool, refreshed=capturing())
 
 
-def _rows(sums: Tensor) -> RowSums:
+def rows_of(sums: Tensor) -> RowSums:
     """What the pass has left of each row."""
     return RowSums(sums[6].long(), *sums[:6].double())
 
 
 def _errors(sums: Tensor, sample: Sample, table: Tensor) -> Uncertainty:
-    return uncertainty_of(_rows(sums).over_shards(), sample, table[:, NUMBERS.index("mean")])
+    return uncertainty_of(rows_of(sums).over_shards(), sample, table[:, NUMBERS.index("mean")])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured
+from attnscale.measure.lengths import mean_lengths
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
@@ -27,7 +28,7 @@ from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_se
 from attnscale.watching.kernels.keeping import kept_of
 from attnscale.watching.kernels.ways import ends, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
-from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
+from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
 
 PROBED_ROWS = 64  # for norms and masks
@@ -56,6 +57,7 @@ class KernelCall:
     value: Tensor | None = None
     attends_itself: bool = False  # queries and keys are known to be of the same positions
     drops: bool = False  # weights at random
+    hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
@@ -140,7 +142,7 @@ class KernelCall:
     @cached_property
     def hidden_keys(self) -> Tensor | None:
         """Keys that its mask hides from every query, (batch or 1, keys)."""
-        return keys_nobody_sees(self.visibility.mask)
+        return keys_nobody_sees(self.visibility.mask) if self.hidden is None else self.hidden
 
     @property
     def padding(self) -> Tensor | None:
@@ -252,7 +254,7 @@ def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = No
     Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly.
     """
     step = 1 if every or rows_are_shared() else _step(tensor)
-    norm = rms_norm(tensor.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step])
+    norm = mean_lengths(tensor.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step])
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 

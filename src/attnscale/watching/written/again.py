@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.measure.lengths import mean_lengths
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.visibility import NEVER_A_SCORE
 from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.rows import Rows, rms_norm, spread_positions
+from attnscale.watching.rows import Rows, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.layout import KnownWritten, Layout
 from attnscale.watching.written.legibility import fit
@@ -79,7 +80,7 @@ def _scales(known: KnownWritten, call: SeenCall, scores: Tensor, query: Tensor, 
 
 def _norm(vectors: Tensor, factor: Factors, left_out: Tensor | None, every: bool) -> Tensor:
     at = spread_positions(vectors.shape[-2], vectors.shape[-2] if every else NORMED_ROWS).to(vectors.device)
-    norm = rms_norm(_wide(vectors[:, :, at]), None if left_out is None else left_out[:, at])
+    norm = mean_lengths(_wide(vectors[:, :, at]), None if left_out is None else left_out[:, at])
     return norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnscale.measure.lengths import mean_lengths
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
@@ -23,7 +24,7 @@ from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths, of_product
 from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
-from attnscale.watching.rows import Rows, looks_causal, rms_norm, spread_positions
+from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive, find_axes
 from attnscale.watching.written.keeping import kept_of
@@ -222,7 +223,7 @@ class WrittenCall:
 
         def norm(vectors: Tensor, way: Way, left_out: Tensor | None, at: Tensor) -> Tensor:
             uncounted = None if left_out is None else left_out[:, at.to(left_out.device)]
-            found = rms_norm(vectors.unflatten(0, self.axes.groups.shape), uncounted)
+            found = mean_lengths(vectors.unflatten(0, self.axes.groups.shape), uncounted)
             return found.cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
 
         keys_seen = some.keys(chosen=columns.numpy())

@@ -13,8 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnscale.measure.cuda.hopper.registers import LANES, PAIR, beside_lanes, full_sum, partial_sum, rescale
-from attnscale.measure.cuda.hopper.schedule import ROWS, tile_at
+from attnscale.measure.cuda.hopper.registers import (
+    LANES,
+    PAIR,
+    beside_lanes,
+    blank_from,
+    full_sum,
+    partial_sum,
+    rescale,
+)
+from attnscale.measure.cuda.hopper.schedule import ROWS, tile_at, tiles_in
 
 MASKED = gl.constexpr(-1.0e30)  # finite, because p·x must be 0 and not NaN for a masked key
 LN2 = gl.constexpr(math.log(2))
@@ -31,16 +39,20 @@ def consume(
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
     MOMENTS: gl.constexpr,
+    SEQUENCES: gl.constexpr,
 ):
     """Attend from 64 rows of each of this program's tiles; scores are in units of log 2.
 
     MOMENTS: Σ z and Σ z² too, z from the same base as the weights' exponents; moved with it, n z's by the shift δ,
     they become Σ z + nδ and Σ z² + 2δ Σ z + nδ².
+
+    SEQUENCES: rows past the end of one are those of the next, so nothing is written there, and no value is read.
     """
-    o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale = shared
+    o_desc, o_ptr, width, sums_ptr, lse_ptr, tiles_ptr, buffers, barriers, sizes, scale = shared
     q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_len, kv_len, heads, all_heads, tiles = sizes[0], sizes[1], sizes[2], sizes[4], sizes[6]
+    rows_each, heads, all_heads = sizes[0], sizes[2], sizes[4]
+    tiles = tiles_in(sizes, tiles_ptr, SEQUENCES)
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     HEAD_DIM: gl.constexpr = q_smem.shape[2]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -51,7 +63,9 @@ def consume(
     q_phase = 0
     step = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, head, tile_row, blocks = tile_at(index, sizes, BLOCK_M, BLOCK_N, CAUSAL)
+        batch, head, tile_row, blocks, begin, q_len, kv_len = tile_at(
+            index, sizes, tiles_ptr, BLOCK_M, BLOCK_N, CAUSAL, SEQUENCES
+        )
         row = tile_row + CONSUMER * ROWS
         if CAUSAL and BLOCK_N % BLOCK_M != 0:  # the tile's last blocks may lie beyond this warpgroup's rows
             own = gl.maximum(gl.minimum(blocks, gl.cdiv(row + ROWS, BLOCK_N)), 1)
@@ -90,6 +104,10 @@ def consume(
             counted = gl.sum(visible.to(gl.float32).broadcast_to([ROWS, BLOCK_N]), 1)
         operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
         output = gl.zeros([ROWS, HEAD_DIM], gl.float32, output_layout)
+        if SEQUENCES and blocks * BLOCK_N > kv_len:
+            mbarrier.wait(v_full.index(slot), step // STAGES & 1)
+            blank_from(v_smem.index(slot), kv_len - (blocks - 1) * BLOCK_N)
+            fence_async_shared()
 
         for _ in range(blocks - 1):
             v_slot = slot
@@ -136,8 +154,8 @@ def consume(
         exact_total = gl.maximum(relative * gl.exp2(-ahead), 1.0)
         own_rows = row + gl.arange(0, ROWS, row_layout)
         inside = (own_rows >= 0) & (own_rows < q_len)
-        plane = all_heads.to(gl.int64) * q_len  # the statistics lie one behind the other, in the order of RowSums
-        place = (batch * heads + head).to(gl.int64) * q_len + own_rows
+        plane = all_heads.to(gl.int64) * rows_each  # the statistics lie one behind the other, in the order of RowSums
+        place = (batch * heads + head).to(gl.int64) * rows_each + begin + own_rows
         to = sums_ptr + place
         gl.store(to, largest * LN2, mask=inside)
         gl.store(to + plane, exact_total, mask=inside)
@@ -150,16 +168,33 @@ def consume(
             mean = largest - ahead + from_base
             gl.store(to + 4 * plane, mean * LN2, mask=inside)
             gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
+            if SEQUENCES:
+                gl.store(to + 6 * plane, number, mask=inside)
         gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))
         step += 1
 
         output = rescale(output, inverse, False)
-        query.store(output.to(q_smem.dtype))  # this warpgroup is done with its queries
-        fence_async_shared()
-        tile = query._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
-        if row >= 0:  # TMA reads zeros before the first row, but cannot be told to write there
-            tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], tile)
+        is_whole = row >= 0  # TMA reads zeros before the first row, but cannot be told to write there
+        if SEQUENCES:
+            is_whole = row + ROWS <= q_len
+            if not is_whole:
+                _write(output.to(q_smem.dtype), o_ptr + head * width, begin, row, q_len, heads * width, width)
+        if is_whole:
+            query.store(output.to(q_smem.dtype))  # this warpgroup is done with its queries
+            fence_async_shared()
+            tile = query._reinterpret(o_desc.dtype, o_desc.block_shape, o_desc.layout)
+            tma.async_copy_shared_to_global(o_desc, [batch, head, begin + row, 0], tile)
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(CONSUMER))
+
+
+@gluon.jit
+def _write(output, to, begin, row, length, stride, width):
+    """Rows of a sequence, up to its end, into tokens that lie this far apart."""
+    layout: gl.constexpr = output.type.layout
+    rows = row + gl.arange(0, output.shape[0], gl.SliceLayout(1, layout))
+    columns = gl.arange(0, output.shape[1], gl.SliceLayout(0, layout))
+    inside = (rows < length)[:, None] & (columns < width)[None, :]
+    gl.store(to + ((begin + rows).to(gl.int64) * stride)[:, None] + columns[None, :], output, mask=inside)

@@ -15,15 +15,18 @@ from attnscale.measure.cuda.hopper.producer import produce
 from attnscale.measure.cuda.hopper.schedule import ROWS
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "kv_heads", "all_heads", "together", "tiles"])
+@gluon.jit(do_not_specialize=["width", "q_len", "kv_len", "heads", "kv_heads", "all_heads", "together", "tiles"])
 def attend(
     q_desc,
     k_desc,
     v_desc,
     o_desc,
+    o_ptr,
     sums_ptr,
     lse_ptr,
+    tiles_ptr,
     scale,
+    width,
     q_len,
     kv_len,
     heads,
@@ -37,8 +40,12 @@ def attend(
     CAUSAL: gl.constexpr,
     LAZY: gl.constexpr,
     MOMENTS: gl.constexpr,
+    SEQUENCES: gl.constexpr,
 ):
-    """Attention output, the lse and four statistics of each row, or six; scale in units of log 2."""
+    """Attention output, the lse and four statistics of each row, or six; scale in units of log 2.
+
+    SEQUENCES: of those that are laid end to end, whose tiles lie at tiles_ptr; their rows have a seventh.
+    """
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -66,14 +73,14 @@ def attend(
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (q_len, kv_len, heads, kv_heads, all_heads, together, tiles)
-    shared = (o_desc, sums_ptr, lse_ptr, buffers, barriers, sizes, scale)
+    shared = (o_desc, o_ptr, width, sums_ptr, lse_ptr, tiles_ptr, buffers, barriers, sizes, scale)
     # Registers: 65536 over 12 or 16 warps; the first consumer gets what the others leave: as many as the second.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
-                (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS, SEQUENCES)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS, SEQUENCES)),
+                (produce, (loads, buffers, barriers, sizes, tiles_ptr, CONSUMERS, BLOCK_N, STAGES, CAUSAL, SEQUENCES)),
             ],
             [4, 1],
             [240, 24],
@@ -81,10 +88,10 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
-                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
-                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS)),
-                (produce, (loads, buffers, barriers, sizes, CONSUMERS, BLOCK_N, STAGES, CAUSAL)),
+                (consume, (shared, 0, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS, SEQUENCES)),
+                (consume, (shared, 1, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS, SEQUENCES)),
+                (consume, (shared, 2, CONSUMERS, BLOCK_N, STAGES, CAUSAL, LAZY, MOMENTS, SEQUENCES)),
+                (produce, (loads, buffers, barriers, sizes, tiles_ptr, CONSUMERS, BLOCK_N, STAGES, CAUSAL, SEQUENCES)),
             ],
             [4, 4, 1],
             [160, 160, 32],

@@ -15,11 +15,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
 from attnscale.measure.cuda.triton.launching import Compiled, on_device
+from attnscale.measure.cuda.triton.sequences import most_tiles, tiles_of
+from attnscale.measure.cuda.ways import layout_of
 from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import current_stream
 
 LOG2E = math.log2(math.e)
 SUMS = {False: 4, True: 6}  # a row: max, total, gap, participation; with moments, mean and deviation
+OF_SEQUENCES = 7  # and the number of visible keys
 L2_BUDGET = 32 * 2**20  # bytes of keys and values in use at a time: about half of the H200's 60 MB of L2
 TMA_ALIGNMENT = 16  # bytes, of an address and of every stride
 
@@ -100,6 +103,35 @@ def attend_rows(
     With `moments`, also the mean of s and Σ (s − mean)². Row i sees keys j ≤ i if causal; the statistics are float32
     (4 or 6, batch, heads, q_len).
     """
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return _launched(query, key, value, output, None, scale, is_causal, moments, variant)
+
+
+def sequence_rows(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of sequences laid end to end, (1, heads, total, head_dim), each of which sees itself, with moments.
+
+    The output is (total, heads, head_dim); a seventh statistic says how many keys a row sees.
+    """
+    _, heads, total, head_dim = query.shape
+    output = torch.empty((total, heads, head_dim), dtype=query.dtype, device=query.device)
+    as_row = output.transpose(0, 1).unsqueeze(0)
+    _, lse, sums = _launched(query, key, value, as_row, starts, scale, is_causal, True, DEFAULT)
+    return output, lse, sums
+
+
+def _launched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    moments: bool,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, q_len, head_dim = query.shape
     width = padded(head_dim)
     fastest = FASTEST_WITH_MOMENTS if moments else FASTEST
@@ -108,18 +140,37 @@ def attend_rows(
     kv_heads, kv_len = key.shape[1:3]
     if scale < 0:  # the kernel takes a row's maximum before it scales
         query, scale = -query, -scale
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    sums = torch.empty((SUMS[moments], batch, heads, q_len), dtype=torch.float32, device=query.device)
+    planes = SUMS[moments] if starts is None else OF_SEQUENCES
+    sums = torch.empty((planes, batch, heads, q_len), dtype=torch.float32, device=query.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     all_heads = batch * heads
-    tiles = all_heads * -(-q_len // (chosen.consumers * ROWS.value))
+    tile_rows = chosen.consumers * ROWS.value
+    tiles, placed = all_heads * -(-q_len // tile_rows), sums
+    if starts is not None:
+        sums[-1].zero_()  # tokens behind the last sequence see nothing
+        tiles = heads * most_tiles(starts, q_len, tile_rows)
+        placed = tiles_of(starts, q_len, tile_rows, ("tiles", tile_rows, layout_of(starts)))
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
-    kind = name, width, query.dtype, is_causal, moments, query.device.index
+    kind = name, width, query.dtype, is_causal, moments, starts is None, query.device.index
     scalars = (
-        *(sums, lse, scale * LOG2E, q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
-        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments),
+        *(
+            output,
+            sums,
+            lse,
+            placed,
+            scale * LOG2E,
+            head_dim,
+            q_len,
+            kv_len,
+            heads,
+            kv_heads,
+            all_heads,
+            together,
+            tiles,
+        ),
+        *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments, starts is not None),
     )
     tensors = (query, ROWS.value), (key, chosen.block_n), (value, chosen.block_n), (output, ROWS.value)
     with on_device(query):

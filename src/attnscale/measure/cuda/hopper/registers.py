@@ -29,6 +29,15 @@ def beside_lanes(row, partial):
     return gl.convert_layout(row, layout, assert_trivial=True).expand_dims(1).expand_dims(2)
 
 
+@gluon.jit
+def blank_from(tile, row):
+    """Zeros in the place of a tile's rows from this one on; those before are written as they were."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    kept = tile.load(layout)
+    tile.store(gl.where((rows < row)[:, None], kept, 0.0).to(tile.dtype))
+
+
 @gluon.constexpr_function
 def _rescale_assembly(elements):
     """PTX that multiplies by the factors, and jumps over that in warps whose factors are all 1."""

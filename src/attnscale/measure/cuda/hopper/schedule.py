@@ -4,12 +4,36 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnscale.measure.cuda.triton import sequences
+
+FIELDS = gl.constexpr(sequences.FIELDS.value)
 ROWS = gl.constexpr(64)  # rows of one warpgroup's matrix instruction
 
 
 @gluon.jit
-def tile_at(index, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Batch, head, first row and number of key blocks of a tile."""
+def tiles_in(sizes, tiles_ptr, SEQUENCES: gl.constexpr):
+    """How many tiles there are: of sequences that are laid end to end the device alone knows it."""
+    if SEQUENCES:
+        return gl.load(tiles_ptr) * sizes[2]
+    return sizes[6]
+
+
+@gluon.jit
+def tile_at(
+    index, sizes, tiles_ptr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SEQUENCES: gl.constexpr
+):
+    """Batch, head, first row and number of key blocks of a tile; where its rows begin, and how many rows and keys.
+
+    Sequences that are laid end to end are one batch entry; each sees itself.
+    """
+    if SEQUENCES:
+        number = gl.load(tiles_ptr)
+        at = tiles_ptr + (1 + index % number) * FIELDS
+        begin, length, row = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+        blocks = gl.cdiv(length, BLOCK_N)
+        if CAUSAL:
+            blocks = gl.minimum(blocks, gl.cdiv(row + BLOCK_M, BLOCK_N))
+        return 0, index // number, row, blocks, begin, length, length
     q_len, kv_len, heads, _, all_heads, together, _ = sizes
     tiles_each = gl.cdiv(q_len, BLOCK_M)
     blocks = gl.cdiv(kv_len, BLOCK_N)
@@ -25,4 +49,4 @@ def tile_at(index, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: 
     else:
         row = index % tiles_each * BLOCK_M
         head = index // tiles_each
-    return head // heads, head % heads, row, blocks
+    return head // heads, head % heads, row, blocks, 0, q_len, kv_len

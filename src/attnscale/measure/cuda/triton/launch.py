@@ -10,11 +10,13 @@ from torch import Tensor
 from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
 from attnscale.measure.cuda.triton.rows import rows_kernel
 from attnscale.measure.cuda.triton.sample import sample_kernel
+from attnscale.measure.cuda.triton.sequences import most_tiles, tiles_of
 from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, tiles
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LEAST_WIDTH = 16  # the narrowest product of tiles
 ATTENDED, SCORED = 4, 6  # statistics a row: max, total, gap, participation, and mean and deviation
+OF_SEQUENCES = 7  # and the number of visible keys
 
 
 def attend_rows(
@@ -56,6 +58,30 @@ def score_rows(
     return sums
 
 
+def sequence_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    starts: Tensor,
+    scale: float,
+    is_causal: bool,
+    cut: Tiles | None = None,
+    kind: Hashable = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Of sequences laid end to end, (1, heads, total, head_dim), each of which sees itself: output, lse, and sums.
+
+    The output is (total, heads, head_dim), the lse (1, heads, total); without a value both are None. The sums, (7, 1,
+    heads, total), end with how many keys each row sees.
+    """
+    _, heads, total, head_dim = query.shape
+    made = None if value is None else torch.empty((total, heads, head_dim), dtype=query.dtype, device=query.device)
+    lse = None if value is None else torch.empty((1, heads, total), dtype=torch.float32, device=query.device)
+    sums = torch.empty((OF_SEQUENCES, 1, heads, total), dtype=torch.float32, device=query.device)
+    sums[-1].zero_()  # tokens behind the last sequence see nothing
+    fill(made, sums, query, key, value, lse, None, scale, is_causal, cut, kind, starts)
+    return made, lse, sums
+
+
 def fill(
     output: Tensor | None,
     sums: Tensor,
@@ -68,10 +94,12 @@ def fill(
     is_causal: bool,
     cut: Tiles | None = None,
     kind: Hashable = None,
+    starts: Tensor | None = None,
 ) -> None:
     """Write the output, if one is wanted, and the sums: (4 or 6 with an output, 6 without; batch, heads, rows).
 
-    With an output, the lse is written too; without, it is what a forward has found.
+    With an output, the lse is written too; without, it is what a forward has found. With the starts of sequences that
+    are laid end to end, they are looked at by themselves.
     """
     query, scale = _rising(query, scale)
     query, key = unit_stride(query), unit_stride(key)
@@ -80,19 +108,24 @@ def fill(
     count = sums.shape[-1]
     if cut is None:
         cut = tiles(head_dim, query.dtype, capability(query.device.index))
+    programs, placed = -(-count // cut.rows) * batch * heads, query
+    if starts is not None:
+        programs = most_tiles(starts, count, cut.rows) * heads
+        placed = tiles_of(starts, count, cut.rows, None if kind is None else ("tiles", kind))
     with on_device(query):
         launch(
             rows_kernel,
-            (-(-count // cut.rows) * batch * heads,),
+            (programs,),
             (
                 *(query, key, value, query if output is None else output, sums, query if lse is None else lse),
-                *(query if rows is None else rows.contiguous(), *query.stride()[:3], *key.stride()[:3]),
+                *(query if rows is None else rows.contiguous(), placed, *query.stride()[:3], *key.stride()[:3]),
                 *(*value.stride()[:3], *((0, 0, 0) if lse is None else lse.stride())),
                 *(heads, heads // key.shape[1], count, key.shape[2], scale, scale * LOG2_E),
             ),
             (
                 *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, is_causal, output is not None),
-                *(lse is not None and output is None, rows is not None, sums.shape[0] == SCORED, precision(query)),
+                *(lse is not None and output is None, rows is not None, sums.shape[0] >= SCORED, starts is not None),
+                precision(query),
             ),
             (cut.warps, cut.stages),
             kind,

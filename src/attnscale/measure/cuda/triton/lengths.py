@@ -1,4 +1,7 @@
-"""The length of all vectors of each head, in one launch that reads them once and adds up in a fixed order."""
+"""The length of all vectors of each head, in one launch that reads them once and adds up in a fixed order.
+
+Vectors may come as copies whose sum is meant, and some positions may be left out.
+"""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 from collections.abc import Hashable
@@ -15,28 +18,38 @@ from attnscale.measure.cuda.triton.tiles import padded_width
 PROGRAMS = 1056  # eight a multiprocessor of an H200
 TILE = 4096  # elements that a program reads at once
 AT_ONCE: tl.constexpr = tl.constexpr(128)  # programs whose sums are added up
+PARTS: tl.constexpr = tl.constexpr(3)  # Σx² of every position, of those that count, and how many count
 
 
 @triton.jit(do_not_specialize=["rows", "length", "rows_each"])
 def lengths_kernel(
     vectors_at: tl.tensor,
+    left_out_at: tl.tensor,
     left_at: tl.tensor,
     arrived_at: tl.tensor,
     lengths_at: tl.tensor,
     batch_stride: tl.tensor,
     head_stride: tl.tensor,
+    copy_stride: tl.tensor,
     row_stride: tl.tensor,
+    left_out_batch: tl.tensor,
+    left_out_row: tl.tensor,
     rows: tl.tensor,
     length: tl.tensor,
     rows_each: tl.tensor,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    COPIES: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
+    IS_MEAN: tl.constexpr,
 ) -> None:
     """Some rows of a head a program, the batch entries one behind the other; the last one adds up what all left."""
     slot, head, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     dims = tl.arange(0, WIDTH)
     squares = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
+    of_counted = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
+    counted = tl.zeros([TILE_ROWS], tl.float32)
     end = tl.minimum((slot + 1) * rows_each, rows)
     for start in range(slot * rows_each, end, TILE_ROWS):
         row = start + tl.arange(0, TILE_ROWS)
@@ -44,39 +57,72 @@ def lengths_kernel(
         at = vectors_at + head.to(tl.int64) * head_stride + entry * batch_stride + position * row_stride
         inside = (row < end)[:, None] & (dims < HEAD_DIM)[None, :]
         vectors = tl.load(at[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+        for copy in tl.static_range(1, COPIES):
+            other = at + copy * copy_stride
+            vectors += tl.load(other[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
         squares += vectors * vectors
-    left_at += head * slots
+        if LEAVES_OUT:
+            out = tl.load(left_out_at + entry * left_out_batch + position * left_out_row, mask=row < end, other=1)
+            of_counted += tl.where((out == 0)[:, None], vectors * vectors, 0.0)
+            counted += (out == 0).to(tl.float32)
+    left_at += head * slots * PARTS
     tl.store(left_at + slot, tl.sum(tl.sum(squares, 1).to(tl.float64), 0))
+    if LEAVES_OUT:
+        tl.store(left_at + slots + slot, tl.sum(tl.sum(of_counted, 1).to(tl.float64), 0))
+        tl.store(left_at + 2 * slots + slot, tl.sum(counted.to(tl.float64), 0))
     tl.debug_barrier()
     if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
-        total = tl.zeros([AT_ONCE], tl.float64)
-        for start in range(0, slots, AT_ONCE):
-            place = start + tl.arange(0, AT_ONCE)
-            total += tl.load(left_at + place, mask=place < slots, other=0.0, cache_modifier=".cg")
-        tl.store(lengths_at + head, tl.sqrt(tl.sum(total, 0)))
+        total, divisor = added_up(left_at, slots), tl.full([], 1.0, tl.float64)
+        if IS_MEAN:
+            divisor = rows.to(tl.float64)
+        if LEAVES_OUT:  # where none would count, all do
+            number = added_up(left_at + 2 * slots, slots)
+            total = tl.where(number > 0.0, added_up(left_at + slots, slots), total)
+            divisor = tl.where(number > 0.0, number, divisor)
+        tl.store(lengths_at + head, tl.sqrt(total / divisor))
         tl.store(arrived_at + head, 0)  # for the next launch
 
 
-def head_lengths(vectors: Tensor, kind: Hashable = None) -> Tensor:
-    """Of (batch, heads, length, features), a float64 a head."""
-    vectors = unit_stride(vectors)
-    batch, heads, length, features = vectors.shape
+@triton.jit
+def added_up(left_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+    """What so many programs left, in a fixed order."""
+    total = tl.zeros([AT_ONCE], tl.float64)
+    for start in range(0, slots, AT_ONCE):
+        place = start + tl.arange(0, AT_ONCE)
+        total += tl.load(left_at + place, mask=place < slots, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, 0)
+
+
+def head_lengths(copies: Tensor, kind: Hashable = None) -> Tensor:
+    """Of what copies are together, (batch, heads, copies, length, features), a float64 a head."""
+    return _measured(copies, None, is_mean=False, kind=kind)
+
+
+def mean_lengths(vectors: Tensor, left_out: Tensor | None, kind: Hashable = None) -> Tensor:
+    """√(Σx² / positions) of (batch, heads, length, features), without those left out, (batch or 1, length)."""
+    return _measured(vectors.unsqueeze(2), left_out, is_mean=True, kind=kind)
+
+
+def _measured(copies: Tensor, left_out: Tensor | None, is_mean: bool, kind: Hashable) -> Tensor:
+    copies = unit_stride(copies)
+    batch, heads, count, length, features = copies.shape
     width = padded_width(features, LEAST_WIDTH)
     tile = max(1, TILE // width)
     parts = max(1, min(PROGRAMS // heads, -(-batch * length // tile)))
     rows_each = -(-batch * length // (parts * tile)) * tile
     parts = -(-batch * length // rows_each)
-    left = torch.empty(heads * parts, dtype=torch.float64, device=vectors.device)
-    found = torch.empty(heads, dtype=torch.float64, device=vectors.device)
-    with on_device(vectors):
+    left = torch.empty(heads * parts * PARTS.value, dtype=torch.float64, device=copies.device)
+    found = torch.empty(heads, dtype=torch.float64, device=copies.device)
+    out = copies if left_out is None else left_out.expand(batch, -1).view(torch.uint8)
+    with on_device(copies):
         launch(
             lengths_kernel,
             (parts, heads),
             (
-                *(vectors, left, counters(vectors.device, heads), found, *vectors.stride()[:3]),
+                *(copies, out, left, counters(copies.device, heads), found, *copies.stride()[:4], *out.stride()[:2]),
                 *(batch * length, length, rows_each),
             ),
-            (features, width, tile),
+            (features, width, tile, count, left_out is not None, is_mean),
             (4, 1),
             kind,
         )

@@ -6,7 +6,10 @@ import math
 import triton
 import triton.language as tl
 
+from attnscale.measure.cuda.triton.sequences import FIELDS
+
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
+TILE_FIELDS: tl.constexpr = FIELDS
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
@@ -19,6 +22,7 @@ def rows_kernel(
     sums_at: tl.tensor,
     lse_at: tl.tensor,
     rows_at: tl.tensor,
+    tiles_at: tl.tensor,
     query_batch: tl.tensor,
     query_head: tl.tensor,
     query_row: tl.tensor,
@@ -46,16 +50,31 @@ def rows_kernel(
     GIVEN_LSE: tl.constexpr,
     GIVEN_ROWS: tl.constexpr,
     MOMENTS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One tile of query rows against all the keys they see."""
-    row_tiles = tl.cdiv(count, TILE_ROWS)
-    start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * TILE_ROWS  # causal rows that see most start first
-    both = tl.program_id(0) // row_tiles
+    """One tile of query rows against all the keys they see; with SEQUENCES, those of the sequence that it is in."""
+    planes_apart = tl.cast(count, tl.int64) * heads  # one statistic behind the other, as in RowSums
+    if SEQUENCES:
+        row_tiles, begin = tl.load(tiles_at), 0
+        tile, both = tl.program_id(0) % tl.maximum(row_tiles, 1), tl.program_id(0) // tl.maximum(row_tiles, 1)
+        if both >= heads:  # there is room for more tiles than there are
+            return
+        tile_at = tiles_at + (1 + tile) * TILE_FIELDS
+        begin, length, start = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
+        to_at = both.to(tl.int64) * count + begin
+        count, kv_len = length, length
+    else:
+        row_tiles = tl.cdiv(count, TILE_ROWS)
+        start = (row_tiles - 1 - tl.program_id(0) % row_tiles) * TILE_ROWS  # causal rows that see most start first
+        both, begin = tl.program_id(0) // row_tiles, 0
+        planes_apart *= tl.num_programs(0) // row_tiles // heads
+        to_at = both.to(tl.int64) * count
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
-    query_at += batch * query_batch + head * query_head
-    key_at += batch * key_batch + head // group * key_head
-    value_at += batch * value_batch + head // group * value_head
+    skipped = tl.cast(begin, tl.int64)
+    query_at += batch * query_batch + head * query_head + skipped * query_row
+    key_at += batch * key_batch + head // group * key_head + skipped * key_row
+    value_at += batch * value_batch + head // group * value_head + skipped * value_row
 
     row = start + tl.arange(0, TILE_ROWS)
     kept = row < count
@@ -119,10 +138,12 @@ def rows_kernel(
             PRECISION,
         )
 
-    to = both.to(tl.int64) * count + row
+    to = to_at + row
     if ATTENDS:
         output = output / total[:, None]
         here = output_at + to[:, None] * HEAD_DIM + dims[None, :]
+        if SEQUENCES:  # by token, as they lie
+            here = output_at + ((skipped + row)[:, None] * heads + head) * HEAD_DIM + dims[None, :]
         tl.store(here, output.to(output_at.dtype.element_ty), mask=kept[:, None] & inside)
     mean = tl.div_rn(slope, total)
     participation = tl.div_rn(tl.div_rn(square, total), total)
@@ -131,20 +152,22 @@ def rows_kernel(
         total = total / tl.exp2(top)
         mean = mean - top
     sums_at += to
-    plane = (tl.num_programs(0) // row_tiles).to(tl.int64) * count  # one statistic behind the other, as in RowSums
+    plane = planes_apart
     tl.store(sums_at, highest * scale, mask=kept)
     tl.store(sums_at + plane, total, mask=kept)
     tl.store(sums_at + 2 * plane, tl.maximum(-mean * LN_2, 0.0), mask=kept)
     tl.store(sums_at + 3 * plane, participation, mask=kept)
     if ATTENDS:
         lse_at += batch * lse_batch + head * lse_head
-        tl.store(lse_at + row.to(tl.int64) * lse_row, highest * scale + tl.log(total), mask=kept)
+        tl.store(lse_at + (skipped + row) * lse_row, highest * scale + tl.log(total), mask=kept)
     if MOMENTS:
         visible = tl.minimum(position + 1, kv_len) if CAUSAL else tl.zeros_like(position) + kv_len
         mean_away = away / visible.to(tl.float32)
         tl.store(sums_at + 4 * plane, (pivot + mean_away) * scale, mask=kept)
         deviation = tl.maximum(away_square - away * mean_away, 0.0)
         tl.store(sums_at + 5 * plane, deviation * (scale * scale), mask=kept)
+        if SEQUENCES:
+            tl.store(sums_at + 6 * plane, visible.to(tl.float32), mask=kept)
 
 
 @triton.jit

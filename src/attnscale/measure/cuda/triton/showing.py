@@ -11,7 +11,7 @@ from attnscale.measure.cuda.triton.largest import largest_kernel, longest_kernel
 from attnscale.measure.cuda.triton.launch import LEAST_WIDTH, unit_stride
 from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
 from attnscale.measure.cuda.triton.shown import ADDED, BOOLEAN, NO_MASK, shown_kernel
-from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, shown_tiles, tiles
+from attnscale.measure.cuda.triton.tiles import Tiles, largest_tiles, padded_width, shown_sample_tiles, shown_tiles
 
 PLANES = 7  # SCORED, and the number of visible keys
 CHUNK, MOST_CHUNKS = 128, 64  # keys whose longest one program looks for, and programs a head
@@ -32,7 +32,7 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
     mask_by_row = mask_strides[2] != 0
     if cut is None:
         known = head_dim, query.dtype, capability(query.device.index)
-        cut = shown_tiles(*known, mask_by_row) if rows is None else sample_tiles(count, *known)
+        cut = shown_tiles(*known, mask_by_row) if rows is None else shown_sample_tiles(count, *known)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
     theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
     sums = torch.empty((PLANES, spans, batch, heads, count), dtype=torch.float32, device=query.device)
@@ -75,7 +75,8 @@ def raise_largest_(
     mask, mask_strides = _mask(seen.mask, query)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
     theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
-    cut = tiles(head_dim, query.dtype, capability(query.device.index)) if cut is None else cut
+    known = head_dim, query.dtype, capability(query.device.index)
+    cut = largest_tiles(*known, mask_strides[2] != 0) if cut is None else cut
     width = padded_width(head_dim, LEAST_WIDTH)
     with on_device(query):
         launch(
@@ -126,11 +127,15 @@ def _mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if mask is None:
         return query, (0, 0, 0, 0)
     strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides
+    return _as_numbers(mask), strides
 
 
 def _documents(ids: Tensor | None, batch: int, length: int, query: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     if ids is None:
         return query, (0, 0)
     whole = ids.expand(batch, length)
-    return whole, whole.stride()
+    return _as_numbers(whole), whole.stride()
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,80 @@
+"""The pass over sequences that are laid end to end, in triton's interpreter, against each of them alone in float64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnscale.attending.call import Call
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.visibility import Visibility
+
+from .interpreting import UNFIT, loops_over_tensors  # noqa: F401
+
+if UNFIT:
+    pytest.skip(UNFIT, allow_module_level=True)
+
+from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.triton.sequences import tiles_of
+
+SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
+CUT = kernels.Tiles(16, 16, 4, 1)
+
+
+def by_sequence(query, key, starts, scale, is_causal):
+    for begin, end in pairwise(starts):
+        if end > begin:
+            own, theirs = query[:, :, begin:end].double(), key[:, :, begin:end].double()
+            yield measure_rows(Call(own, theirs, theirs, Visibility.of(None, is_causal), 0.0, scale, None))
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 40, 1, 17), (16, 32), (3,), (0, 0, 9), (1,) * 7])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "scale"), [(2, 2, 0.3), (4, 2, -0.5)])
+def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, heads, kv_heads, scale):
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    total, width = starts[-1], 20
+    query = torch.randn(total, heads, width).transpose(0, 1).unsqueeze(0)
+    key, value = (torch.randn(total, kv_heads, width).transpose(0, 1).unsqueeze(0) for _ in range(2))
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    output, lse, sums = kernels.sequence_rows(query, key, value, offsets, scale, is_causal, CUT)
+    alone = list(by_sequence(query, key.repeat_interleave(heads // kv_heads, 1), starts, scale, is_causal))
+    for place, name in enumerate(SUMS):
+        expected = torch.cat([getattr(each, name).double().expand_as(each.max) for each in alone], -1)
+        assert torch.allclose(sums[place].double(), expected, rtol=1e-4, atol=1e-5), name
+    assert torch.allclose(lse.double(), torch.cat([each.max + each.total.log() for each in alone], -1), atol=1e-5)
+    rising = query if scale > 0 else -query  # torch's own causal attention makes NaN of a negative scale
+    parts = [
+        F.scaled_dot_product_attention(*tensors, is_causal=is_causal, scale=abs(scale), enable_gqa=True)
+        for tensors in zip(*(x.split(lengths, dim=2) for x in (rising, key, value)), strict=True)
+    ]
+    assert torch.allclose(output.transpose(0, 1).unsqueeze(0), torch.cat(parts, 2), atol=1e-5)
+    nothing, _, again = kernels.sequence_rows(query, key, None, offsets.long(), scale, is_causal, CUT)
+    assert nothing is None
+    assert torch.equal(again, sums)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of NumPy, which interprets
+def test_what_lies_in_a_neighbour_is_not_seen():
+    tokens = torch.randn(1, 2, 30, 8)
+    tokens[:, :, 13:] = torch.nan
+    output, lse, sums = kernels.sequence_rows(tokens, tokens, tokens, torch.tensor([0, 13, 30]), 1.0, False, CUT)
+    assert output[:13].isfinite().all()
+    assert lse[..., :13].isfinite().all()
+    assert sums[..., :13].isfinite().all()
+    assert output[13:].isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_tiles_are_those_of_each_sequence_and_as_many_as_are_told(count):
+    lengths = torch.randint(0, 40, (count,))
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tiles = tiles_of(starts, int(starts[-1]), 16)
+    expected = [
+        (begin, end - begin, row)
+        for begin, end in pairwise(starts.tolist())
+        for row in reversed(range(0, end - begin, 16))
+    ]
+    assert tiles[0, 0] == len(expected) <= len(tiles) - 1
+    assert [tuple(tile) for tile in tiles[1 : 1 + len(expected), :3].tolist()] == expected
