@@ -17,7 +17,7 @@ from attnscale import (
     attention_with_stats,
     score_stats,
 )
-from attnscale.attending import running, varlen
+from attnscale.attending import flex, running, varlen
 from attnscale.attending.packed import layouts, packed_call
 from attnscale.attending.running import attend_sequences, run_sequences
 from attnscale.attending.sequences import as_one_row
@@ -272,6 +272,24 @@ def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
     monkeypatch.setattr(running, "ragged_of", None)  # what the operator would begin with
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*ragged.tensors, starts), (*expected, expected[0]))
+
+
+def test_nothing_is_compiled_in_the_middle_of_a_graph(monkeypatch):
+    """On a GPU soft-caps are compiled, which torch cannot do in the first run of another graph."""
+    ragged = batch(Q_LENS, Q_LENS)
+    starts = ragged.starts[0]
+
+    def run(*given):
+        return attention_varlen(*given, starts, softcap=2.0), attention_varlen_with_stats(*given, starts, softcap=2.0)[
+            0
+        ]
+
+    expected = run(*ragged.tensors)
+    monkeypatch.setattr(flex, "serves", lambda call: not flex._COMPILING.is_off)
+    monkeypatch.setattr(flex, "attend", None)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.tensors), expected)
+    with pytest.raises(TypeError, match="not callable"):  # where nothing is in the way it is what attends
+        run(*ragged.tensors)
 
 
 def test_what_only_python_knows_runs_beside_the_graph():

@@ -10,6 +10,7 @@ from attnscale.bench.clocks import _captured
 from attnscale.measure import attention_varlen_with_stats
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.visibility import Visibility
+from tests.others import OTHERS_MAY_WARN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
@@ -72,6 +73,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, heads, is_causa
             assert torch.allclose(output[begin:end].double().cpu(), wanted, rtol=limit, atol=limit), name
 
 
+@OTHERS_MAY_WARN
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (4, 2, 128), (2, 2, 72)])
 def test_gradients_are_those_of_each_sequence(heads, kv_heads, width, is_causal):
@@ -96,6 +98,7 @@ def test_a_step_that_waits_is_not_captured_and_leaves_random_numbers_as_they_wer
     assert _captured(lambda: torch.randn(4, device="cuda").sum(), 2) is not None
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_host_waits_for_sequences():
     made, starts = tokens([300, 64, 517], 4, 4, 64, torch.bfloat16, behind=0)
     attention_varlen_with_stats(*made, starts, is_causal=True)

@@ -1,6 +1,8 @@
 """Soft-capped attention on a GPU: FlexAttention, compiled."""
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 
@@ -28,7 +30,25 @@ def serves(call: Call) -> bool:
         and min(call.query.shape[:-1]) > 0
         and call.key.shape[-2] > 0
         and (torch.compiler.is_compiling() or not in_transform())
+        and not _COMPILING.is_off
     )
+
+
+class _Compiling(threading.local):
+    is_off = False
+
+
+_COMPILING = _Compiling()
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Serve nothing meanwhile: in the first run of a graph torch cannot compile another one."""
+    before, _COMPILING.is_off = _COMPILING.is_off, True
+    try:
+        yield
+    finally:
+        _COMPILING.is_off = before
 
 
 def attend(call: Call) -> Tensor:

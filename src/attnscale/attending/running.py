@@ -1,12 +1,14 @@
 """What runs a ragged batch: torch's kernels for all sequences at once, each sequence after the other, or in a graph."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending import varlen
+from attnscale.attending import flex, varlen
 from attnscale.attending.choosing import as_autocast, run
 from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
@@ -32,10 +34,17 @@ def joined(outputs: list[Tensor], ragged: Ragged) -> Tensor:
     return torch.cat(outputs, dim=-2) if outputs else output_of(ragged.row.query, ragged.row.value)
 
 
+@contextmanager
+def in_operator() -> Iterator[None]:
+    """As a node of a graph runs: nobody looks on at what is inside it, and nothing is compiled."""
+    with without_modes(), flex.nothing_compiled():
+        yield
+
+
 @torch.library.custom_op("attnscale::attend_sequences", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
 def attend_sequences(*given: Any) -> Tensor:
     """run_sequences() as a node of a graph."""
-    with without_modes():  # under which FlexAttention cannot be compiled
+    with in_operator():
         return attended(*ragged_of(*given), run_sequences)
 
 

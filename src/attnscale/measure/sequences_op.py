@@ -9,13 +9,13 @@ from torch import Tensor
 from attnscale.attending import sequences_op, varlen
 from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
-from attnscale.attending.running import run_sequences
+from attnscale.attending.running import in_operator, run_sequences
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, output_of, ragged_of
 from attnscale.measure import sequences
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
-from attnscale.torch_internals import in_transform, unseen, without_modes
+from attnscale.torch_internals import in_transform, unseen
 
 Measured = tuple[Tensor, Tensor, Tensor]
 
@@ -59,7 +59,7 @@ def measured_sequences(*given: Any) -> Measured:
     """The output, or nothing; the table of the heads; how far it may be off where some rows stand for all."""
     *arguments, rows, attends = given
     ragged, dropped = ragged_of(*arguments)
-    with without_modes():  # under which FlexAttention cannot be compiled
+    with in_operator():
         if attends and dropped is None:
             output, stats = sequences.attend_sequences(ragged, rows)
         else:
