@@ -62,12 +62,14 @@ def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
 def ragged_table(costs: Sequence[dict[str, Any]]) -> str:
     """The same of ragged batches, over plain SDPA of a batch with as many tokens."""
     columns = {
-        "packed": "attnscale, packed",
+        "packed, no statistics": "attnscale, packed",
         "exact, read": "attnscale, packed, every row",
         "64 rows, read": "attnscale, packed, 64 rows",
         "jagged, exact, read": "attnscale, jagged, every row",
         "jagged, 64 rows, read": "attnscale, jagged, 64 rows",
-        "padded": "padded, with a mask",
+        "torch's varlen_attn, no statistics": "torch's varlen_attn",
+        "torch's jagged SDPA, none": "torch's SDPA, jagged",
+        "padded, none": "padded, with a mask",
     }
     return _markdown([cost for cost in costs if cost["case"].get("lengths")], columns)
 
