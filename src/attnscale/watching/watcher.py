@@ -91,7 +91,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             self._hand_on_nested(traits, args, kwargs, result)
         elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
-            for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
+            results = result if isinstance(result, tuple) else ()
+            found = dict(zip(traits.results, results, strict=False))
+            for call in kernel_calls(self.tracer.ledger, traits.full_name, found | given):
                 self._report(call, given.get("value"), result)
         elif self.recognition.only_known:  # a softmax where there was none
             self.recognition.give_up()
