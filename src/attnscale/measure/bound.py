@@ -1,5 +1,6 @@
 """What no score of a head is above, told without looking at all of them."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ def max_bound(call: Call, lse: Tensor | None = None) -> Tensor:
     if not call.query.numel() or not call.key.numel():
         return call.query.new_full(call.query.shape[1:2], -torch.inf)
     if lse is not None and call.visibility.is_plain:
-        highest = lse.amax((0, 2))
-        return highest + (highest.abs() + 1.0) * BOUND_SLACK
+        highest = lse.detach().numpy().max((0, 2))
+        return torch.from_numpy(highest + (np.abs(highest) + 1.0) * BOUND_SLACK)
     queries, keys = longest(call.query), longest(call.key)
     keys = keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1)
     bound = queries * keys * abs(call.scale)

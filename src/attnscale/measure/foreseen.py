@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,10 +66,15 @@ def _told_by(lse: Tensor, call: Call) -> Tensor:
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
     usual = key.mean(-2).mul_(call.scale)
     usual = usual if call.group == 1 else usual.repeat_interleave(call.group, dim=1)
-    means = torch.matmul(query, usual.unsqueeze(-1)).squeeze(-1)
+    means = torch.matmul(query, usual.unsqueeze(-1)).squeeze(-1).numpy()  # of few numbers torch is slower than numpy
     logarithm = math.log(key.shape[-2])
-    above = lse.to(means) - means - logarithm
-    frozen = (above - logarithm).clamp_(min=0.0)
-    within = above.clamp_(min=0.0).mul_(2.0).addcmul_(frozen, frozen, value=0.5 / logarithm)
-    means -= means.mean((0, 2), keepdim=True)
-    return within.addcmul_(means, means)
+    above = lse.detach().numpy() - means
+    above -= logarithm
+    frozen = np.maximum(above - logarithm, 0.0)
+    frozen *= frozen
+    within = np.maximum(above, 0.0, out=above)
+    within *= 2.0
+    within += frozen * (0.5 / logarithm)
+    means -= means.mean((0, 2), keepdims=True)
+    within += means * means
+    return torch.from_numpy(within)

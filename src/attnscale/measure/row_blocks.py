@@ -17,7 +17,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cpu.threads import share
 from attnscale.measure.row_sums import RowSums
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
 CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
@@ -265,9 +265,7 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
 
 def past_float32(sums: Tensor) -> bool:
     """Whether squares of these scores are past what float32 holds; of a GPU it is not known without waiting for it."""
-    if sums.device.type != "cpu" or not sums.numel() or math.isfinite(float(sums[4].amax())):
-        return False
-    return bool(sums[4].isinf().any())
+    return sums.device.type == "cpu" and not is_surely_finite(sums[4]) and bool(sums[4].isinf().any())
 
 
 def finished(sums: Tensor, visible: Tensor) -> RowSums:
