@@ -51,6 +51,6 @@ def has_nan_of_its_own(output: Tensor, value: Tensor) -> Tensor:
 def lengths(vectors: Tensor) -> Tensor:
     """‖x‖ over the last axis, in float32 at least; on a CPU, in float64 where its square is past float32."""
     found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
-    if found.device.type == "cpu" and bool(found.isinf().any()):
+    if found.device.type == "cpu" and not is_surely_finite(found) and bool(found.isinf().any()):
         found = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     return found

@@ -167,7 +167,8 @@ def has_kernel(function: Any, key: str) -> bool:
 
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread."""
-    return bool(_graph_task(otherwise=-1) != -1)
+    number = _graph_task.found
+    return number is not None and number() != -1
 
 
 def backward_number() -> int:

@@ -2,13 +2,15 @@
 
 import random
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from attnscale import score_stats
-from attnscale.measure import sampling
+from attnscale.measure import ahead, sampling
 from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.sampling import design
@@ -23,12 +25,16 @@ SAMPLES = 40  # of four heads that share their rows: 95% comes out between 87 an
 @pytest.fixture(autouse=True)
 def same_draws(monkeypatch):
     monkeypatch.setattr(sampling, "DRAW", random.Random(0))
+    monkeypatch.setattr(sampling, "SOURCE", np.random.default_rng(0))
+    ahead.of_design.cache_clear()
 
 
 COVERED = {
     "one outlier row in 1,000": NAMED["one outlier row in 1,000"][0],
     "causal batches of few positions": NAMED["causal batches of few positions"][1],
     "effective keys": NAMED["effective keys"][2],
+    "one outlier row, told by the lse": replace(NAMED["one outlier row in 1,000"][0], by_lse=True),
+    "heads past freezing, told by the lse": replace(NAMED["effective keys"][1], by_lse=True),
 }
 
 

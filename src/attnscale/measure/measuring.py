@@ -28,15 +28,15 @@ def check_rows(rows: int | None) -> None:
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
 
 
-def measured(call: Call, rows: int | None) -> ScoreStats:
-    """The statistics of an attention that was not run, of every row or of about this many a head."""
+def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
+    """The statistics of an attention, of every row or of about this many a head; `lse` where a kernel left it."""
     call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     if shown.measures(call):
         return shown.measure(call, rows)
-    sample = None if rows is None else _sample(call, rows)
-    found, bound = (look_at_rows(call), None) if sample is None else _look(call, sample)
+    sample = None if rows is None else _sample(call, rows, lse)
+    found, bound = (look_at_rows(call), None) if sample is None else _look(call, sample, lse)
     if call.query.device.type != "cpu":
         found()  # while its stream, or a graph that is being captured, is the one the scores are on
     pool = Unpooled(found, lambda: bound, sample)
@@ -44,11 +44,11 @@ def measured(call: Call, rows: int | None) -> ScoreStats:
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
-def _sample(call: Call, rows: int) -> Sample | None:
+def _sample(call: Call, rows: int, lse: Tensor | None) -> Sample | None:
     """On a CPU rows of all batch entries; on a GPU as many of each, drawn ahead."""
     (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
     if device.type == "cpu":
-        foreseen = foreseen_variance(call) if 0 < rows < batch * length else None
+        foreseen = foreseen_variance(call, lse) if 0 < rows < batch * length else None
         return sample_rows(rows, batch, length, uneven, foreseen)
     planned = design(rows, length, batch, uneven)
     if planned is None:
@@ -67,11 +67,11 @@ def looks_at_all(call: Call, rows: int) -> bool:
     return False
 
 
-def _look(call: Call, sample: Sample) -> tuple[Callable[[], RowSums], Tensor]:
+def _look(call: Call, sample: Sample, lse: Tensor | None) -> tuple[Callable[[], RowSums], Tensor]:
     with torch.no_grad():
         positions = sample.positions.to(call.query.device, non_blocking=True)
         entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
-        return look_at_rows(call, positions, entries=entries), max_bound(call)
+        return look_at_rows(call, positions, entries=entries), max_bound(call, lse)
 
 
 def moments_of(call: Call) -> ScoreMoments:

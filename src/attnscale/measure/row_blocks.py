@@ -17,7 +17,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cpu.threads import share
 from attnscale.measure.row_sums import RowSums
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
 CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
@@ -156,14 +156,14 @@ class Pass:
 
     def measure(self, strips: Iterator[Strip]) -> None:
         """Fill in the sums of these strips, and their output."""
-        room = self.sums.new_empty(2, 0)
+        room, chosen = self.sums.new_empty(2, 0), dict[tuple[int, int], Tensor]()
         with torch.no_grad():
             for strip in strips:
-                room = self._measure(strip, room)
+                room = self._measure(strip, self._query(strip, chosen), room)
 
-    def _measure(self, strip: Strip, room: Tensor) -> Tensor:
+    def _measure(self, strip: Strip, query: Tensor, room: Tensor) -> Tensor:
         """One strip; two buffers for the scores of a block, as they were or larger: new memory is slow."""
-        query, key = self._query(strip), self._of(self.call.key, strip).mT
+        key = self._of(self.call.key, strip).mT
         key = key.contiguous() if self._is_worth_a_copy(query) else key
         value = None if self.output is None else self._of(self.call.value, strip)
         place = strip.entry if self.sums.shape[1] > 1 else 0
@@ -187,12 +187,19 @@ class Pass:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
         return room
 
-    def _query(self, strip: Strip) -> Tensor:
-        """(heads, rows, head_dim), with products that are scores."""
-        query = self.call.query[strip.entry, strip.heads]
+    def _query(self, strip: Strip, chosen: dict[tuple[int, int], Tensor]) -> Tensor:
+        """(heads, rows, head_dim), with products that are scores; rows that were `chosen` before, of all heads."""
+        query = self.call.query[strip.entry]
         at = self._positions(strip.entry, strip.rows)
-        # heads of a row lie side by side in most models: chosen by row, they are copied in one piece
-        query = query[:, at] if isinstance(at, slice) else query.transpose(0, 1).index_select(0, at).transpose(0, 1)
+        if isinstance(at, slice):
+            return self._scaled(query[strip.heads, at])
+        known = strip.entry, strip.rows.start
+        if known not in chosen:
+            # heads of a row lie side by side in most models: chosen by row, they are copied in one piece
+            chosen[known] = self._scaled(query.transpose(0, 1).index_select(0, at)).transpose(0, 1)
+        return chosen[known][strip.heads]
+
+    def _scaled(self, query: Tensor) -> Tensor:
         return query.to(self.sums.dtype) * (self.call.scale * BITS)
 
     def _of(self, tensor: Tensor, strip: Strip) -> Tensor:
@@ -258,7 +265,7 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
 
 def past_float32(sums: Tensor) -> bool:
     """Whether squares of these scores are past what float32 holds; of a GPU it is not known without waiting for it."""
-    return sums.device.type == "cpu" and bool(sums[4].isinf().any())
+    return sums.device.type == "cpu" and not is_surely_finite(sums[4]) and bool(sums[4].isinf().any())
 
 
 def finished(sums: Tensor, visible: Tensor) -> RowSums:

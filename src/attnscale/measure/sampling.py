@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnscale.measure.ahead import next_draw
 from attnscale.measure.uncertainty import Uncertainty
 
 ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
@@ -60,7 +61,12 @@ class Foreseen:
 
     design: "Design"
     all_rows: Tensor  # (heads, rows), by stratum
-    rows: Tensor  # (heads, rows), of those looked at
+    drawn: Tensor  # which of them were looked at
+
+    @property
+    def rows(self) -> Tensor:
+        """(heads, rows), of those looked at."""
+        return self.all_rows.index_select(1, self.drawn)
 
     @property
     def cumulants(self) -> Tensor:
@@ -267,21 +273,25 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     planned = _design(rows, batch * length, 1, uneven or seeded, 0 if first is None else len(first))
     if planned is None:
         return None
-    drawn, by_stratum = torch.tensor(planned.draw()), known
+    drawn = torch.tensor(planned.draw()) if seeded else next_draw(planned)
+    told = None if known is None else Foreseen(planned, known, drawn)
     if known is not None and first is not None:
         others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
         order = torch.cat([first, others.nonzero().squeeze(1)])
-        drawn, by_stratum = order[drawn], known[:, order]
-    told = None if known is None or by_stratum is None else Foreseen(planned, by_stratum, known.index_select(1, drawn))
+        drawn, told = order[drawn], Foreseen(planned, known[:, order], drawn)
     positions, entries = (drawn, torch.zeros_like(drawn)) if batch == 1 else (drawn // batch, drawn % batch)
     return Sample(positions, planned.stratum, planned.sizes, entries, told)
 
 
 def _standing_out(known: Tensor, most: int) -> Tensor | None:
     """The rows that are furthest above the usual of any head; None where no row is far above."""
-    usual = known.mean(1, keepdim=True)
-    if not most or not known.numel() or not bool((known.amax(1, keepdim=True) >= STANDS_OUT * usual).any()):
+    if not most or not known.numel():
         return None
+    values = known.numpy()  # a few thousand numbers, of which torch's operators take longer to call than to run
+    usual = values.mean(1, keepdims=True)
+    if not (values.max(1, keepdims=True) >= STANDS_OUT * usual).any():
+        return None
+    usual = known.mean(1, keepdim=True)
     above = torch.where(usual > 0, known / usual, 0.0).nan_to_num().amax(0)
     if float(above.max()) < STANDS_OUT:
         return None

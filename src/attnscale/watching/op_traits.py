@@ -18,6 +18,7 @@ class OpTraits:
     full_name: str = ""
     name: str = ""  # without namespace, and without the underscore of in-place forms; empty: not read
     arguments: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
     is_composite: bool = False  # made of other operations; in inference mode such ones arrive whole
     fused_on: frozenset[str] = frozenset()  # devices where it is one kernel all the same, which rounds otherwise
     is_mutable: bool = False
@@ -39,6 +40,7 @@ def traits_of(function: Any) -> OpTraits:
         f"{space}::{name}",
         name,
         tuple(argument.name for argument in schema.arguments),
+        tuple(result.name for result in schema.returns),
         is_composite,
         frozenset(device for device in DEVICES if has_kernel(function, device.upper())),
         schema.is_mutable,

@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -60,11 +60,13 @@ class Running:
         begins: Callable[[str], bool] = lambda name: True,
         passed_over: Collection[str] = (),
         replaced: Callable[[], None] = lambda: None,
+        plain: Iterable[nn.Module] = (),
     ) -> None:
         """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
 
-        Modules `passed_over` that hold no others are taken for a part of the one around them. `replaced` is called
-        where the model turns out to hold a module that it did not hold before.
+        Modules `passed_over` that hold no others are taken for a part of the one around them, and so are `plain` ones,
+        but that they are told to have run. `replaced` is called where the model turns out to hold a module that it did
+        not hold before.
         """
         self._root = type(model).__name__
         self._model, self._replaced = model, replaced
@@ -75,6 +77,7 @@ class Running:
         }
         others = (module for key, (_, module) in named.items() if key not in self._names)
         self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
+        self._plain = {id(module): module for module in plain}
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
@@ -152,6 +155,7 @@ class Running:
             return
         self.stack.clear()
         self.began.clear()
+        self._plain.clear()
         self._exit()
         self._unhook()
 
@@ -187,6 +191,9 @@ class Running:
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
+        if self.stack and name is not None and id(module) in self._plain and self.is_here:
+            self.called.add(name)
+            return
         if name is None and self.stack and not self._is_passed_over(module) and self.is_here:
             name = self._find(module)
         if name is None or self.is_over:
@@ -209,6 +216,8 @@ class Running:
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if name is None or not self.is_here or not self.stack:
+            return
+        if id(module) in self._plain and self.stack[-1] != name:  # a part of what is around it
             return
         if not self.is_over:
             self._ran(name, output)

@@ -19,6 +19,7 @@ from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
 from attnscale.watching.parameter_names import ParameterNames
+from attnscale.watching.plain_modules import plain_modules
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
 from attnscale.watching.running import Running
@@ -52,6 +53,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             self.recognition.begins,
             passed_over=passed_over,
             replaced=self.recognition.forget,
+            plain=() if settings.training else plain_modules(model, self.norms.built),
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         declare = partial(declared if known is None else known.declared, model)
@@ -91,7 +93,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             self._hand_on_nested(traits, args, kwargs, result)
         elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
-            for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
+            results = result if isinstance(result, tuple) else ()
+            found = dict(zip(traits.results, results, strict=False))
+            for call in kernel_calls(self.tracer.ledger, traits.full_name, found | given):
                 self._report(call, given.get("value"), result)
         elif self.recognition.only_known:  # a softmax where there was none
             self.recognition.give_up()
@@ -192,9 +196,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:
     """Whether an operation runs as those it is made of: not where its device, or a nested tensor, has one for it."""
-    if any(map(is_nested, args)):
+    if not traits.is_composite or any(map(is_nested, args)):
         return False
-    if not (traits.is_composite and traits.fused_on):
-        return traits.is_composite
+    if not traits.fused_on:
+        return True
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
     return tensor is None or tensor.device.type not in traits.fused_on

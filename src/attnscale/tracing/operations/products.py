@@ -42,6 +42,21 @@ def _matrix_product(op: Operation) -> Node:
     return node
 
 
+def _product_of_heads(op: Operation) -> Node:
+    """A product of (batch, heads, …), of which batch and heads are one axis to a kernel."""
+    operands = [_folded(op, operand, op.ledger.node(operand)) for operand in op.args]
+    result = op.result.flatten(0, 1)
+    node = _matrix_product(Operation("bmm", operands, {}, result, op.tracer))
+    return moved(node, op.shape, coordinates.reshaped(node.shape, op.shape))
+
+
+def _folded(op: Operation, operand: Tensor, node: Node) -> Tensor:
+    view = operand.flatten(0, 1)
+    shape = tuple(view.shape)
+    op.ledger.write(view, moved(node, shape, coordinates.reshaped(node.shape, shape)))
+    return view
+
+
 def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned_query: bool = False) -> None:
     left, right = operands
     beta = op.kwargs.get("beta", 1.0)
@@ -201,6 +216,7 @@ def _convolution(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(OPERANDS, _matrix_product),
+    "matmul": _product_of_heads,
     "linear": _linear,
     "convolution": _convolution,
     "sum": _outer_sum,

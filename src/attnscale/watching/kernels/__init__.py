@@ -34,7 +34,7 @@ def is_kernel(name: str) -> bool:
 
 
 def kernel_calls(ledger: Ledger, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """The attentions that a call of a kernel computes; `given` are its arguments by name."""
+    """The attentions that a call of a kernel computes; `given` are its arguments and results by name."""
     reader = _reader(name)
     return iter(()) if reader is None else reader(ledger, given)
 

@@ -58,6 +58,7 @@ class KernelCall:
     attends_itself: bool = False  # queries and keys are known to be of the same positions
     drops: bool = False  # weights at random
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
+    lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
@@ -159,7 +160,7 @@ class KernelCall:
             seen = self.visibility.with_infinite_mask()
             seen = seen if self.padding is None else seen.without_rows(self.padding)
             query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
-            return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows)
+            return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows, self.lse)
 
     def _plain(self, rows: int | None) -> "Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])

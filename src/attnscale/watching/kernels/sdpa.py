@@ -28,4 +28,5 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             value_node=ledger.node(given["value"]),
             value=given["value"],
             drops=bool(given.get("dropout_p")),
+            lse=given.get("logsumexp") if query.device.type == "cpu" else None,
         )
