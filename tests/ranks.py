@@ -5,7 +5,13 @@ import multiprocessing
 import torch.multiprocessing as mp
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"  # all that Windows has
-NEEDED = ["tests.train.clip_rank_runs", "tests.train.key_runs", "tests.train.step_runs", "tests.acting.rank_runs"]
+NEEDED = [
+    "torch._dynamo",  # what shards a model imports it, and it takes longer than all that a rank does
+    "tests.train.clip_rank_runs",
+    "tests.train.key_runs",
+    "tests.train.step_runs",
+    "tests.acting.rank_runs",
+]
 
 
 def processes():

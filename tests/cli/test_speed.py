@@ -28,9 +28,7 @@ def bert(tmp_path):
 
 def test_checking_a_small_bert_takes_little_more_than_the_imports(bert, tmp_path):
     imports = seconds(*IMPORTS)
-    check = seconds("-m", "attnscale", "check", bert)
-    report = seconds("-m", "attnscale", "check", bert, "--html", str(tmp_path / "report.html"))
-    print(f"imports {imports:.2f}, check {check:.2f}, with a report {report:.2f}")
+    check = seconds("-m", "attnscale", "check", bert, "--html", str(tmp_path / "report.html"))
+    print(f"imports {imports:.2f}, check with a report {check:.2f}")
     assert check - imports < MOST
-    assert report - imports < MOST
     assert (tmp_path / "report.html").stat().st_size < 1.5e6

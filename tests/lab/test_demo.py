@@ -145,6 +145,21 @@ def test_torch_has_its_threads_back_after_every_step():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot leave out denormal numbers")
+@pytest.mark.parametrize("before", [False, True])
+def test_denormal_numbers_are_zero_meanwhile_and_what_they_were_afterwards(before):
+    tiny = torch.tensor(torch.finfo(torch.float32).tiny)
+    torch.set_flush_denormal(before)
+    try:
+        with one_thread():
+            inside = (tiny / 2).item()
+        outside = (tiny / 2).item()
+    finally:
+        torch.set_flush_denormal(False)
+    assert inside == 0
+    assert (outside == 0) is before
+
+
 DEMO = """
 import sys
 import attnscale.lab.demo, attnscale.show.demo, attnscale.show.report

@@ -192,7 +192,7 @@ def test_weights_of_other_programs_are_not_taken_for_none(bert):
 
 
 def test_a_model_without_room_is_refused_before_it_is_made(bert, configure, monkeypatch):
-    configure(hidden_size=4096, num_hidden_layers=400, num_attention_heads=32, intermediate_size=16384)
+    configure(hidden_size=40960, num_hidden_layers=4, num_attention_heads=32, intermediate_size=163840)
     with pytest.raises(ModelError, match=r"Out of memory: .* take [\d,]+\.\d GiB, and"):
         load(bert / "config.json")
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)

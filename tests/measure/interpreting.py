@@ -24,14 +24,36 @@ if UNFIT is None:
 
 
 @pytest.fixture(autouse=True)
-def loops_over_tensors(monkeypatch):
-    """NumPy 2.4 no longer converts arrays of one element, which is what triton 3.6 asks of it for a loop's bounds."""
+def mended_interpreter(monkeypatch):
+    """Loops over tensors, and a language that is patched once a launch."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _with_indices(interpreter._patch_lang_tensor))
+    monkeypatch.setattr(interpreter, "_patch_lang", _once_a_launch(interpreter))
+
+
+def _with_indices(patch):
+    """NumPy 2.4 no longer converts arrays of one element, which is what triton 3.6 asks of it for a loop's bounds."""
 
     def patched(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    return patched
+
+
+def _once_a_launch(interpreter):
+    """Of each module a kernel's functions come from; triton does it at every call of one, two fifths of the time."""
+    patch, done = interpreter._patch_lang, set()
+
+    def patched(function):
+        if function.__module__ in done:
+            return interpreter._LangPatchScope()
+        scope, is_launch = patch(function), not done
+        done.add(function.__module__)
+        if is_launch:
+            undo = scope.restore
+            scope.restore = lambda: (done.clear(), undo())
+        return scope
+
+    return patched

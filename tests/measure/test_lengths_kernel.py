@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .interpreting import UNFIT, loops_over_tensors  # noqa: F401
+from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)

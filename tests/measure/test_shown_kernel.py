@@ -16,7 +16,7 @@ from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import table_of
 from attnscale.visibility import Visibility
 
-from .interpreting import UNFIT, loops_over_tensors  # noqa: F401
+from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
