@@ -66,6 +66,13 @@ def test_what_lies_in_a_neighbour_is_not_seen():
     assert output[13:].isnan().all()
 
 
+def test_tokens_of_no_sequence_see_nothing():
+    tokens = torch.randn(1, 2, 30, 8)
+    for starts, rows in ((torch.zeros(3, dtype=torch.int32), 0), (torch.tensor([0, 17, 20]), 20)):
+        _, _, sums = kernels.sequence_rows(tokens, tokens, tokens, starts, 1.0, True, CUT)
+        assert sums[-1].gt(0).sum(-1).tolist() == [[rows, rows]]
+
+
 @pytest.mark.parametrize("count", [1, 3, 300])
 def test_tiles_are_those_of_each_sequence_and_as_many_as_are_told(count):
     lengths = torch.randint(0, 40, (count,))

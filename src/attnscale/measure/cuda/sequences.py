@@ -29,7 +29,7 @@ def measures(ragged: Ragged) -> bool:
     plain = seen.mask is None and seen.documents is None and seen.first is None and seen.last in (None, 0)
     if not plain or row.softcap is not None or not kernels_take(row) or looked_on(row.query, row.key, row.value):
         return False
-    return ragged.rows.equals(ragged.keys)
+    return ragged.rows.count > 0 and ragged.rows.equals(ragged.keys)
 
 
 def attends(ragged: Ragged) -> bool:

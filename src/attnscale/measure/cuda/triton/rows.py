@@ -56,11 +56,10 @@ def rows_kernel(
     """One tile of query rows against all the keys they see; with SEQUENCES, those of the sequence that it is in."""
     planes_apart = tl.cast(count, tl.int64) * heads  # one statistic behind the other, as in RowSums
     if SEQUENCES:
-        row_tiles, begin = tl.load(tiles_at), 0
-        tile, both = tl.program_id(0) % tl.maximum(row_tiles, 1), tl.program_id(0) // tl.maximum(row_tiles, 1)
-        if both >= heads:  # there is room for more tiles than there are
+        row_tiles = tl.load(tiles_at)
+        if tl.program_id(0) >= row_tiles * heads:  # there is room for more tiles than there are
             return
-        tile_at = tiles_at + (1 + tile) * TILE_FIELDS
+        both, tile_at = tl.program_id(0) // row_tiles, tiles_at + (1 + tl.program_id(0) % row_tiles) * TILE_FIELDS
         begin, length, start = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2)
         to_at = both.to(tl.int64) * count + begin
         count, kv_len = length, length
