@@ -10,7 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.visibility import Visibility
 
-from .interpreting import UNFIT, loops_over_tensors  # noqa: F401
+from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
