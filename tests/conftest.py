@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-with warnings.catch_warnings():  # of torch, about what it imports itself: not in the first test that runs
-    warnings.simplefilter("ignore")
-    torch._dynamo.reset()
+if torch.cuda.is_available():  # where the first reset imports what warns, and not in the first test that runs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
 
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
 from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures
