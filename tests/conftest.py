@@ -1,9 +1,15 @@
+import atexit
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # shared by the workers of this run, and by no other version of us
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="attnscale-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes, which import torch to compile
 
 import pytest
