@@ -12,7 +12,7 @@ from hypothesis import settings
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
 from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures
 
-gc.set_threshold(50_000)  # by default a tenth of the time of compiling is spent on looking for garbage
+gc.set_threshold(50_000)  # with all modules imported, a tenth of the time of compiling went into looking for garbage
 for device in (torch.cuda, torch.xpu, torch.mtia):
     if not device.is_available():  # else every seed is kept for it, with the stack of who gave it: 4 ms a seed
         device.manual_seed_all = lambda seed: None
