@@ -24,9 +24,9 @@ if torch.cuda.is_available():  # where the first reset imports what warns, and n
 from tests.browser import browser, open_page  # noqa: F401  # fixtures
 from tests.once import claims, claims_file, known_claims, made_once  # noqa: F401  # fixtures
 
-gc.set_threshold(50_000, 20, 50)  # by default a tenth of the time of compiling is spent on looking for garbage
+gc.set_threshold(50_000)  # with all modules imported, a tenth of the time of compiling went into looking for garbage
 for device in (torch.cuda, torch.xpu, torch.mtia):
-    if not device.is_available():  # else every seed is kept for it, with the stack of who gave it: 4 ms a seed
+    if not device.is_available():  # else every seed is kept for it, with the stack of who gave it
         device.manual_seed_all = lambda seed: None
 settings.register_profile("attnscale", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("attnscale")
