@@ -114,6 +114,7 @@ class Loop:
     def peak(self) -> float:
         """Bytes at the height of one step, with what the model holds."""
         if self.device != "cuda":
+            self.steps(1)
             return float("nan")
         self._wait()
         before = self._allocated()
