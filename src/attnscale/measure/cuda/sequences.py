@@ -12,14 +12,14 @@ from attnscale.measure.cuda.attention import as_given, capturing
 from attnscale.measure.cuda.shown import rows_of
 from attnscale.measure.cuda.taking import kernels_take
 from attnscale.measure.cuda.watched import looked_on
-from attnscale.measure.cuda.ways import layout_of, on_hopper
+from attnscale.measure.cuda.ways import ALIGNMENT, layout_of, on_hopper
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import sequences_backward
 
-ALIGNMENT = 8  # of the head dimensions that torch's backward takes
+BACKWARD_WIDTH = 8  # head dimensions that torch's backward takes are multiples of it
 Attended = tuple[Tensor, Tensor, Tensor]
 
 
@@ -38,7 +38,9 @@ def attends(ragged: Ragged) -> bool:
     if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not as_given(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
-        row.query.dtype in HALF_DTYPES and row.query.shape[-1] % ALIGNMENT == 0 and sequences_backward() is not None
+        row.query.dtype in HALF_DTYPES
+        and row.query.shape[-1] % BACKWARD_WIDTH == 0
+        and sequences_backward() is not None
     )
 
 
@@ -59,7 +61,7 @@ def measure(ragged: Ragged) -> ScoreStats:
 
     row, starts = ragged.row, ragged.rows.offsets
     is_causal = row.visibility.last == 0
-    kind = "sequences", *_layouts(row.query, row.key, starts), is_causal, row.scale > 0.0, row.scale == 0.0
+    kind = "sequences", *_layouts(row.query, row.key), is_causal, row.scale > 0.0, row.scale == 0.0
     with torch.no_grad():
         _, _, sums = triton.sequence_rows(row.query, row.key, None, starts, row.scale, is_causal, kind=kind)
         pool = Unpooled(partial(rows_of, sums), known=Table(_table(sums)))
@@ -81,21 +83,26 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: 
         if hopper.supported(query, key, value):
             output, lse, sums = hopper.sequence_rows(query, key, value, starts, scale, is_causal)
             return output, lse, _table(sums)
-    kind = "attended", *_layouts(query, key, value, starts), is_causal, scale > 0.0, scale == 0.0
+    kind = "attended", *_layouts(query, key, value), is_causal, scale > 0.0, scale == 0.0
     made, found, sums = triton.sequence_rows(query, key, value, starts, scale, is_causal, kind=kind)
     assert made is not None
     assert found is not None
     return made, found, _table(sums)
 
 
-def _layouts(*tensors: Tensor) -> tuple[Any, ...]:
-    return tuple(layout_of(tensor) for tensor in tensors)
+def _layouts(*rows: Tensor) -> tuple[Any, ...]:
+    """All that a kernel's compilation depends on of (1, heads, total, head_dim).
+
+    Not how many tokens there are, but whether strides of what it writes are one, or aligned.
+    """
+    total = rows[0].shape[2]
+    return *(layout_of(row[:, :, :1]) for row in rows), total == 1, total % ALIGNMENT
 
 
 def _table(sums: Tensor) -> Tensor:
     from attnscale.measure.cuda import triton
 
-    return triton.finish_scored(sums, 0, False, ("sequences", sums.shape, sums.device.index))
+    return triton.finish_scored(sums, 0, False, ("sequences", sums.device.index))
 
 
 class _Attention(torch.autograd.Function):

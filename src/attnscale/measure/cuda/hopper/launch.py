@@ -16,7 +16,6 @@ from attnscale.measure.cuda.hopper.kernel import attend
 from attnscale.measure.cuda.hopper.schedule import ROWS
 from attnscale.measure.cuda.triton.launching import Compiled, on_device
 from attnscale.measure.cuda.triton.sequences import most_tiles, tiles_of
-from attnscale.measure.cuda.ways import layout_of
 from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import current_stream
 
@@ -149,27 +148,14 @@ def _launched(
     if starts is not None:
         sums[-1].zero_()  # tokens behind the last sequence see nothing
         tiles = heads * most_tiles(starts, q_len, tile_rows)
-        placed = tiles_of(starts, q_len, tile_rows, ("tiles", tile_rows, layout_of(starts)))
+        placed = tiles_of(starts, q_len, tile_rows)
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles
     kind = name, width, query.dtype, is_causal, moments, starts is None, query.device.index
     scalars = (
-        *(
-            output,
-            sums,
-            lse,
-            placed,
-            scale * LOG2E,
-            head_dim,
-            q_len,
-            kv_len,
-            heads,
-            kv_heads,
-            all_heads,
-            together,
-            tiles,
-        ),
+        *(output, sums, lse, placed, scale * LOG2E, head_dim),
+        *(q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
         *(chosen.consumers, chosen.block_n, chosen.stages, is_causal, chosen.lazy, moments, starts is not None),
     )
     tensors = (query, ROWS.value), (key, chosen.block_n), (value, chosen.block_n), (output, ROWS.value)

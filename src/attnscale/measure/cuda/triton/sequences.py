@@ -1,14 +1,13 @@
 """Sequences laid end to end, cut into tiles of rows: which tile lies where, found on the GPU without waiting for it."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.triton.launching import launch, on_device
+from attnscale.measure.cuda.ways import ALIGNMENT
 
 FIELDS: tl.constexpr = tl.constexpr(4)  # of a tile: where its sequence begins, how long that is, the tile's first row
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
@@ -38,14 +37,16 @@ def tiles_kernel(starts_at: tl.tensor, tiles_at: tl.tensor, count: tl.tensor, TI
         tl.store(tiles_at, first + own)
 
 
-def tiles_of(starts: Tensor, total: int, tile_rows: int, kind: Hashable = None) -> Tensor:
+def tiles_of(starts: Tensor, total: int, tile_rows: int) -> Tensor:
     """How many tiles there are, then FIELDS of each; room for as many as there can be, (1 + tiles, FIELDS)."""
     count = starts.shape[0] - 1
     tiles = torch.empty(
         (1 + most_tiles(starts, total, tile_rows), FIELDS.value), dtype=torch.int32, device=starts.device
     )
     with on_device(starts):
-        launch(tiles_kernel, (count,), (starts.contiguous(), tiles, count), (tile_rows,), (4, 1), kind)
+        starts = starts.contiguous()
+        kind = tile_rows, starts.dtype, starts.device.index, starts.data_ptr() % ALIGNMENT
+        launch(tiles_kernel, (count,), (starts, tiles, count), (tile_rows,), (4, 1), kind if starts.is_cuda else None)
     return tiles
 
 
