@@ -16,9 +16,10 @@ KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # what kernels of a GPU are writt
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Autocast off for the tensor's device; a meta tensor's has none to turn off."""
+    """Autocast off for the tensor's device, where it is on; a meta tensor's has none to turn off."""
     kind = tensor.device.type
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:

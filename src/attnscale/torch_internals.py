@@ -264,8 +264,9 @@ def inside_nested_tensors() -> bool:
 
 def calls_compiled(frame: FrameType) -> bool:
     """Whether this frame calls what torch.compile made, though it may be asked not to run compiled."""
-    is_there, where = "torch._dynamo.eval_frame" in sys.modules, (frame.f_code.co_filename, frame.f_code.co_name)
-    return is_there and where == (getattr(_compiled_call.found, "__file__", ""), "compile_wrapper")
+    if frame.f_code.co_name != "compile_wrapper" or "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return frame.f_code.co_filename == getattr(_compiled_call.found, "__file__", "")
 
 
 def refuses_breaks(frame: FrameType) -> bool:

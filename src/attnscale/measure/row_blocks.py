@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cpu.room import room_for
 from attnscale.measure.cpu.threads import share
 from attnscale.measure.row_sums import RowSums
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
 CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
+JOINED_SCORES = 2**18  # for each of torch's own threads: to begin an operation on them takes longer than a nearby cache
 ROW_SCORES = 2**19  # and of one head, where keys are many
 DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
 LEAST_ROWS, MOST_ROWS = 32, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
@@ -124,7 +126,7 @@ def _cut(call: Call, entries: list[slice]) -> Cut:
         return Cut([], 1)
     if call.query.device.type == "cpu":
         is_shared = heads * keys * sum(part.stop - part.start for part in entries) >= WORTH_A_THREAD
-        scores = CORE_SCORES * (1 if is_shared else torch.get_num_threads())
+        scores = CORE_SCORES if is_shared else JOINED_SCORES * torch.get_num_threads()
         block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
         block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
     else:
@@ -156,13 +158,13 @@ class Pass:
 
     def measure(self, strips: Iterator[Strip]) -> None:
         """Fill in the sums of these strips, and their output."""
-        room, chosen = self.sums.new_empty(2, 0), dict[tuple[int, int], Tensor]()
+        chosen = dict[tuple[int, int], Tensor]()
         with torch.no_grad():
             for strip in strips:
-                room = self._measure(strip, self._query(strip, chosen), room)
+                self._measure(strip, self._query(strip, chosen))
 
-    def _measure(self, strip: Strip, query: Tensor, room: Tensor) -> Tensor:
-        """One strip; two buffers for the scores of a block, as they were or larger: new memory is slow."""
+    def _measure(self, strip: Strip, query: Tensor) -> None:
+        """One strip, with two buffers for the scores of a block."""
         key = self._of(self.call.key, strip).mT
         key = key.contiguous() if self._is_worth_a_copy(query) else key
         value = None if self.output is None else self._of(self.call.value, strip)
@@ -170,6 +172,7 @@ class Pass:
         sums = self.sums[:, place, strip.heads, strip.rows].split(self.block, -1)
         outputs = None if self.output is None else self.output[strip].split(self.block, -2)
         seen = self.call.visibility.at(strip.entry, strip.heads)
+        room = room_for(2 * len(query) * min(self.block, query.shape[-2]) * key.shape[-1], self.sums)
         for index, part in enumerate(query.split(self.block, -2)):
             start = strip.rows.start + index * self.block
             rows = slice(start, start + part.shape[-2])
@@ -177,15 +180,12 @@ class Pass:
             ends = self._ends(at)
             keys = seen.span(*ends, key.shape[-1])
             shape = *part.shape[:2], keys.stop - keys.start
-            if room.shape[-1] < math.prod(shape):
-                room = self.sums.new_empty(2, len(part) * self.block * key.shape[-1])
-            both = room[:, : math.prod(shape)].view(2, *shape)
+            both = room[: 2 * math.prod(shape)].view(2, *shape)
             torch.bmm(part, key[..., keys], out=both[1])
             shown = self._shown(seen, at, ends[0], keys, both[1])
             reduce_rows(both, shown, sums[index])
             if value is not None and outputs is not None:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
-        return room
 
     def _query(self, strip: Strip, chosen: dict[tuple[int, int], Tensor]) -> Tensor:
         """(heads, rows, head_dim), with products that are scores; rows that were `chosen` before, of all heads."""

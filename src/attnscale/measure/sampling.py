@@ -60,8 +60,9 @@ class Foreseen:
     """What was known of all rows before some were looked at."""
 
     design: "Design"
-    all_rows: Tensor  # (heads, rows), by stratum
+    all_rows: Tensor  # (heads, rows)
     drawn: Tensor  # which of them were looked at
+    by_stratum: Tensor | None = None  # the order in which they are those of the design; None: as they are
 
     @property
     def rows(self) -> Tensor:
@@ -71,7 +72,8 @@ class Foreseen:
     @property
     def cumulants(self) -> Tensor:
         """(3, heads) of the error in the estimated total: second, third, Σ (a stratum's second)²."""
-        return self.design.cumulants(self.all_rows.double())
+        rows = self.all_rows if self.by_stratum is None else self.all_rows.index_select(1, self.by_stratum)
+        return self.design.cumulants(rows.double())
 
 
 @dataclass(frozen=True)
@@ -269,30 +271,37 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     """
     seeded = SEED.get() is not None
     known = None if foreseen is None or seeded else foreseen.permute(1, 2, 0).flatten(1)
-    first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
+    first = None if known is None else _standing_out(known.numpy(), rows // STANDING_OUT_SHARE)
     planned = _design(rows, batch * length, 1, uneven or seeded, 0 if first is None else len(first))
     if planned is None:
         return None
     drawn = torch.tensor(planned.draw()) if seeded else next_draw(planned)
-    told = None if known is None else Foreseen(planned, known, drawn)
-    if known is not None and first is not None:
-        others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
-        order = torch.cat([first, others.nonzero().squeeze(1)])
-        drawn, told = order[drawn], Foreseen(planned, known[:, order], drawn)
+    order = None
+    if first is not None:
+        others = np.ones(batch * length, dtype=bool)
+        others[first] = False
+        order = torch.from_numpy(np.concatenate([first, others.nonzero()[0]]))
+        drawn = order.index_select(0, drawn)
     positions, entries = (drawn, torch.zeros_like(drawn)) if batch == 1 else (drawn // batch, drawn % batch)
+    told = None if known is None else Foreseen(planned, known, drawn, order)
     return Sample(positions, planned.stratum, planned.sizes, entries, told)
 
 
-def _standing_out(known: Tensor, most: int) -> Tensor | None:
-    """The rows that are furthest above the usual of any head; None where no row is far above."""
-    if not most or not known.numel():
+def _standing_out(known: NDArray[np.floating], most: int) -> NDArray[np.int64] | None:
+    """The rows that are furthest above the usual of any head, in their order; None where no row is far above.
+
+    A few thousand numbers, of which torch's operators take longer to call than to run.
+    """
+    if not most or not known.size:
         return None
-    values = known.numpy()  # a few thousand numbers, of which torch's operators take longer to call than to run
-    usual = values.mean(1, keepdims=True)
-    if not (values.max(1, keepdims=True) >= STANDS_OUT * usual).any():
+    far = STANDS_OUT * known.mean(1, keepdims=True)
+    if not (known.max(1, keepdims=True) >= far).any():
         return None
-    usual = known.mean(1, keepdim=True)
-    above = torch.where(usual > 0, known / usual, 0.0).nan_to_num().amax(0)
-    if float(above.max()) < STANDS_OUT:
+    far[~(far > 0)] = np.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        above = np.fmax.reduce(known / far, 0)  # NaN is no number of any row
+    above[np.isnan(above)] = 0.0
+    if above.max() < 1.0:
         return None
-    return above.topk(min(most, len(above))).indices.sort().values
+    most = min(most, len(above))
+    return np.sort(np.argpartition(above, -most)[-most:])

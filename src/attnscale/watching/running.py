@@ -129,11 +129,11 @@ class Running:
             if module is not None and self._names.get(id(module)) == self.stack[-1]:
                 break
             frame = frame.f_back
-        is_compiled = is_bound = in_loop = False
+        is_compiled, is_bound, inner = False, False, list[FrameType]()
         while frame is not None:
-            in_loop |= is_in_loop(frame)
+            inner.append(frame)
             if calls_compiled(frame):
-                is_compiled, is_bound = True, is_bound or in_loop or refuses_breaks(frame)
+                is_compiled, is_bound = True, is_bound or any(map(is_in_loop, inner)) or refuses_breaks(frame)
             frame = frame.f_back
         return Compiled(is_compiled, is_bound)
 

@@ -110,11 +110,9 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     query_place = -1 if key_place == -2 else -2
     between_channels = _sums_over_positions(product)
     query_axes, other_axes = [], []
-    for other in range(rank):
-        if other == axis or shape[other] == 1:
-            continue
-        steps = first + np.outer([0, 1, shape[other] - 1], np.eye(rank, dtype=np.int64)[other])
-        start, near, far = at = arrive(node, steps, product).at
+    others = [other for other in range(rank) if other != axis and shape[other] > 1]
+    for other, at in zip(others, _ends_along(product, node, first, others), strict=True):
+        start, near, far = at
         if near[query_place] == start[query_place] or (
             not between_channels and _is_another_head(product, at[:2], query_place)
         ):
@@ -130,6 +128,14 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
         over_pairs=_repeats_a_key(keys.at[keys.found], key_place), between_channels=between_channels,
     )  # fmt: skip
     return _with_heads(bare)
+
+
+def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -> Points:
+    """Where a point, its neighbour along each of these axes, and the last one along it are in the product."""
+    steps = np.tile(first, (len(axes), 3, 1))
+    for ends, axis in zip(steps, axes, strict=True):
+        ends[1:, axis] += 1, node.shape[axis] - 1
+    return arrive(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.node.shape))
 
 
 def _key_place(at: Points) -> int:

@@ -74,18 +74,28 @@ class Operands:
         columns = columns if chosen is None else columns[chosen]
         operand = product.right.mT if self.axes.keys_are_right else product.left
         if operand.dim() == 2:
-            return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)
-        entry = self.arrival.at[:: len(self.positions), 0]
-        return _wide(operand[_on(operand, entry[:, None], columns[None, :])])
+            return _wide(_taken(operand, 0, columns)).expand(len(self.groups), -1, -1)
+        entries = self.arrival.at[:: len(self.positions), 0]
+        return _wide(_taken(_taken(operand, 1, columns), 0, entries))
 
     def predicted(self, softcap: float | None = None) -> Tensor:
         """What the operations on the way make of the product, (groups, rows, keys), without what they add."""
         scores = self.queries() @ self.keys().mT
         scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        if scores.shape[-1] == len(self.axes.columns):
+            return scores
         whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))
         whole[..., torch.from_numpy(self.axes.columns != NOWHERE)] = scores
         return whole
+
+
+def _taken(tensor: Tensor, axis: int, index: Indices) -> Tensor:
+    """What a tensor has at these places of an axis; a view where they are evenly spaced, as they mostly are."""
+    step = int(index[1] - index[0]) if len(index) > 1 else 1
+    if step > 0 and len(index) and (np.diff(index) == step).all():
+        return tensor[(slice(None),) * axis + (slice(int(index[0]), int(index[-1]) + 1, step),)]
+    return tensor.index_select(axis, *_on(tensor, index))
 
 
 def _on(tensor: Tensor, *index: Indices) -> tuple[Tensor, ...]:
