@@ -17,10 +17,11 @@ def room_for(size: int, like: Tensor) -> Tensor:
     >>> room_for(3, torch.empty(0)).data_ptr() == room_for(2, torch.empty(0)).data_ptr()
     True
     """
-    if like.dtype != torch.float32 or like.device.type != "cpu" or size > MOST or not usable():
+    is_plain = type(like) is Tensor and like.dtype == torch.float32 and like.device.type == "cpu"
+    if not is_plain or size > MOST or not usable():
         return like.new_empty(size)
     kept: Tensor | None = getattr(_OWN, "room", None)
     if kept is None or len(kept) < size:
         with torch.inference_mode(False):  # it is used outside it too
-            _OWN.room = kept = torch.empty(size)
+            _OWN.room = kept = torch.empty(size, dtype=like.dtype, device=like.device)
     return kept[:size]

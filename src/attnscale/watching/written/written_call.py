@@ -144,6 +144,8 @@ class WrittenCall:
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries: added, and scaled alike."""
+        if not self.trail.other_scores:
+            return []
         own, parts = set(channels_of(self.axes.product)), []
         for node, factor in self.trail.other_scores:
             if not isinstance(node.role, Scores) or node.role.of.has_softmax:
