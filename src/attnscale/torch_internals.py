@@ -130,6 +130,15 @@ def unseen(tensor: Tensor) -> bool:
     return is_fake((type(tensor),)) or bool(_is_mapped(tensor, otherwise=False))
 
 
+def sizes_vary(*sizes: int) -> bool:
+    """Whether a graph is being made that takes other sizes too, and a loop over them would keep it from that."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not all(has_static_value(size) for size in sizes)
+
+
 def ragged_axis(tensor: Tensor) -> int:
     """The axis of a jagged tensor along which its sequences differ."""
     return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # a subclass has it

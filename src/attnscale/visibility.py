@@ -9,6 +9,8 @@ from typing import TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
+from attnscale.torch_internals import sizes_vary
+
 COUNTING_ROWS = 256  # counting converts masks to integers; a block of rows at a time keeps that small
 # Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
 NEVER_A_SCORE = -1e8
@@ -64,6 +66,8 @@ class Visibility:
         if not moved and self.last in (None, 0) and self.first is None:
             return replace(self, from_the_end=False) if self.from_the_end else self
         last, first = (None if limit is None else limit + moved for limit in (self.last, self.first))
+        if sizes_vary(q_len, kv_len):
+            return replace(self, last=last, first=first, from_the_end=False)
         last = None if last is not None and last != 0 and last >= kv_len - 1 else last
         first = None if first is not None and first <= 1 - q_len else first
         return replace(self, last=last, first=first, from_the_end=False)
@@ -109,10 +113,16 @@ class Visibility:
             return None
         if self.mask is None and self.documents is None:
             return self.counts_at(torch.arange(q_len, device=device), kv_len)
+        if sizes_vary(q_len):
+            return self._counted([slice(0, q_len)], kv_len, device)
+        starts = range(0, q_len, COUNTING_ROWS)
+        return self._counted([slice(start, min(start + COUNTING_ROWS, q_len)) for start in starts], kv_len, device)
+
+    def _counted(self, blocks: list[slice], kv_len: int, device: torch.device | str) -> Tensor:
         if self.is_mask and self.mask is not None:
-            counted = [_shows(rows).sum(-1) for rows in self.mask.split(COUNTING_ROWS, dim=-2)]
+            blocks = blocks if self.mask.shape[-2] > 1 else [slice(0, 1)]
+            counted = [_shows(self._part(rows, slice(0, kv_len))).sum(-1) for rows in blocks]
             return torch.cat(counted, dim=-1) * (kv_len if self.mask.shape[-1] == 1 else 1)
-        blocks = (slice(start, min(start + COUNTING_ROWS, q_len)) for start in range(0, q_len, COUNTING_ROWS))
         shown = (self.shown(rows, slice(0, kv_len), device) for rows in blocks)
         return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
 

@@ -5,19 +5,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.attending import flex, row_blocks, sdpa
+from attnscale.attending import block_op, flex, row_blocks, sdpa
 from attnscale.attending.call import Call
 from attnscale.numerics import without_autocast
 
 
 def run(call: Call) -> Tensor:
     """The output, (batch, heads, q_len, value_dim)."""
-    in_one_block = call.query.shape[-2] <= row_blocks.BLOCK_ROWS
-    if call.softcap is None and (in_one_block or not sdpa.materialises(call)):
+    by_sdpa = call.softcap is None and (not sdpa.materialises(call) or call.query.shape[-2] <= row_blocks.BLOCK_ROWS)
+    as_operator = block_op.serves(call)
+    if by_sdpa and (sdpa.takes_whole(call) or not as_operator):
         return sdpa.attend(call)
     call = as_autocast(call)
     with without_autocast(call.query):
-        return flex.attend(call) if flex.serves(call) else row_blocks.attend(call)
+        if not by_sdpa and flex.serves(call):
+            return flex.attend(call)
+        return block_op.attend(call) if as_operator else row_blocks.attend(call)
 
 
 def as_autocast(call: Call) -> Call:

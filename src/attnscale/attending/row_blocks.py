@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +13,7 @@ from attnscale.attending.call import Call
 from attnscale.attending.weights import grouped_matmul, row_weights
 from attnscale.numerics import wide_dtype
 from attnscale.torch_internals import in_transform
+from attnscale.visibility import Visibility
 
 BLOCK_ROWS = 256  # enough rows for efficient products,
 BLOCK_SCORES = 2**22  # but no more scores at a time than this (16 MB of float32)
@@ -44,7 +44,8 @@ def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, call: Call, rows: slice, keys: slice
 ) -> Tensor:
-    bias = replace(call.visibility, mask=attn_mask).added(rows, keys, query)
+    seen = call.visibility
+    bias = Visibility(seen.last, seen.first, attn_mask, seen.documents).added(rows, keys, query)
     weights = row_weights(query, key, bias, call.scale, call.softcap)
     if call.dropout_p > 0.0:
         weights = F.dropout(weights, call.dropout_p)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, padded
 from attnscale.numerics import HALF_DTYPES
+from attnscale.torch_internals import sizes_vary
 from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
@@ -22,11 +23,17 @@ def materialises(call: Call) -> bool:
     return call.query.device.type == "cuda" and call.query.dtype == torch.float64
 
 
+def takes_whole(call: Call) -> bool:
+    """Whether all rows run at once: others see what only a mask can say, or one of booleans, which torch copies."""
+    seen, mask = call.visibility, call.visibility.mask
+    if seen.is_plain or mask is None or mask.dtype != torch.bool:
+        return seen.is_plain or seen.is_mask
+    return seen.is_mask and (mask.shape[-2] <= MASK_ROWS or sizes_vary(mask.shape[-2]))
+
+
 def attend(call: Call) -> Tensor:
     """F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
-    seen, mask = call.visibility, call.visibility.mask
-    whole = mask is None or mask.dtype != torch.bool or mask.shape[-2] <= MASK_ROWS
-    if seen.is_plain or (seen.is_mask and whole):
+    if takes_whole(call):
         return _attend(call)
     # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
     q_len = call.query.shape[-2]
