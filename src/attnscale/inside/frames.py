@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnscale.inside.given import Given, Reader
 from attnscale.inside.written import Following, Written
+from attnscale.torch_internals import in_transform
 from attnscale.watching.written.layout import layout_from
 
 
@@ -52,8 +53,8 @@ class Frame:
 
     @property
     def is_innermost(self) -> bool:
-        """Whether what runs is its own, and not that of another module in it, or of a look."""
-        return FRAMES.open[-1:] == [self] and not self._is_busy
+        """Whether what runs is its own, and not that of another module in it, of a look, or of a transform."""
+        return FRAMES.open[-1:] == [self] and not self._is_busy and not in_transform()
 
     def takes_softmax(self, scores: Tensor, axis: int, left: Tensor, right: Tensor) -> None:
         """A softmax is about to be taken, over this axis, of what was made of a product."""
@@ -69,8 +70,11 @@ class Frame:
             self._is_busy = False
 
     def attends(self, reader: Reader, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that attends is called: look at what it was given, then let it be called as it is."""
-        given = None if self._is_busy else reader(function, args, kwargs)
+        """A function that attends is called: look at what it was given, then let it be called as it is.
+
+        Not where torch.func transforms it, which lets nothing be written to that it does not know of.
+        """
+        given = None if self._is_busy or in_transform() else reader(function, args, kwargs)
         if given is None:
             return function(*args, **kwargs)
         number, self._calls, self._is_busy = self._calls, self._calls + 1, True

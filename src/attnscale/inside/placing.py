@@ -89,7 +89,9 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
     joined, attributes, following = " ".join(looks), tuple(map(_attribute, looks)), tuple(map(_attribute, followers))
     run_apart = torch.compiler.disable(_run_apart) if followers else None
 
-    class LookedAt(plain):  # type: ignore[misc, valid-type]
+    root: Any = nn.Module
+
+    class LookedAt(root, metaclass=type(plain)):  # type: ignore[misc, metaclass]
         _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +119,7 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
             make = new if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
             return make, tuple(plain if each is type(self) else each for each in given), state, *rest
 
+    LookedAt.__bases__ = (plain,)  # set later, so that its __init_subclass__, which may keep a register, is not called
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LookedAt, name, getattr(plain, name))
     return LookedAt
