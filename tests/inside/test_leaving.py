@@ -116,3 +116,37 @@ def test_gradients_of_each_sample_by_torch_func_run_on():
         with pytest.warns(NotInsideWarning, match="did not run where they ran before"):
             clip.step()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_a_model_is_exported_and_traced_as_if_nobody_looked():
+    model, x = Attention().eval(), torch.randn(2, 5, 21)
+    expected = str(torch.export.export(model, (x,)).graph)
+    with QKClip(model, 0.05) as clip:
+        model(x).sum().backward()
+        clip.step()
+        assert clip.is_inside
+        for strict in (False, True):
+            assert str(torch.export.export(model, (x,), strict=strict).graph) == expected
+        traced = torch.jit.trace(model, (x,))
+    plain = torch.jit.trace(model, (x,))
+    found, wanted = ([node.kind() for node in each.inlined_graph.nodes()] for each in (traced, plain))
+    assert found == wanted
+
+
+def test_a_clip_that_is_attached_to_a_compiled_optimiser_is_no_part_of_its_graph(caplog):
+    expected, model = small_model(), small_model()
+    with QKClip(expected, 0.05) as clip:
+        train(expected, after=clip.step)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    with QKClip(model, 0.05) as clip:
+        clip.attach(optimizer)
+        for number in range(4):
+            given = tokens(number)
+            F.cross_entropy(model(given[:, :-1]).flatten(0, 1), given[:, 1:].flatten()).backward()
+            step()
+            optimizer.zero_grad()
+        assert clip.steps == 4
+    assert "attnscale" not in caplog.text  # Dynamo tells of what it could not trace
+    for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)

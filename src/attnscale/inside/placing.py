@@ -2,7 +2,7 @@
 
 import copyreg
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +76,11 @@ def _run_apart(
     return call()
 
 
+def _is_written_down() -> bool:
+    """Whether what runs becomes a program, which must not know of looks."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def new(kind: type, *args: Any) -> Any:
     """What copyreg.__newobj__ makes, which pickle takes for objects of its class alone."""
     return kind.__new__(kind, *args)
@@ -95,7 +100,7 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
         _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not (self.training or torch.is_grad_enabled()):
+            if not (self.training or torch.is_grad_enabled()) or _is_written_down():
                 return plain.forward(self, *args, **kwargs)
             if run_apart is not None:
                 return run_apart(self, following, plain.forward, args, kwargs)
@@ -119,6 +124,7 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
             make = new if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
             return make, tuple(plain if each is type(self) else each for each in given), state, *rest
 
+    update_wrapper(LookedAt.forward, plain.forward, assigned=(), updated=())  # for whoever asks for its arguments
     LookedAt.__bases__ = (plain,)  # set later, so that its __init_subclass__, which may keep a register, is not called
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LookedAt, name, getattr(plain, name))

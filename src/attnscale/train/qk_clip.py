@@ -17,6 +17,7 @@ from attnscale.acting.taken import arrives_by, note_taken
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.inside.places import Places
 from attnscale.plain import printable
+from attnscale.torch_internals import never_compiled
 from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
 from attnscale.train.clipped_inside import ClippedInside
 from attnscale.watching.known.known_model import KnownModel
@@ -95,6 +96,7 @@ class QKClip:
         self.flush()
         return self._last
 
+    @never_compiled  # as an optimiser's step may be, and what is called after it
     def step(self) -> ClipReport | None:
         """The optimiser has moved: clip what passed the threshold; a report where something is known to be clipped."""
         if self._is_closed:
