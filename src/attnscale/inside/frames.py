@@ -17,11 +17,13 @@ from attnscale.watching.written.layout import layout_from
 class Look:
     """What is done at a call: with the look's own tensors, the number of the call in its module, whether it is traced.
 
-    At a function that attends, what was given is handed on to go on with; at a softmax nothing is changed.
+    At a function that attends, what was given is handed on to go on with; at a softmax nothing is changed. As a run of
+    the module begins there is no call yet.
     """
 
     at_function: Callable[[Given, Any, int, bool], Given]
     at_softmax: Callable[[Written, Any, int, bool], None]
+    as_it_begins: Callable[[Any, bool], None] = lambda *_: None
 
 
 Carried = Tensor | tuple[Tensor, ...]  # by a module, for a look
@@ -45,6 +47,8 @@ class Frame:
         if any(layout != KERNEL for layout in self._layouts):
             self._following = Following(self)
             self._following.__enter__()
+        for look, own in self._looks:
+            look.as_it_begins(own, is_traced)
 
     def end(self) -> None:
         """It is over."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnscale.inside import marks
-from attnscale.inside.frames import Carried
+from attnscale.inside.frames import KERNEL, Carried
 
 PREFIX = "_attnscale_"
 APART = "apart"  # in the name of a look that follows the module from outside
@@ -23,12 +23,13 @@ class Follower(Protocol):
         ...
 
 
-def place(module: nn.Module, look: str, carried: "Carried | Follower", layouts: str = "-") -> str:
+def place(module: nn.Module, look: str, carried: "Carried | Follower", layouts: str | None = None) -> str:
     """Look at what a module attends with from now on; the name by which it is taken away again.
 
-    `layouts` are those of its attentions that are written out, as frames take them.
+    `layouts` are those of its attentions that are written out, as frames take them; None leaves what others know.
     """
     names = _names(module)
+    layouts = getattr(type(module), "_attnscale_layouts", KERNEL) if layouts is None else layouts
     number = next(number for number in range(len(names) + 1) if f"{look}{number}" not in names)
     name = f"{look}{number}"
     module.__dict__[PREFIX + name] = carried
@@ -46,6 +47,12 @@ def take_away(module: nn.Module, name: str) -> None:
 def can_be_placed(module: nn.Module) -> bool:
     """Whether its class says what it does: not where its forward was replaced, nor where it has no room for a look."""
     return "forward" not in vars(module) and hasattr(module, "__dict__")
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Its class where nobody looks at it."""
+    plain: type[nn.Module] = getattr(type(module), "_attnscale_plain", type(module))
+    return plain
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class ClippedInside:
         self, model: nn.Module, places: Places, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]
     ) -> None:
         self._model, self._structure = model, Structure(model)
-        self._axes, self._is_tried, self._empty = axes, False, 0
+        self.axes, self._is_tried, self._empty = axes, False, 0
         self._clipper = Clipper(model, layers, threshold, axes)
         self._tapes = Tapes(places, layers, threshold, device_of(model))
         self._arriving: list[_Arriving] = []
@@ -59,7 +59,7 @@ class ClippedInside:
         if self._is_tried:
             return False
         told = [(self._tapes.was_any_written(), self._tapes.were_all_written())]
-        for axis in self._axes:
+        for axis in self.axes:
             told = [each for of_rank in axis.gathered(told) for each in of_rank]
         self._is_tried = any(some for some, _ in told)
         self._empty += not self._is_tried

@@ -20,6 +20,7 @@ from attnscale.plain import printable
 from attnscale.torch_internals import never_compiled
 from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
 from attnscale.train.clipped_inside import ClippedInside
+from attnscale.train.coverage import Coverage
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
@@ -76,6 +77,7 @@ class QKClip:
         self._inside: ClippedInside | None = None
         self._apart: ClippedApart | None = None  # beside what is inside
         self._known: KnownModel | None = None
+        self._coverage = Coverage()
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
         self._watch()
@@ -106,15 +108,15 @@ class QKClip:
             return self._clip_outside()
         if not self._inside.is_current:  # a part was replaced, or it was moved or converted: followed anew
             self.flush()
-            self._leave()
-            self._known = None
+            self._forget()
             self._watch()
             return None
         if not self._inside.misses():
             found = self._arrived(self._inside.clip())
-            if self._apart is None:
-                return found
-            return self._told(together(found, self._apart.clip()))
+            if self._apart is not None:
+                found = self._told(together(found, self._apart.clip()))
+            self._follow_more()
+            return found
         self._leave()
         self._stay_outside("some of them did not run where they ran before")
         self._watch()
@@ -135,7 +137,7 @@ class QKClip:
     def close(self) -> None:
         """Stop, and leave nothing in place."""
         self.flush()
-        self._leave()
+        self._forget()
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,8 +149,8 @@ class QKClip:
         threshold = float(state["threshold"])
         check_threshold(threshold)
         self.flush()
-        self._leave()
-        self.steps, self._threshold, self._known = int(state["steps"]), threshold, None
+        self._forget()
+        self.steps, self._threshold = int(state["steps"]), threshold
         self._watch()
 
     def __enter__(self) -> "QKClip":
@@ -172,6 +174,24 @@ class QKClip:
             outside[0].__exit__(_BrokenOffError, _BrokenOffError(), None)
         if inside is not None:
             inside.leave()
+
+    def _forget(self) -> None:
+        """Leave the model, and know nothing of it any more."""
+        self._leave()
+        self._coverage.leave()
+        self._known, self._coverage = None, Coverage()
+
+    def _follow_more(self) -> None:
+        """Follow the model again where modules ran that did not run when it was followed, and may attend."""
+        assert self._inside is not None  # or all of them are followed
+        noticed = self._coverage.noticed()
+        if noticed and self._inside.axes:  # other ranks do not know of it
+            self._tell_unseen(noticed)
+        elif noticed:
+            self.flush()
+            self._leave()
+            self._known = None
+            self._watch()
 
     def _clip_outside(self) -> ClipReport | None:
         assert self._outside is not None  # or inside
@@ -199,17 +219,21 @@ class QKClip:
         why = why or ("" if places is None else why_not_apart(places, layers, axes))
         heads = {name: layer.heads for name, layer in layers.items()}
         ran, differ = bool(layers), False
+        if self._known is not None and self._coverage.lacks(self._known):
+            why, self._known = why or self._coverage.why_not_inside, None
+            ran = bool(why)
         for axis in axes:
             told = axis.gathered((why, heads, ran))
             why = next((theirs for theirs, _, _ in told if theirs), "")
             ran = all(each for *_, each in told)
             differ |= not axis.cut and any(theirs != heads for _, theirs, _ in told)
         if not ran or (differ and not why):
-            return False  # nothing ran on some rank; perhaps the next time
+            return False  # nothing ran on some rank, or not all that attends; perhaps the next time
         if why or places is None:
             self._stay_outside(why)
             return False
         inside = {name: layer for name, layer in layers.items() if layer.module not in places.apart}
+        self._coverage.begin(places)
         self._inside = ClippedInside(self.model, places, inside, self.threshold, axes)
         if places.apart:
             self._apart = ClippedApart(places, self.threshold)
@@ -218,9 +242,18 @@ class QKClip:
 
     def _stay_outside(self, why: str) -> None:
         self._goes_inside = False
+        self._coverage.leave()
         warnings.warn(
             "QK-Clip watches this model from outside at every step, uncompiled, since its attentions cannot be "
             f"measured inside its run: {why}.",
+            NotInsideWarning,
+            stacklevel=4,
+        )
+
+    def _tell_unseen(self, modules: Iterable[str]) -> None:
+        warnings.warn(
+            "QK-Clip leaves what some modules of this model attend with, since they did not run when it was followed, "
+            f"and ranks follow it together alone: {', '.join(map(printable, sorted(modules)))}.",
             NotInsideWarning,
             stacklevel=4,
         )
