@@ -1,5 +1,7 @@
 """Modules that attend at some steps alone: QKClip and Monitor miss none of them."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -110,3 +112,61 @@ def test_a_monitor_inside_tells_of_a_module_that_begins_to_run_and_records_it():
         model(data(0))
     for name, layer in seen.layers.items():
         assert records[-1].layers[name].numbers["max"] == pytest.approx(layer.stats.max.tolist(), rel=1e-4)
+
+
+class Again(Attention):
+    """Attends a second time, from larger queries, where it is told to."""
+
+    is_told = False
+
+    def forward(self, x):
+        once = super().forward(x)
+        return once + super().forward(3.0 * x) if Again.is_told else once
+
+
+class AgainWrittenOut(WrittenOut):
+    """The same, written out."""
+
+    def forward(self, x):
+        once = super().forward(x)
+        return once + super().forward(3.0 * x) if Again.is_told else once
+
+
+def maxima(model, run, steps):
+    """The largest score of the first layer at each step, that which was told, and whether it ends inside."""
+    found = []
+    with QKClip(model, THRESHOLD) as clip:
+        for number, Again.is_told in enumerate(steps):
+            with torch.no_grad():
+                for block in model.blocks:
+                    block.attention.q_proj.weight *= 7.0
+            copied = deepcopy(model)
+            with torch.no_grad(), attnscale.watch(copied, rows=None) as seen:
+                copied(data(number))
+            largest = max(float(each.stats.max.max()) for name, each in seen.layers.items() if "blocks.0" in name)
+            run(data(number)).square().mean().backward()
+            report = clip.step()
+            found.append((largest, max(head.maximum for head in report.heads if "blocks.0" in head.layer)))
+        return found, clip.is_inside
+
+
+def steps_missed(found):
+    return [number for number, (largest, told) in enumerate(found) if told != pytest.approx(largest, rel=1e-4)]
+
+
+@pytest.mark.parametrize("kind", [Again, AgainWrittenOut])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_begins_to_attend_twice_is_clipped_by_both_from_the_next_step_on(way, kind):
+    torch._dynamo.reset()
+    Again.is_told, model = False, towers(kind)
+    found, is_inside = maxima(model, WAYS[way](model), [False] * 3 + [True] * 4)
+    assert steps_missed(found) == [3]
+    assert is_inside
+
+
+def test_a_module_that_attends_twice_at_some_steps_is_followed_at_every_step_and_that_is_told():
+    Again.is_told, model = False, towers(Again)
+    with pytest.warns(NotInsideWarning, match="some of them are called more often at some steps"):
+        found, is_inside = maxima(model, model, [False, False, True] * 4)
+    assert not is_inside
+    assert steps_missed(found) == [2, 5]

@@ -18,12 +18,13 @@ class Look:
     """What is done at a call: with the look's own tensors, the number of the call in its module, whether it is traced.
 
     At a function that attends, what was given is handed on to go on with; at a softmax nothing is changed. As a run of
-    the module begins there is no call yet.
+    the module begins there is no call yet, and at a softmax beyond those that are known nothing to know it by.
     """
 
     at_function: Callable[[Given, Any, int, bool], Given]
     at_softmax: Callable[[Written, Any, int, bool], None]
     as_it_begins: Callable[[Any, bool], None] = lambda *_: None
+    beyond: Callable[[Any, bool], None] = lambda *_: None
 
 
 Carried = Tensor | tuple[Tensor, ...]  # by a module, for a look
@@ -65,11 +66,22 @@ class Frame:
         number, self._calls = self._calls, self._calls + 1
         layout = self._layouts[number] if number < len(self._layouts) else KERNEL
         if layout == KERNEL or layout_from(layout).order[-1] != axis % scores.dim():
+            if number >= len(self._layouts):
+                self._exceeds()
             return  # another than was known, which is missed
         self._is_busy = True
         try:
             for look, carried in self._looks:
                 look.at_softmax(Written(scores, left, right, layout), carried, number, self._is_traced)
+        finally:
+            self._is_busy = False
+
+    def _exceeds(self) -> None:
+        """There is a softmax more than in the runs that were followed."""
+        self._is_busy = True
+        try:
+            for look, carried in self._looks:
+                look.beyond(carried, self._is_traced)
         finally:
             self._is_busy = False
 

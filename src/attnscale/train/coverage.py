@@ -16,6 +16,7 @@ class Coverage:
         self._followed: set[str] = set()  # those that were
         self._attended: frozenset[str] = frozenset()
         self._lacking = 0  # steps that were followed, and did not show all
+        self._exceeded = 0  # times
 
     def begin(self, places: Places) -> None:
         """From now on nobody looks but where the model is known to attend."""
@@ -42,6 +43,16 @@ class Coverage:
         lacks = bool(self._awaited) or not self._attended <= attends
         self._lacking += lacks
         return lacks
+
+    def exceeded(self) -> bool:
+        """A module attended more often in a run than when it was followed; whether it did so before."""
+        self._exceeded += 1
+        return self.is_uneven
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether modules attend more often at some steps: what was seen of one tells nothing of the next."""
+        return self._exceeded > 1
 
     @property
     def why_not_inside(self) -> str:

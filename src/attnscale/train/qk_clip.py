@@ -78,6 +78,7 @@ class QKClip:
         self._apart: ClippedApart | None = None  # beside what is inside
         self._known: KnownModel | None = None
         self._coverage = Coverage()
+        self._warned: set[str] = set()
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
         self._watch()
@@ -161,7 +162,7 @@ class QKClip:
 
     def _watch(self) -> None:
         """Watch the next step from outside."""
-        known = None if self._known is None else self._known.from_outside
+        known = None if self._known is None or self._coverage.is_uneven else self._known.from_outside
         watch = watched(self.model, Settings(None, training=True, known=known, may_be_empty=True))
         self._outside = watch, watch.__enter__()
 
@@ -182,16 +183,20 @@ class QKClip:
         self._known, self._coverage = None, Coverage()
 
     def _follow_more(self) -> None:
-        """Follow the model again where modules ran that did not run when it was followed, and may attend."""
+        """Follow the model again where modules attend, or may, that did not when it was followed, or not as often."""
         assert self._inside is not None  # or all of them are followed
-        noticed = self._coverage.noticed()
-        if noticed and self._inside.axes:  # other ranks do not know of it
-            self._tell_unseen(noticed)
-        elif noticed:
-            self.flush()
-            self._leave()
-            self._known = None
-            self._watch()
+        noticed, exceeds = self._coverage.noticed(), self._inside.exceeds
+        if not noticed and not exceeds:
+            return
+        if self._inside.axes:  # other ranks do not know of it
+            self._tell_not_clipped(noticed)
+            return
+        self.flush()
+        self._leave()
+        self._known = None
+        if exceeds and self._coverage.exceeded():
+            self._stay_outside("some of them are called more often at some steps")
+        self._watch()
 
     def _clip_outside(self) -> ClipReport | None:
         assert self._outside is not None  # or inside
@@ -250,13 +255,15 @@ class QKClip:
             stacklevel=4,
         )
 
-    def _tell_unseen(self, modules: Iterable[str]) -> None:
-        warnings.warn(
-            "QK-Clip leaves what some modules of this model attend with, since they did not run when it was followed, "
-            f"and ranks follow it together alone: {', '.join(map(printable, sorted(modules)))}.",
-            NotInsideWarning,
-            stacklevel=4,
+    def _tell_not_clipped(self, modules: Iterable[str]) -> None:
+        which = ", ".join(map(printable, sorted(modules))) or "it attends more often than then"
+        told = (
+            "QK-Clip leaves some attentions of this model as they are, since they did not run when it was followed, "
+            f"and ranks follow it together alone: {which}."
         )
+        if told not in self._warned:
+            self._warned.add(told)
+            warnings.warn(told, NotInsideWarning, stacklevel=4)
 
     def _tell_apart(self, modules: Iterable[str]) -> None:
         warnings.warn(
