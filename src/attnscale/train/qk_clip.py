@@ -44,8 +44,9 @@ class QKClip:
     tells which parameters make which heads. After that maxima are exact over every row of every micro-batch, taken
     where the model attends, compiled or not, and recomputation is not counted again. On a GPU nothing is waited for:
     parameters are multiplied by factors that are computed there, and the report of what was clipped comes with a
-    later step. An attention that cannot be measured inside is followed at every step, uncompiled: its module alone, or
-    the whole model where that cannot run apart; that is told once.
+    later step. A module that attends only later is followed when it does. An attention that cannot be measured inside
+    is followed at every step, uncompiled: its module alone, or the whole model where that cannot run apart; that is
+    told once.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
@@ -259,7 +260,7 @@ class QKClip:
         which = ", ".join(map(printable, sorted(modules))) or "it attends more often than then"
         told = (
             "QK-Clip leaves some attentions of this model as they are, since they did not run when it was followed, "
-            f"and ranks follow it together alone: {which}."
+            f"and no rank follows it again by itself: {which}."
         )
         if told not in self._warned:
             self._warned.add(told)
