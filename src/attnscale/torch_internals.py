@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 Result = TypeVar("Result")
+Called = TypeVar("Called", bound=Callable[..., Any])
 INTERNALS: list["Internal"] = []
 FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
 KERNELS = {
@@ -105,6 +106,7 @@ _cpu_forward, _cpu_backward = (
 )
 _sequences_backward = Internal("torch", "ops.aten._flash_attention_backward.default", "ragged batches attend apart")
 _compiled_call = Internal("torch._dynamo", "eval_frame", "compiled models are measured uncompiled")
+_disabled = Internal("torch._compile", "_disable_dynamo", "torch.compile traces QKClip.step() in what it compiles")
 _default_store = Internal("torch.distributed.distributed_c10d", "_get_default_store", "what ranks saw is not merged")
 _shard_offset = Internal(
     "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "sharded parameters are not rescaled"
@@ -361,3 +363,9 @@ def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
     """A function that Dynamo calls as it traces and whose result it keeps; its own decorator loads all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def never_compiled(function: Called) -> Called:
+    """A function that Dynamo leaves as it is, in whatever it compiles; torch.compiler.disable would load all of it."""
+    found: Called = _disabled(function, otherwise=function)
+    return found

@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import attnscale
@@ -112,3 +113,25 @@ def test_a_module_that_is_replaced_in_the_middle_of_a_sampled_step_is_told_and_f
     monitor.close()
     for name, values in expected.items():
         assert records[-1].layers[name].numbers["max"] == pytest.approx(values.tolist(), rel=1e-4)
+
+
+def with_new_data(model, after, steps=4, rate=0.1):
+    """A loop that gives every parameter other data at each step."""
+    for step in range(steps):
+        given = tokens(step)
+        F.cross_entropy(model(given[:, :-1]).flatten(0, 1), given[:, 1:].flatten()).backward()
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.data - rate * parameter.grad, None
+        after()
+
+
+def test_parameters_that_are_given_other_data_at_every_step_are_clipped_at_every_step():
+    expected, model, told, reports = small_model(), small_model(), [], []
+    with QKClip(expected, THRESHOLD) as clip:
+        train(expected, after=lambda: told.append(clip.step()))
+    with QKClip(model, THRESHOLD) as clip:
+        with_new_data(model, lambda: reports.append(clip.step()))
+        assert clip.is_inside
+    assert [len(report.heads) for report in reports] == [len(report.heads) for report in told]
+    for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)

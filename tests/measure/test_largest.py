@@ -59,6 +59,15 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
     assert (largest[~over] <= limit).all()
 
 
+def test_it_is_as_exact_under_autocast():
+    call = made("causal")
+    expected = full_matrix(call).amax((0, 2, 3)).float()
+    largest = torch.full((4,), -torch.inf)
+    with torch.autocast("cpu", torch.bfloat16):
+        raise_largest_(largest, torch.tensor(0.1), torch.zeros(()), call)
+    assert torch.allclose(largest, expected, rtol=1e-5)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.floats(0.1, 60), st.sampled_from([(1, 1), (2, 1), (4, 4)]))
 def test_a_head_is_over_exactly_where_it_is(seed, name, limit, heads):

@@ -31,29 +31,40 @@ class _Rows:
     owner: nn.Module
     name: str  # by which its owner has it
     parameter: Tensor
-    held: Tensor
+    kind: tuple[object, ...]  # of what is held
     shape: tuple[int, ...]  # of its factors
     offset: float
 
     @property
+    def held(self) -> Tensor:
+        """As it lies now: some loops give a parameter other data at every step."""
+        local = local_part(self.parameter)
+        return (self.parameter if local is None else local).detach()
+
+    @property
     def is_current(self) -> bool:
-        """Whether it is its owner's and lies where it lay: not so once it was replaced, moved or converted.
+        """Whether it is its owner's and such as it was: not so once it was replaced, moved or converted.
 
         Of a parameter in shards an owner has another at times, put together.
         """
-        local = local_part(self.parameter)
-        if local is None and getattr(self.owner, self.name, None) is not self.parameter:
+        is_whole = local_part(self.parameter) is None
+        if is_whole and getattr(self.owner, self.name, None) is not self.parameter:
             return False
-        return (self.parameter if local is None else local).data_ptr() == self.held.data_ptr()
+        return _kind(self.held) == self.kind
 
     def multiply_(self, factors: Tensor) -> None:
         """Multiply in place, rounded once; `offset` counts with the values."""
-        factors = factors.view(self.shape).to(torch.promote_types(self.held.dtype, torch.float32))
+        held = self.held
+        factors = factors.view(self.shape).to(torch.promote_types(held.dtype, torch.float32))
         if not self.offset:
-            self.held.mul_(factors)
+            held.mul_(factors)
             return
-        changed = (self.held.to(factors.dtype) + self.offset) * factors - self.offset
-        self.held.copy_(torch.where(factors == 1.0, self.held, changed.to(self.held.dtype)))
+        changed = (held.to(factors.dtype) + self.offset) * factors - self.offset
+        held.copy_(torch.where(factors == 1.0, held, changed.to(held.dtype)))
+
+
+def _kind(held: Tensor) -> tuple[object, ...]:
+    return held.shape, held.dtype, held.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +138,7 @@ class Clipper:
             exponents.append(takers.exponents[at])
             path, _, last = name.rpartition(".")
             parameter, owner = self._folding.parameter(name), self._model.get_submodule(path)
-            self._rows.append(_Rows(owner, last, parameter, local, numbers.shape, takers.offset))
+            self._rows.append(_Rows(owner, last, parameter, _kind(local), numbers.shape, takers.offset))
         self._slot_of_row = torch.from_numpy(np.concatenate(every)).to(device)
         self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(device)
 

@@ -2,7 +2,7 @@
 
 Each module that attends carries a tape. Of every call in a run of the module there is a line on it: the largest score
 of each head that passed the limit, then the limit, whether queries and keys are of the same positions, and how often it
-was called.
+was called. The last line counts calls that are not known.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,18 @@ BEHIND = 3
 
 def blank_tape(heads: int, limit: float, attends_itself: Sequence[bool], device: torch.device) -> Tensor:
     """A tape on which nothing was noted."""
-    tape = torch.full((len(attends_itself), heads + BEHIND), -torch.inf, device=device)
+    tape = torch.full((len(attends_itself) + 1, heads + BEHIND), -torch.inf, device=device)
     tape[:, LIMIT], tape[:, CALLS] = limit, 0.0
-    tape[:, ATTENDS_ITSELF] = torch.tensor(attends_itself, dtype=tape.dtype)
+    tape[:, ATTENDS_ITSELF] = torch.tensor([*attends_itself, False], dtype=tape.dtype)
     return tape
+
+
+def _line(tape: Tensor, number: int) -> Tensor | None:
+    """Where a call is noted; None for one that is not known, which is counted."""
+    if number < len(tape) - 1:
+        return tape[number]
+    tape[-1, CALLS] += 1.0
+    return None
 
 
 @torch.library.custom_op("attnscale::note_largest", mutates_args=("tape",))
@@ -58,9 +66,11 @@ def _(*_: Any) -> None:
 def _note(given: Given, tape: Tensor, number: int) -> None:
     """What a backward pass recomputes was noted before."""
     query, key, hidden = given.query, given.key, given.hidden_keys
-    if in_backward() or number >= len(tape) or tape.device != query.device:  # of a model that was moved since
+    if in_backward() or tape.device != query.device:  # of a model that was moved since
         return
-    line, seen, (batch, _, length, _) = tape[number], Visibility.of(given.mask, given.is_causal), query.shape
+    line, seen, (batch, _, length, _) = _line(tape, number), Visibility.of(given.mask, given.is_causal), query.shape
+    if line is None:
+        return
     if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
         seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
     query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
@@ -71,9 +81,9 @@ def _note(given: Given, tape: Tensor, number: int) -> None:
 @torch.library.custom_op("attnscale::note_row_maxima", mutates_args=("tape",))
 def note_row_maxima(maxima: Tensor, tape: Tensor, number: int) -> None:
     """Note the largest of the scores that a kernel tells of each row, (batch, heads, rows)."""
-    if in_backward() or number >= len(tape):
-        return
-    _raise(tape[number], maxima)
+    line = None if in_backward() else _line(tape, number)
+    if line is not None:
+        _raise(line, maxima)
 
 
 @note_row_maxima.register_fake
@@ -93,9 +103,10 @@ def _(*_: Any) -> None:
 
 
 def _note_scores(scores: Tensor, tape: Tensor, layout: str, number: int) -> None:
-    if in_backward() or number >= len(tape) or tape.device != scores.device:
+    line = None if in_backward() or tape.device != scores.device else _line(tape, number)
+    if line is None:
         return
-    line, by_head = tape[number], layout_from(layout).scores_by_head(scores)
+    by_head = layout_from(layout).scores_by_head(scores)
     by_row = by_head.amax(-1)
     if by_head.shape[-1] == by_head.shape[-2]:  # of rows of padding nothing is asked
         hidden = by_head.amax((1, 2)) <= NEVER_A_SCORE
@@ -108,6 +119,25 @@ def _raise(line: Tensor, by_row: Tensor) -> None:
     highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(line.dtype)
     line[: len(highest)] = torch.maximum(line[: len(highest)], highest)
     line[CALLS] += 1.0
+
+
+@torch.library.custom_op("attnscale::note_not_known", mutates_args=("tape",))
+def note_not_known(tape: Tensor) -> None:
+    """Count a call that is not known, inside a compiled graph."""
+    if not in_backward():
+        _line(tape, len(tape))
+
+
+@note_not_known.register_fake
+def _(*_: Any) -> None:
+    return None
+
+
+def _beyond(tape: Tensor, is_traced: bool) -> None:
+    if is_traced and type(tape) is not Tensor:
+        note_not_known(tape)
+    elif not in_backward():
+        _line(tape.data, len(tape))
 
 
 def _look_at_softmax(written: Written, tape: Tensor, number: int, is_traced: bool) -> None:
@@ -142,4 +172,4 @@ def _again(
     return returned
 
 
-LOOKS[LOOK] = Look(_look, _look_at_softmax)
+LOOKS[LOOK] = Look(_look, _look_at_softmax, beyond=_beyond)

@@ -8,6 +8,7 @@ from torch import nn
 from attnscale.inside import marks, names
 from attnscale.inside.frames import BETWEEN, KERNEL, Carried
 from attnscale.inside.placing import can_be_placed, place, take_away
+from attnscale.inside.unseen import that_may_attend
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.running import modules_by_path
 
@@ -23,6 +24,7 @@ class Places:
         inside = [path for path in known.orders if path in modules and self._is_seen(path, modules[path])]
         self.modules = {path: modules[path] for path in inside}
         self.apart = {path: modules[path] for path in every if path in modules and path not in self.modules}
+        self.unseen = that_may_attend(modules, known.called, every)
         files = {line[0] for _, line, *_ in known.calls if isinstance(line, tuple)}
         runs_eager = not all(order.is_compiled for order in known.orders.values())
         self._names = names.names_in(files) if runs_eager else []

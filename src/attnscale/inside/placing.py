@@ -2,14 +2,14 @@
 
 import copyreg
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from attnscale.inside import marks
-from attnscale.inside.frames import Carried
+from attnscale.inside.frames import KERNEL, Carried
 
 PREFIX = "_attnscale_"
 APART = "apart"  # in the name of a look that follows the module from outside
@@ -23,12 +23,13 @@ class Follower(Protocol):
         ...
 
 
-def place(module: nn.Module, look: str, carried: "Carried | Follower", layouts: str = "-") -> str:
+def place(module: nn.Module, look: str, carried: "Carried | Follower", layouts: str | None = None) -> str:
     """Look at what a module attends with from now on; the name by which it is taken away again.
 
-    `layouts` are those of its attentions that are written out, as frames take them.
+    `layouts` are those of its attentions that are written out, as frames take them; None leaves what others know.
     """
     names = _names(module)
+    layouts = getattr(type(module), "_attnscale_layouts", KERNEL) if layouts is None else layouts
     number = next(number for number in range(len(names) + 1) if f"{look}{number}" not in names)
     name = f"{look}{number}"
     module.__dict__[PREFIX + name] = carried
@@ -46,6 +47,12 @@ def take_away(module: nn.Module, name: str) -> None:
 def can_be_placed(module: nn.Module) -> bool:
     """Whether its class says what it does: not where its forward was replaced, nor where it has no room for a look."""
     return "forward" not in vars(module) and hasattr(module, "__dict__")
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Its class where nobody looks at it."""
+    plain: type[nn.Module] = getattr(type(module), "_attnscale_plain", type(module))
+    return plain
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
@@ -76,6 +83,11 @@ def _run_apart(
     return call()
 
 
+def _is_written_down() -> bool:
+    """Whether what runs becomes a program, which must not know of looks."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def new(kind: type, *args: Any) -> Any:
     """What copyreg.__newobj__ makes, which pickle takes for objects of its class alone."""
     return kind.__new__(kind, *args)
@@ -89,11 +101,13 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
     joined, attributes, following = " ".join(looks), tuple(map(_attribute, looks)), tuple(map(_attribute, followers))
     run_apart = torch.compiler.disable(_run_apart) if followers else None
 
-    class LookedAt(plain):  # type: ignore[misc, valid-type]
+    root: Any = nn.Module
+
+    class LookedAt(root, metaclass=type(plain)):  # type: ignore[misc, metaclass]
         _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if not (self.training or torch.is_grad_enabled()):
+            if not (self.training or torch.is_grad_enabled()) or _is_written_down():
                 return plain.forward(self, *args, **kwargs)
             if run_apart is not None:
                 return run_apart(self, following, plain.forward, args, kwargs)
@@ -117,6 +131,8 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
             make = new if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
             return make, tuple(plain if each is type(self) else each for each in given), state, *rest
 
+    update_wrapper(LookedAt.forward, plain.forward, assigned=(), updated=())  # for whoever asks for its arguments
+    LookedAt.__bases__ = (plain,)  # set later, so that its __init_subclass__, which may keep a register, is not called
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LookedAt, name, getattr(plain, name))
     return LookedAt

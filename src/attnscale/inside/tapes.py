@@ -39,25 +39,28 @@ class Tapes:
         found = [where for layer in layers.values() for where in _heads(layer, lines)]
         most = max((len(where) for where in found), default=1)
         padded = [where + where[-1:] * (most - len(where)) for where in found]
+        ends = torch.tensor([tape.numel() for tape in self._tapes.values()], dtype=torch.int64).cumsum(0)
+        self._not_known = (ends + CALLS).to(device)  # where the last line of each counts
         self._at = torch.tensor(padded, dtype=torch.int64, device=device).reshape(-1, most)
 
     def looked_at(self) -> AbstractContextManager[None]:
         """Let the model write on them."""
         return self._places.looked_at(LOOK, self._tapes.__getitem__)
 
-    def read(self) -> Tensor:
-        """The largest score of each head of each layer that passed the limit, and −∞ where none did."""
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The largest score of each head of each layer that passed the limit, −∞ where none did; calls not known."""
         if not self._tapes:
-            return torch.zeros(0)
-        return torch.cat([tape.ravel() for tape in self._tapes.values()])[self._at].amax(-1)
+            return torch.zeros(0), torch.zeros(())
+        every = torch.cat([tape.ravel() for tape in self._tapes.values()])
+        return every[self._at].amax(-1), every[self._not_known].amax()
 
     def were_all_written(self) -> bool:
         """Whether the model attended at every place since they were wiped; waits for the device."""
-        return all(bool((tape[:, CALLS] > 0).all()) for tape in self._tapes.values())
+        return all(bool((tape[:-1, CALLS] > 0).all()) for tape in self._tapes.values())
 
     def was_any_written(self) -> bool:
         """Whether it attended anywhere; waits for the device."""
-        return any(bool((tape[:, CALLS] > 0).any()) for tape in self._tapes.values())
+        return any(bool((tape[:-1, CALLS] > 0).any()) for tape in self._tapes.values())
 
     def wipe_(self) -> None:
         """Begin anew."""

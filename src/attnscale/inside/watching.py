@@ -13,6 +13,7 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.inside.apart import Apart
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
+from attnscale.inside.unseen import Unseen
 from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import without_autocast
 from attnscale.torch_internals import backward_number, node_in_backward, recorded_operations
@@ -32,8 +33,16 @@ from attnscale.watching.written.again import WrittenAgain
 def watched_inside(places: Places, settings: Settings) -> Iterator[Seen]:
     """See every attention that runs in a known model, as watch() does."""
     watching = _Watching(places.model, places.known, settings)
-    with watching.apart.followed(places.apart), places.looked_at(LOOK, lambda path: ticket_of(watching.place(path))):
-        yield watching.seen
+    unseen = Unseen(places.unseen)
+    try:
+        with (
+            watching.apart.followed(places.apart),
+            places.looked_at(LOOK, lambda path: ticket_of(watching.place(path))),
+        ):
+            yield watching.seen
+    finally:
+        unseen.leave()
+    watching.failures += (f"{path}: it did not run when the model was followed" for path in sorted(unseen.ran_since()))
     watching.seen.apart = tuple(places.apart)
     watching.conclude()
 

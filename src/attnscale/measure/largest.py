@@ -10,7 +10,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.taking import kernels_take
 from attnscale.measure.cuda.ways import kind_of
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import wide_dtype, without_autocast
 
 SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow
 BLOCK_SCORES = 2**20  # of one head at a time, without the kernel
@@ -70,7 +70,8 @@ def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tenso
 def _scores(call: Call, entry: int, head: int, rows: Tensor) -> Tensor:
     """Of these rows of a head; −∞ for keys that they do not see."""
     query, key = call.query[entry, head, rows], call.key[entry, head // call.group]
-    scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale
+    with without_autocast(query):  # which would make the product narrow again
+        scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale
     scores = scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
     added = call.visibility.at(entry, slice(head, head + 1)).added(rows, slice(0, key.shape[0]), scores)
     return scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]

@@ -23,7 +23,7 @@ MOST_WAITING = 64  # steps whose numbers may be on their way
 class _Arriving:
     """The maxima and factors of a step, on their way to the host."""
 
-    numbers: Tensor
+    numbers: Tensor  # and behind them, how many calls were not known
     event: "torch.cuda.Event | None"
 
     @property
@@ -38,7 +38,8 @@ class ClippedInside:
         self, model: nn.Module, places: Places, layers: Mapping[str, Layer], threshold: float, axes: Sequence[Axis]
     ) -> None:
         self._model, self._structure = model, Structure(model)
-        self._axes, self._is_tried, self._empty = axes, False, 0
+        self.axes, self._is_tried, self._empty = axes, False, 0
+        self.exceeds = False  # some module attends more often in a run than it did when it was followed
         self._clipper = Clipper(model, layers, threshold, axes)
         self._tapes = Tapes(places, layers, threshold, device_of(model))
         self._arriving: list[_Arriving] = []
@@ -59,7 +60,7 @@ class ClippedInside:
         if self._is_tried:
             return False
         told = [(self._tapes.was_any_written(), self._tapes.were_all_written())]
-        for axis in self._axes:
+        for axis in self.axes:
             told = [each for of_rank in axis.gathered(told) for each in of_rank]
         self._is_tried = any(some for some, _ in told)
         self._empty += not self._is_tried
@@ -67,15 +68,16 @@ class ClippedInside:
 
     def clip(self) -> list[ClipReport]:
         """Clip what passed the threshold since the last step; reports of what is known by now."""
-        own = self._tapes.read()
+        own, not_known = self._tapes.read()
         self._tapes.wipe_()
         maxima = self._clipper.slots.agreed(own)
         is_here = maxima.device.type == "cpu"
         if is_here and bool((maxima <= self._clipper.threshold).all()):
+            self.exceeds |= bool(not_known)
             return []
         factors = self._clipper.factors(maxima)
         self._clipper.multiply_(factors)
-        numbers = torch.stack([maxima.double(), factors]).to("cpu", non_blocking=not is_here)
+        numbers = torch.cat([maxima.double(), factors, not_known.double()[None]]).to("cpu", non_blocking=not is_here)
         event = None if is_here or not maxima.is_cuda else torch.cuda.current_stream(maxima.device).record_event()
         self._arriving.append(_Arriving(numbers, event))
         return self.arrived(waits=len(self._arriving) > MOST_WAITING)
@@ -87,7 +89,8 @@ class ClippedInside:
             arriving = self._arriving.pop(0)
             if arriving.event is not None:
                 arriving.event.synchronize()
-            maxima, factors = arriving.numbers.numpy()
+            maxima, factors = arriving.numbers[:-1].view(2, -1).numpy()
+            self.exceeds |= bool(arriving.numbers[-1])
             report = self._clipper.report(maxima, factors)
             if report is not None:
                 found.append(report)

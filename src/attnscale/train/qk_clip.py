@@ -17,8 +17,10 @@ from attnscale.acting.taken import arrives_by, note_taken
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.inside.places import Places
 from attnscale.plain import printable
+from attnscale.torch_internals import never_compiled
 from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
 from attnscale.train.clipped_inside import ClippedInside
+from attnscale.train.coverage import Coverage
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
@@ -42,8 +44,9 @@ class QKClip:
     tells which parameters make which heads. After that maxima are exact over every row of every micro-batch, taken
     where the model attends, compiled or not, and recomputation is not counted again. On a GPU nothing is waited for:
     parameters are multiplied by factors that are computed there, and the report of what was clipped comes with a
-    later step. An attention that cannot be measured inside is followed at every step, uncompiled: its module alone, or
-    the whole model where that cannot run apart; that is told once.
+    later step. A module that attends only later is followed when it does. An attention that cannot be measured inside
+    is followed at every step, uncompiled: its module alone, or the whole model where that cannot run apart; that is
+    told once.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
@@ -75,6 +78,8 @@ class QKClip:
         self._inside: ClippedInside | None = None
         self._apart: ClippedApart | None = None  # beside what is inside
         self._known: KnownModel | None = None
+        self._coverage = Coverage()
+        self._warned: set[str] = set()
         self._goes_inside, self._is_closed = True, False
         arrives_by(model, self.flush)
         self._watch()
@@ -95,6 +100,7 @@ class QKClip:
         self.flush()
         return self._last
 
+    @never_compiled  # as an optimiser's step may be, and what is called after it
     def step(self) -> ClipReport | None:
         """The optimiser has moved: clip what passed the threshold; a report where something is known to be clipped."""
         if self._is_closed:
@@ -104,15 +110,15 @@ class QKClip:
             return self._clip_outside()
         if not self._inside.is_current:  # a part was replaced, or it was moved or converted: followed anew
             self.flush()
-            self._leave()
-            self._known = None
+            self._forget()
             self._watch()
             return None
         if not self._inside.misses():
             found = self._arrived(self._inside.clip())
-            if self._apart is None:
-                return found
-            return self._told(together(found, self._apart.clip()))
+            if self._apart is not None:
+                found = self._told(together(found, self._apart.clip()))
+            self._follow_more()
+            return found
         self._leave()
         self._stay_outside("some of them did not run where they ran before")
         self._watch()
@@ -133,7 +139,7 @@ class QKClip:
     def close(self) -> None:
         """Stop, and leave nothing in place."""
         self.flush()
-        self._leave()
+        self._forget()
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,8 +151,8 @@ class QKClip:
         threshold = float(state["threshold"])
         check_threshold(threshold)
         self.flush()
-        self._leave()
-        self.steps, self._threshold, self._known = int(state["steps"]), threshold, None
+        self._forget()
+        self.steps, self._threshold = int(state["steps"]), threshold
         self._watch()
 
     def __enter__(self) -> "QKClip":
@@ -157,7 +163,7 @@ class QKClip:
 
     def _watch(self) -> None:
         """Watch the next step from outside."""
-        known = None if self._known is None else self._known.from_outside
+        known = None if self._known is None or self._coverage.is_uneven else self._known.from_outside
         watch = watched(self.model, Settings(None, training=True, known=known, may_be_empty=True))
         self._outside = watch, watch.__enter__()
 
@@ -170,6 +176,28 @@ class QKClip:
             outside[0].__exit__(_BrokenOffError, _BrokenOffError(), None)
         if inside is not None:
             inside.leave()
+
+    def _forget(self) -> None:
+        """Leave the model, and know nothing of it any more."""
+        self._leave()
+        self._coverage.leave()
+        self._known, self._coverage = None, Coverage()
+
+    def _follow_more(self) -> None:
+        """Follow the model again where modules attend, or may, that did not when it was followed, or not as often."""
+        assert self._inside is not None  # or all of them are followed
+        noticed, exceeds = self._coverage.noticed(), self._inside.exceeds
+        if not noticed and not exceeds:
+            return
+        if self._inside.axes:  # other ranks do not know of it
+            self._tell_not_clipped(noticed)
+            return
+        self.flush()
+        self._leave()
+        self._known = None
+        if exceeds and self._coverage.exceeded():
+            self._stay_outside("some of them are called more often at some steps")
+        self._watch()
 
     def _clip_outside(self) -> ClipReport | None:
         assert self._outside is not None  # or inside
@@ -197,17 +225,21 @@ class QKClip:
         why = why or ("" if places is None else why_not_apart(places, layers, axes))
         heads = {name: layer.heads for name, layer in layers.items()}
         ran, differ = bool(layers), False
+        if self._known is not None and self._coverage.lacks(self._known):
+            why, self._known = why or self._coverage.why_not_inside, None
+            ran = bool(why)
         for axis in axes:
             told = axis.gathered((why, heads, ran))
             why = next((theirs for theirs, _, _ in told if theirs), "")
             ran = all(each for *_, each in told)
             differ |= not axis.cut and any(theirs != heads for _, theirs, _ in told)
         if not ran or (differ and not why):
-            return False  # nothing ran on some rank; perhaps the next time
+            return False  # nothing ran on some rank, or not all that attends; perhaps the next time
         if why or places is None:
             self._stay_outside(why)
             return False
         inside = {name: layer for name, layer in layers.items() if layer.module not in places.apart}
+        self._coverage.begin(places)
         self._inside = ClippedInside(self.model, places, inside, self.threshold, axes)
         if places.apart:
             self._apart = ClippedApart(places, self.threshold)
@@ -216,12 +248,23 @@ class QKClip:
 
     def _stay_outside(self, why: str) -> None:
         self._goes_inside = False
+        self._coverage.leave()
         warnings.warn(
             "QK-Clip watches this model from outside at every step, uncompiled, since its attentions cannot be "
             f"measured inside its run: {why}.",
             NotInsideWarning,
             stacklevel=4,
         )
+
+    def _tell_not_clipped(self, modules: Iterable[str]) -> None:
+        which = ", ".join(map(printable, sorted(modules))) or "it attends more often than then"
+        told = (
+            "QK-Clip leaves some attentions of this model as they are, since they did not run when it was followed, "
+            f"and no rank follows it again by itself: {which}."
+        )
+        if told not in self._warned:
+            self._warned.add(told)
+            warnings.warn(told, NotInsideWarning, stacklevel=4)
 
     def _tell_apart(self, modules: Iterable[str]) -> None:
         warnings.warn(
