@@ -176,6 +176,10 @@ class Pass:
             at = self._positions(strip.entry, rows)
             ends = self._ends(at)
             keys = seen.span(*ends, key.shape[-1])
+            if keys.start == keys.stop:  # rows that see nothing: their sums and their output are zero
+                for empty in (sums[index], *(() if outputs is None else [outputs[index]])):
+                    empty.zero_()
+                continue
             shape = *part.shape[:2], keys.stop - keys.start
             if room.shape[-1] < math.prod(shape):
                 room = self.sums.new_empty(2, len(part) * self.block * key.shape[-1])
