@@ -112,7 +112,7 @@ class Visibility:
         if self.is_mask and self.mask is not None:
             counted = [_shows(rows).sum(-1) for rows in self.mask.split(COUNTING_ROWS, dim=-2)]
             return torch.cat(counted, dim=-1) * (kv_len if self.mask.shape[-1] == 1 else 1)
-        blocks = (slice(start, min(start + COUNTING_ROWS, q_len)) for start in range(0, q_len, COUNTING_ROWS))
+        blocks = (slice(start, min(start + COUNTING_ROWS, q_len)) for start in range(0, max(q_len, 1), COUNTING_ROWS))
         shown = (self.shown(rows, slice(0, kv_len), device) for rows in blocks)
         return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
 

@@ -86,7 +86,7 @@ def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
     """(length,), or (batch, length) where batch entries may differ."""
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
-    return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), -1)
+    return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:
