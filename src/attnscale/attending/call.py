@@ -42,6 +42,13 @@ class Call:
         return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
+def above_zero(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a scale above zero: torch's fused kernels hide before they scale, and 0 · −∞ is NaN."""
+    if scale > 0.0:
+        return query, scale
+    return query * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
+
+
 def fold(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Visibility]:
