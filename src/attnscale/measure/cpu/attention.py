@@ -14,9 +14,14 @@ from attnscale.measure.row_sums import RowSums
 
 def serves(call: Call) -> bool:
     """Whether one pass gives this attention's output too, and torch has its backward where a gradient is wanted."""
-    if not takes(call) or not usable() or (learns(call) and not has_backward(call)):
+    if not takes(call) or not usable() or (learns(call) and not (has_backward(call) and _may_flash())):
         return False
     return not call.visibility.hides_by_numbers
+
+
+def _may_flash() -> bool:
+    """Whether the kernel whose backward it is may be used: who asks for SDPA's math wants second derivatives of it."""
+    return bool(torch.backends.cuda.flash_sdp_enabled())
 
 
 def takes(call: Call) -> bool:
