@@ -10,6 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.attending.gradients import gradients_of
 from attnscale.attending.mapping import entry_by_entry
 from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure.cpu.one_pass import SCORES, arguments_of, call_of
 from attnscale.measure.cuda.backward import attention_rows_backward
 from attnscale.measure.measuring import looks_at_all, measured
 from attnscale.measure.pool import pool_rows
@@ -18,10 +19,7 @@ from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
 from attnscale.numerics import wide_dtype
 from attnscale.torch_internals import unseen
-from attnscale.visibility import Visibility
 
-SEEN = "Tensor? mask, Tensor? documents_q, Tensor? documents_k, SymInt? last, SymInt? first"
-SCORES = f"{SEEN}, float scale, float? softcap"
 Attended = tuple[Tensor, Tensor, Tensor]
 
 
@@ -38,40 +36,16 @@ def attends_unseen(call: Call) -> bool:
 
 def attend_unseen(call: Call) -> tuple[Tensor, ScoreStats]:
     """The output with its gradient, and the statistics of every row."""
-    output, _, table = attended_rows(call.query, call.key, call.value, *_arguments_of(call))
+    output, _, table = attended_rows(call.query, call.key, call.value, *arguments_of(call))
     return output, ScoreStats(call.query.shape[1], exact=True, pool=Table(table))
 
 
 def measure_unseen(call: Call, rows: int | None) -> ScoreStats:
     """The statistics of every row, or of about this many a head."""
-    table, errors = measured_scores(call.query.detach(), call.key.detach(), *_arguments_of(call), rows)
+    table, errors = measured_scores(call.query.detach(), call.key.detach(), *arguments_of(call), rows)
     exact = rows is None or looks_at_all(call, rows)
     known = Table(table, None if exact else partial(Uncertainty.unpacked, errors, len(SUMS)))
     return ScoreStats(call.query.shape[1], exact=exact, pool=known)
-
-
-def _arguments_of(call: Call) -> tuple[Any, ...]:
-    """All but the tensors that are multiplied."""
-    seen = call.visibility
-    mask = None if seen.mask is None else seen.mask.detach()
-    own, theirs = (None, None) if seen.documents is None else seen.documents
-    return mask, own, theirs, seen.last, seen.first, call.scale, call.softcap
-
-
-def _call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    documents_q: Tensor | None,
-    documents_k: Tensor | None,
-    last: int | None,
-    first: int | None,
-    scale: float,
-    softcap: float | None,
-) -> Call:
-    documents = None if documents_q is None or documents_k is None else (documents_q, documents_k)
-    return Call(query, key, value, Visibility(last, first, mask, documents), 0.0, scale, softcap)
 
 
 @torch.library.custom_op(
@@ -82,7 +56,7 @@ def _call_of(
 def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """The table of the heads; how far it may be off where some rows stand for all."""
     *options, rows = given
-    stats = measured(_call_of(query, key, key, *options), rows)
+    stats = measured(call_of(query, key, key, *options), rows)
     errors = stats.pooled.uncertainty
     width = packed_size(len(SUMS)) if rows is not None else 0
     nothing = stats.pooled.sums.new_zeros(stats.heads, width)
@@ -106,7 +80,7 @@ entry_by_entry(measured_scores)
 )
 def attended_rows(*given: Any) -> Attended:
     """The output; the lse of each row, and the table of the heads."""
-    output, rows = on_cpu.attended(_call_of(*given))
+    output, rows = on_cpu.attended(call_of(*given))
     return output.contiguous(), rows.lse.contiguous(), table_of(pool_rows(rows))
 
 
@@ -124,7 +98,7 @@ def _attended_rows_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> A
 )
 def attended_rows_backward(grad: Tensor, *given: Any) -> Attended:
     """The gradients of query, key and value, from weights that are formed again."""
-    found = gradients_of(_call_of(*given), grad, None)
+    found = gradients_of(call_of(*given), grad, None)
     of_query, of_key, of_value = (each.contiguous() for each in found)
     return of_query, of_key, of_value
 
@@ -145,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Attended) -> None:
 def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, result, lse = ctx.saved_tensors
     query, key, value, *_ = inputs
-    call = _call_of(*inputs, *ctx.settings)
+    call = call_of(*inputs, *ctx.settings)
     if on_cpu.has_backward(call):
         found = attention_rows_backward(grad, query, key, value, result, lse, call.scale, call.visibility.is_causal)
     else:
