@@ -100,6 +100,21 @@ def test_a_preallocated_cache():
     assert layer.stats.count.tolist() == [45] * 4
 
 
+def test_a_padded_prompt_in_a_preallocated_cache_is_causal():
+    config = LlamaConfig(
+        vocab_size=29, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    shown = torch.ones(2, 7, dtype=torch.long)
+    shown[0, :4] = 0
+    cache = StaticCache(config, max_cache_len=11)
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(torch.randint(0, 29, (2, 7)), attention_mask=shown, past_key_values=cache)
+    (layer,) = seen.layers.values()
+    assert layer.causal
+    assert layer.stats.count.tolist() == [3 * 4 // 2 + 7 * 8 // 2] * 2
+
+
 class Measured(SelfAttention):
     """Attention that measures itself, or the same without."""
 
