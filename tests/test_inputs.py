@@ -37,6 +37,11 @@ BAD = [
         ShapeError,
         r"batch dimensions that broadcast, got query \(2, 3, 5, 11\)",
     ),
+    (
+        dict(query=r(batch, 1, q_len, head_dim), value=r(batch, 2, kv_len, head_dim)),
+        ShapeError,
+        r"heads and batch dimensions that broadcast, got .* key \(2, 3, 7, 11\), value \(2, 2, 7, 11\)",
+    ),
     (dict(query=r(batch, heads, q_len, head_dim).half()), DtypeError, "one dtype, got query of torch.float16 and key"),
     (dict(query=torch.ones(batch, heads, q_len, head_dim, dtype=torch.int)), DtypeError, "floating-point .* query of"),
     (dict(key=torch.empty(batch, heads, kv_len, head_dim, device="meta")), DeviceError, "query on cpu and key on meta"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnscale import attention, attention_weights, reference, rules
+from attnscale import attention, attention_varlen, attention_weights, attention_with_stats, reference, rules
 from attnscale.attending import row_blocks
 from attnscale.rules import RULES
 
@@ -212,6 +212,27 @@ def test_gradients_equal_those_of_sdpa(options):
     output = F.scaled_dot_product_attention(query, *inputs[1:], is_causal="is_causal" in options, **factor)
     for ours, theirs in zip(grads, torch.autograd.grad(output.square().sum(), inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_a_scale_that_is_not_above_zero_hides_what_is_hidden(scale):
+    """SDPA's kernel for CPUs gives NaN with its causal flag, in torch 2.11 to 2.13: it hides before it scales."""
+    inputs = [torch.randn(batch, heads, q_len, head_dim, requires_grad=True) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*inputs, torch.ones(q_len, q_len, dtype=torch.bool).tril(), scale=scale)
+    for output in (
+        attention(*inputs, is_causal=True, scale=scale),
+        attention_with_stats(*inputs, is_causal=True, scale=scale)[0],
+        attention_varlen(
+            *(x[0].transpose(0, 1) for x in inputs), torch.tensor([0, q_len]), is_causal=True, scale=scale
+        ).transpose(0, 1),
+    ):
+        wanted = expected if output.dim() == 4 else expected[0]
+        torch.testing.assert_close(output, wanted)
+        grads = torch.autograd.grad(output.square().sum(), inputs)
+        for ours, theirs in zip(
+            grads, torch.autograd.grad(wanted.square().sum(), inputs, retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_dropout_draws_what_sdpa_draws():

@@ -107,11 +107,11 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
                 f"Expected the query's {heads} heads in {name}, got {found} in shape {tuple(tensor.shape)}; "
                 "pass enable_gqa=True if queries share key heads."
             )
-    try:
-        broadcast(*(tensor.shape[:-3] for tensor in tensors.values()))
+    try:  # heads too: keys and values of several that share one query head have as many
+        broadcast(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ShapeError(f"Expected batch dimensions that broadcast, got {shapes}.") from None
+        raise ShapeError(f"Expected heads and batch dimensions that broadcast, got {shapes}.") from None
 
 
 def _check_mask(query: Tensor, attn_mask: Mask, scores: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, fold
+from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
 from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
@@ -158,4 +158,5 @@ def scaled_call(
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
+    scaled_query, factor = above_zero(scaled_query, factor)
     return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)

@@ -115,7 +115,7 @@ class Visibility:
             return self.counts_at(torch.arange(q_len, device=device), kv_len)
         if sizes_vary(q_len):
             return self._counted([slice(0, q_len)], kv_len, device)
-        starts = range(0, q_len, COUNTING_ROWS)
+        starts = range(0, max(q_len, 1), COUNTING_ROWS)
         return self._counted([slice(start, min(start + COUNTING_ROWS, q_len)) for start in starts], kv_len, device)
 
     def _counted(self, blocks: list[slice], kv_len: int, device: torch.device | str) -> Tensor:

@@ -110,6 +110,19 @@ def test_documents_of_leading_dimensions_fold():
     )
 
 
+@pytest.mark.parametrize(("lead", "q_len"), [((2, 0), Q_LEN), ((0, 3), Q_LEN), ((2, 3), 0), ((2,), 0)])
+def test_documents_of_no_rows_and_of_no_batch_are_none(lead, q_len):
+    query, key = torch.randn(*lead, HEADS, q_len, HEAD_DIM), torch.randn(*lead, HEADS, KV_LEN, HEAD_DIM)
+    own, theirs = torch.randint(0, 2, (*lead, q_len)), torch.randint(0, 2, (*lead, KV_LEN))
+    for seen in (Visibility.of_documents(own, theirs), Visibility(last=1, mask=torch.ones(q_len, KV_LEN) > 0)):
+        for scale in (None, "log_length"):
+            output, stats = attention_with_stats(query, key, key, seen, scale=scale)
+            assert output.shape == attention(query, key, key, seen, scale=scale).shape == query.shape
+            assert (
+                stats.rows.tolist() == score_stats(query, key, attn_mask=seen, scale=scale).rows.tolist() == [0] * HEADS
+            )
+
+
 def test_what_does_not_fit_gets_a_sentence():
     query, key, value = qkv()
     with pytest.raises(ShapeError, match=r"causal_lower_right\(5, 7\) for so many rows and keys, got .*\(7, 9\)"):

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,9 +8,11 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from attnscale import audit
-from attnscale.diagnose import CODES, SEVERITIES, Finding
+from attnscale import audit, score_stats
+from attnscale.diagnose import CODES, SEVERITIES, Finding, diagnose
 from attnscale.errors import InputError, SettingError
+
+from .layers import random_layer
 
 
 class Attention(nn.Module):
@@ -116,6 +119,14 @@ def test_a_published_model_whose_scale_was_written_over(scale, code):
     model.layers[0].self_attn.scaling = scale
     found = audit(model, input_ids=torch.randint(0, 29, (2, 17)))
     assert {finding.code for finding in found.findings} - {"diluted"} == ({code} if code else set())
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_layer_is_not_judged_by_rows_of_padding_alone(normalised):
+    """A glance at a few rows of a padded batch may find no other."""
+    layer = random_layer(normalised=normalised)
+    nothing = score_stats(layer.query, layer.key, attn_mask=torch.tensor(False))
+    assert diagnose({layer.name: replace(layer, stats=nothing)}, trained=False).findings == []
 
 
 def test_a_finding_is_what_the_contract_says():

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnscale import attention, attention_with_stats, score_stats
 from attnscale.measure import row_blocks
@@ -72,6 +73,13 @@ def test_where_torch_has_no_backward_for_it_the_output_comes_from_attention(opti
     output, _ = attention_with_stats(*tensors, enable_gqa=True, **OPTIONS[options])
     assert torch.equal(output, attention(*tensors, enable_gqa=True, **OPTIONS[options]))
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), tensors))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_second_derivatives_are_there_where_sdpa_has_them(is_causal):
+    inputs = [torch.randn(1, 2, length, 3, dtype=torch.float64, requires_grad=True) for length in (5, 7, 7)]
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of a CPU have none
+        assert torch.autograd.gradgradcheck(lambda *args: attention_with_stats(*args, is_causal=is_causal)[0], inputs)
 
 
 def test_a_row_that_sees_nothing_has_output_zero():

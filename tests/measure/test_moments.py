@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnscale import reference, score_moments, score_stats
+from attnscale import Visibility, reference, score_moments, score_stats
 from tests.measure.oracle import expected_stats
 
 
@@ -75,6 +75,19 @@ def test_moments_merge_over_batches_and_keys():
         torch.testing.assert_close(parts.mean, whole.mean, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(parts.variance, whole.variance, rtol=1e-12, atol=1e-14)
         assert parts.count.tolist() == whole.count.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": Visibility(last=-31)}], ids=str)
+@pytest.mark.parametrize(("batch", "kv_len"), [(0, 29), (2, 0)])
+def test_scores_that_there_are_none_of_have_no_mean(batch, kv_len, options):
+    query, key = torch.randn(batch, 3, 23, 8), torch.randn(batch, 3, kv_len, 8)
+    moments = score_moments(query, key, **options)
+    assert moments.count.tolist() == [0, 0, 0]
+    assert all(found.isnan().all() for found in (moments.mean, moments.variance, moments.variance_within_rows))
+    some = score_moments(torch.randn(2, 3, 23, 8), torch.randn(2, 3, 29, 8))
+    for merged in (moments + some, some + moments):
+        assert torch.equal(merged.mean, some.mean)
+        torch.testing.assert_close(merged.variance, some.variance)
 
 
 def test_a_mask_or_soft_cap_is_passed_over_and_said_so():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnscale import attention, attention_with_stats, reference, rules, score_stats
+from attnscale import Visibility, attention, attention_with_stats, reference, rules, score_stats
 from attnscale.errors import SettingError, ShapeError
 
 from ..rules.oracle import EXAMPLES
@@ -136,6 +136,19 @@ def test_rows_that_see_nothing_or_one_key_are_counted_out():
     # merging with rows that do see something brings no NaN along
     both = empty + score_stats(query, key)
     torch.testing.assert_close(both.entropy, score_stats(query, key).entropy)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("seen", [Visibility.causal(from_the_end=True), Visibility.causal(window=2)], ids=str)
+def test_blocks_of_rows_that_see_no_key_by_their_position_are_counted_out(seen, softcap):
+    rows, keys = 307, 7  # more than a block of rows, before the first key or after the last
+    query, key = torch.randn(batch, heads, rows, head_dim), torch.randn(batch, heads, keys, head_dim)
+    shown = seen.within(rows, keys).shown(slice(0, rows), slice(0, keys), "cpu")
+    output, stats = attention_with_stats(query, key, key, seen, softcap=softcap)
+    torch.testing.assert_close(output, attention(query, key, key, shown, softcap=softcap))
+    assert_stats(stats, scores_of(query, key, shown.numpy(), softcap=softcap))
+    assert (score_stats(query, key, attn_mask=seen, softcap=softcap, rows=67).rows <= stats.rows).all()
+    assert score_stats(query, key, attn_mask=Visibility(last=-rows), softcap=softcap).rows.tolist() == [0] * heads
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (1, 1), (3, 1)])

@@ -112,6 +112,30 @@ def test_attention_by_hand_leaves_them_out_too(hide, rows):
     assert_alike(layer, single)
 
 
+@pytest.mark.parametrize("hide", [infinite, lowest, ten_thousand])
+@pytest.mark.parametrize("window", [LONGEST, 2])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_from_which_every_key_is_hidden_are_padding_by_whatever_number(hide, window, side):
+    """Causal rows before the first token, and rows whose window lies behind the last."""
+
+    def in_window(scores, hidden):
+        shown = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().triu(1 - window)
+        return hide(scores, hidden | ~shown)
+
+    model = Written(in_window)
+    sequences = [3 * torch.randn(length, 24) for length in LENGTHS]
+    batch, hidden = padded(sequences if side == "right" else [sequence.flip(0) for sequence in sequences])
+    batch, hidden = (batch, hidden) if side == "right" else (batch.flip(1), hidden.flip(1))
+    with attnscale.watch(model, rows=None) as alone:
+        for sequence in sequences:
+            model(sequence[None], torch.zeros(1, len(sequence), dtype=torch.bool))
+    with attnscale.watch(model, rows=None) as seen:
+        model(batch, hidden)
+    (layer,), (single,) = seen.layers.values(), alone.layers.values()
+    assert layer.causal
+    assert_alike(layer, single)
+
+
 def test_queries_of_cross_attention_all_count():
     model, (batch, hidden) = Written(infinite), padded([torch.randn(length, 24) for length in LENGTHS])
     with attnscale.watch(model, rows=None) as seen:

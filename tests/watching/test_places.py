@@ -123,6 +123,40 @@ def test_two_attentions_of_one_module_are_two_though_one_module_is_the_softmax_o
     assert {name: layer.calls for name, layer in seen.layers.items()} == {"Two": 2, "Two#2": 2}
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "capped"])
+def test_two_attentions_of_one_module_are_two_by_whatever_operator(options):
+    class Two(SelfAttention):
+        def forward(self, x):
+            query, key, value = self.project(x)
+            first = attnscale.attention(query, key, value, **options)
+            second, _ = attnscale.attention_with_stats(query, key, value, **options)
+            third = attnscale.attention(key, query, value, **options)
+            return self.merge(first + second + third)
+
+    model = Two(24, 2)
+    with attnscale.watch(model) as seen:
+        for _ in range(2):
+            model(torch.randn(1, 5, 24))
+    assert {name: layer.calls for name, layer in seen.layers.items()} == {"Two": 2, "Two#2": 2, "Two#3": 2}
+
+
+def test_sequences_that_several_kernels_attend_are_one_attention():
+    """One of a single token is plain, and the others have a window."""
+    starts = torch.tensor([0, 5, 6, 13])
+
+    class Packed(SelfAttention):
+        def forward(self, x):
+            tokens = (tensor[0].transpose(0, 1) for tensor in self.project(x))
+            output, _ = attnscale.attention_varlen_with_stats(*tokens, starts, is_causal=True, window_size=(2, 0))
+            return self.merge(output.transpose(0, 1)[None])
+
+    model = Packed(24, 2)
+    with attnscale.watch(model, rows=None) as seen:
+        model(torch.randn(1, 13, 24))
+    (layer,) = seen.layers.values()
+    assert layer.stats.rows.tolist() == [13, 13]
+
+
 def test_a_table_shown_before_the_backward_pass_does_not_keep_its_gradients_from_being_seen():
     class Sdpa(SelfAttention):
         def forward(self, x):

@@ -118,6 +118,18 @@ def plain_strided(scale):
     return attend
 
 
+def nested_with_stats(scale):
+    def attend(*tokens):
+        q, k, v = (torch.nested.nested_tensor_from_jagged(each, STARTS).transpose(1, 2) for each in tokens)
+        return attnscale.attention_with_stats(q, k, v, is_causal=True, scale=scale)[0].transpose(1, 2).values()
+
+    return attend
+
+
+def packed_with_stats(scale):
+    return lambda *tokens: attnscale.attention_varlen_with_stats(*tokens, STARTS, is_causal=True, scale=scale)[0]
+
+
 def packed(scale):
     return lambda q, k, v: attnscale.attention_varlen(q, k, v, STARTS, is_causal=True, scale=scale)
 
@@ -143,7 +155,18 @@ def torch_efficient(scale):
 
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize(
-    "attend", [nested, packed, torch_varlen, torch_flash, torch_efficient, plain_jagged, plain_strided]
+    "attend",
+    [
+        nested,
+        nested_with_stats,
+        packed,
+        packed_with_stats,
+        torch_varlen,
+        torch_flash,
+        torch_efficient,
+        plain_jagged,
+        plain_strided,
+    ],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale, mode):
@@ -151,7 +174,7 @@ def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale, mo
     model, plain = Model(attend(scale)).eval(), Model(alone(scale, is_causal)).eval()
     plain.load_state_dict(model.state_dict())
     tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
-    if mode is not torch.no_grad and attend not in (plain_jagged, plain_strided, nested):
+    if mode is not torch.no_grad and attend in (torch_varlen, torch_flash, torch_efficient):
         return  # the kernels that stand in have no gradient
     with mode():
         expected = model(tokens)

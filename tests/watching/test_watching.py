@@ -100,6 +100,68 @@ def test_a_preallocated_cache():
     assert layer.stats.count.tolist() == [45] * 4
 
 
+def test_a_padded_prompt_in_a_preallocated_cache_is_causal():
+    config = LlamaConfig(
+        vocab_size=29, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    shown = torch.ones(2, 7, dtype=torch.long)
+    shown[0, :4] = 0
+    cache = StaticCache(config, max_cache_len=11)
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(torch.randint(0, 29, (2, 7)), attention_mask=shown, past_key_values=cache)
+    (layer,) = seen.layers.values()
+    assert layer.causal
+    assert layer.stats.count.tolist() == [3 * 4 // 2 + 7 * 8 // 2] * 2
+
+
+class Measured(SelfAttention):
+    """Attention that measures itself, or the same without."""
+
+    def __init__(self, measures, **options):
+        super().__init__(24, 2)
+        self.measures, self.options = measures, options
+
+    def forward(self, x):
+        if self.measures:
+            return self.merge(attnscale.attention_with_stats(*self.project(x), **self.options)[0])
+        return self.merge(attnscale.attention(*self.project(x), **self.options))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"softcap": 2.0, "scale": 0.7},
+        {"attn_mask": torch.rand(7, 7) < 0.8},
+        {"attn_mask": attnscale.Visibility.causal(window=3)},
+        {"attn_mask": attnscale.Visibility.of_documents(torch.tensor([[0, 0, 1, 1, 1, 2, 2]]))},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_attention_that_measures_itself_is_seen_as_attention(options, mode):
+    model, plain = Measured(True, **options), Measured(False, **options)
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(2, 7, 24)
+    with mode():
+        expected = model(x)
+        with attnscale.watch(model, rows=None) as seen:
+            output = model(x)
+        with attnscale.watch(plain, rows=None) as wanted:
+            plain(x)
+    assert torch.equal(output, expected)
+    (ours,), (theirs,) = seen.layers.values(), wanted.layers.values()
+    assert ours.scale_applied == pytest.approx(theirs.scale_applied)
+    assert (ours.causal, ours.softcap, ours.padding) == (theirs.causal, theirs.softcap, theirs.padding)
+    for name in ("rows", "count", "mean", "std", "max", "entropy", "entropy_ratio", "top1", "gradient_gain"):
+        torch.testing.assert_close(getattr(ours.stats, name), getattr(theirs.stats, name), rtol=1e-4, atol=1e-5)
+    if output.requires_grad:
+        found = [torch.autograd.grad(each.square().sum(), list(model.parameters())) for each in (output, expected)]
+        assert all(map(torch.equal, *found))
+
+
 def test_several_batches_add_up():
     model, batches = Block(24, Plain(24, 2)), [torch.randn(2, length, 24) for length in (5, 9)]
     with attnscale.watch(model, rows=None) as seen, torch.no_grad():

@@ -42,6 +42,13 @@ class Call:
         return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
+def above_zero(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a scale above zero: torch's fused kernels hide before they scale, and 0 · −∞ is NaN."""
+    if scale > 0.0:
+        return query, scale
+    return query * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
+
+
 def fold(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Visibility]:
@@ -86,7 +93,7 @@ def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
     """(length,), or (batch, length) where batch entries may differ."""
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
-    return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), -1)
+    return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, fold
+from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.sequences import Layout, Sequences
 from attnscale.errors import ShapeError
 from attnscale.rules.apply import Scale, apply_scale_to_sequences
@@ -65,6 +65,7 @@ def scaled_sequences(
         lambda: query.layout.sequence_of(tokens),
         lambda: visible_keys(query.layout, key.layout, visibility, tokens),
     )
+    scaled_query, factor = above_zero(scaled_query, factor)
     folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]
     return Ragged(Call(*folded, visibility, dropout_p, factor, softcap), query.layout, key.layout)
 

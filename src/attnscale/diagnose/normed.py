@@ -16,11 +16,13 @@ def normed_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     if trained or not layer.wiring.normalised or layer.reading.unread:
         return
     keys = float(layer.stats.keys.nanmean())
+    if not keys >= MANY_KEYS:  # NaN where none of the rows looked at sees a key
+        return
     norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
     scale, spread = abs(layer.scale_applied), float(layer.stats.std_within_rows.nanmean())
-    given, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(max(2, round(keys)))
+    given, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(round(keys))
     is_cosine = norms < UNIT_LENGTH and scale <= PUBLISHED_COSINE
-    if keys < MANY_KEYS or is_cosine or min(given, spread) <= freezes:
+    if is_cosine or min(given, spread) <= freezes:
         return
     better = layer.head_dim**0.5 / max(norms, 1e-300)
     yield Finding(

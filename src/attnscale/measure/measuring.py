@@ -90,4 +90,5 @@ def _passed_over(call: Call) -> ScoreMoments:
     pooled = pool_rows(measure_rows(replace(call, visibility=call.visibility.with_infinite_mask())))
     squares, within = (pooled.sums[:, SUMS.index(name)] / pooled.count for name in ("squares", "within"))
     obstacle = "a soft-cap is not linear in q·k" if call.softcap else "a mask or bias is not a product of q and k"
-    return ScoreMoments(pooled.count, pooled.mean, squares, within, f"a pass over the scores: {obstacle}")
+    mean = torch.where(pooled.count > 0, pooled.mean, torch.nan)
+    return ScoreMoments(pooled.count, mean, squares, within, f"a pass over the scores: {obstacle}")

@@ -62,7 +62,7 @@ def linear_moments(query: Tensor, key: Tensor, scale: float, is_causal: bool) ->
         squares = (_gram_of(query, centring.query) * _gram_of(key, centring.key)).sum((-2, -1))
     seen = visible.clamp(min=1)
     means = centring.offset.unsqueeze(-1) + centring.shifts(query) + sums / seen  # of rows
-    mean = (means * visible).sum((0, 2)) / max(pairs, 1)
+    mean = (means * visible).sum((0, 2)) / pairs
     within = (squares - (sums.square() / seen).sum(-1)).clamp(min=0.0).sum(0)
     between = ((means - mean.unsqueeze(-1)).square() * visible).sum((0, 2))
     count = torch.full_like(mean, pairs, dtype=torch.int64)

@@ -179,6 +179,10 @@ class Pass:
             at = self._positions(strip.entry, rows)
             ends = self._ends(at)
             keys = seen.span(*ends, key.shape[-1])
+            if keys.start == keys.stop:  # rows that see nothing: their sums and their output are zero
+                for empty in (sums[index], *(() if outputs is None else [outputs[index]])):
+                    empty.zero_()
+                continue
             shape = *part.shape[:2], keys.stop - keys.start
             both = room[: 2 * math.prod(shape)].view(2, *shape)
             torch.bmm(part, key[..., keys], out=both[1])

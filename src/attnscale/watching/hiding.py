@@ -16,9 +16,9 @@ def hiding_gap(mask: Tensor) -> float | None:
     return gap if bool((~shown_by(mask)).any()) and not math.isnan(gap) else None
 
 
-def hidden_by(bias: Tensor, gap: float) -> Tensor:
-    """Which elements of a row are below its highest bias by about the gap."""
-    return bias < bias.amax(-1, keepdim=True) - 0.5 * min(gap, -NEVER_A_SCORE)
+def hidden_by(bias: Tensor, gap: float, highest: float) -> Tensor:
+    """Which elements are below the highest of their row, or of the mask if it hides the whole row, by about the gap."""
+    return bias < bias.amax(-1, keepdim=True).clamp(min=highest) - 0.5 * min(gap, -NEVER_A_SCORE)
 
 
 def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:

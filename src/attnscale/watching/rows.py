@@ -81,11 +81,19 @@ def spread_positions(length: int, most: int) -> Tensor:
 
 
 def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
-    """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all."""
+    """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all.
+
+    The last row is the last key, or, where a cache has room for more, the first is the first.
+    """
     if visible is None or length < 2 or visible.shape[-1] < 2:
         return False
+    offsets = {max(visible.shape[-1] - length, 0), 0}
+    return any(_sees_its_prefix(visible, (positions + offset).to(visible.device)) for offset in offsets)
+
+
+def _sees_its_prefix(visible: Tensor, last: Tensor) -> bool:
+    """Whether no row sees a key past its `last`, and one at least sees that."""
     keys = visible.shape[-1]
-    last = (positions + (keys - length if keys >= length else 0)).to(visible.device)
     future = torch.arange(keys, device=visible.device) > last[:, None]
     if not bool(future.any()):
         return False

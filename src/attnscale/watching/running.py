@@ -22,9 +22,15 @@ from attnscale.watching.loops import is_in_loop
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
-LIBRARIES = tuple(
-    str(room) + os.sep
-    for room in (Path(torch.__file__).parent, *(OWN / room for room in ("watching", "tracing", "inside")))
+LIBRARIES = (
+    *(str(OWN / file) for file in ("operator.py", "numerics.py")),
+    *(
+        str(room) + os.sep
+        for room in (
+            Path(torch.__file__).parent,
+            *(OWN / room for room in ("attending", "measure", "watching", "tracing", "inside")),
+        )
+    ),
 )
 
 

@@ -6,17 +6,23 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cpu.one_pass import passed_over, passed_over_in_sight
 from attnscale.measure.cpu.threads import usable
 from attnscale.measure.cuda.backward import attention_rows_backward
-from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
+from attnscale.torch_internals import modes_in_place
 
 
 def serves(call: Call) -> bool:
     """Whether one pass gives this attention's output too, and torch has its backward where a gradient is wanted."""
-    if not takes(call) or not usable() or (learns(call) and not has_backward(call)):
+    if not takes(call) or not usable() or (learns(call) and not (has_backward(call) and _may_flash())):
         return False
     return not call.visibility.hides_by_numbers
+
+
+def _may_flash() -> bool:
+    """Whether the kernel whose backward it is may be used: who asks for SDPA's math wants second derivatives of it."""
+    return bool(torch.backends.cuda.flash_sdp_enabled())
 
 
 def takes(call: Call) -> bool:
@@ -42,10 +48,7 @@ def attend_rows(call: Call) -> tuple[Tensor, RowSums]:
 
 def attended(call: Call) -> tuple[Tensor, RowSums]:
     """The same without gradients."""
-    width = (*call.query.shape[:-1], call.value.shape[-1])
-    output = torch.empty(width, dtype=torch.promote_types(call.query.dtype, torch.float32))
-    rows = measure_rows(call, output=output)
-    return output.to(call.query.dtype), rows
+    return passed_over_in_sight(call) if modes_in_place() else passed_over(call)
 
 
 def learns(call: Call) -> bool:

@@ -15,6 +15,7 @@ Reader = Callable[[Ledger, dict[str, Any]], Iterator[KernelCall]]
 READERS: dict[str, Reader] = {
     "aten::_scaled_dot_product_*": sdpa.sdpa,
     "attnscale::attention_rows": sdpa.sdpa,
+    "attnscale::one_pass": sdpa.one_pass,
     "aten::_native_multi_head_attention": fast_path.multi_head_attention,
     "aten::_transformer_encoder_layer_fwd": fast_path.encoder_layer,
     "flash_attn::_flash_attn_forward": flash.flash,

@@ -30,3 +30,22 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             drops=bool(given.get("dropout_p")),
             lse=given.get("logsumexp") if query.device.type == "cpu" else None,
         )
+
+
+def one_pass(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+    """attention_with_stats on a CPU: what every row sees by its position, its document and a mask."""
+    query, key, value = given["query"], given["key"], given["value"]
+    own, theirs = given.get("documents_q"), given.get("documents_k")
+    documents = None if own is None or theirs is None else (own, theirs)
+    yield KernelCall(
+        "sdpa",
+        query,
+        key,
+        given["scale"],
+        ledger.node(query),
+        ledger.node(key),
+        Visibility(given.get("last"), given.get("first"), given.get("mask"), documents),
+        softcap=given.get("softcap"),
+        value_node=ledger.node(value),
+        value=value,
+    )

@@ -272,8 +272,8 @@ class WrittenCall:
         if self._shifted or self.finite_gaps:
             rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
             scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
-            for gap in self.finite_gaps:
-                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap)
+            for gap, highest in self.finite_gaps:
+                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap, highest)
         return scores, ~hidden if bool(hidden.any()) else None
 
     @cached_property
@@ -281,10 +281,11 @@ class WrittenCall:
         return bool(self.probed.arrival.shift.any())
 
     @cached_property
-    def finite_gaps(self) -> list[float]:
-        """Of masks that subtract a number too small to be told from a score by itself."""
-        gaps = [(hiding_gap(bias), by) for bias, by in self.biases]
-        return [gap * abs(by) for gap, by in gaps if gap is not None and HIDING_GAP <= gap * abs(by) < -NEVER_A_SCORE]
+    def finite_gaps(self) -> list[tuple[float, float]]:
+        """Of masks that subtract a number too small to be told from a score by itself; and the most that they add."""
+        gaps = [(hiding_gap(bias), float(bias.max()), by) for bias, by in self.biases if bias.numel()]
+        found = [(gap * abs(by), highest * by) for gap, highest, by in gaps if gap is not None]
+        return [(gap, highest) for gap, highest in found if HIDING_GAP <= gap < -NEVER_A_SCORE]
 
     def highest(self) -> Tensor:
         """The largest score there is, a value a head."""
