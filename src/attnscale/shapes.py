@@ -7,7 +7,8 @@ from torch import Tensor
 def broadcasts_to(shape: torch.Size, target: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape broadcasts to the target without enlarging it."""
     return len(shape) <= len(target) and all(
-        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+        size == 1 or size == wanted  # Dynamo finds no symbol in a tuple of numbers that it equals
+        for size, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
 
 

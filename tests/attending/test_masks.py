@@ -80,6 +80,14 @@ def test_masks_compile_into_one_graph(name):
     torch.testing.assert_close(compiled(query, key, value, passed), attention(query, key, value, passed))
 
 
+def test_a_mask_of_a_known_length_beside_keys_whose_length_is_a_symbol():
+    query, key, value = qkv()
+    compiled = torch.compile(lambda *args: attention(*args), backend="aot_eager", fullgraph=True)
+    torch._dynamo.maybe_mark_dynamic(key, 2)
+    torch._dynamo.maybe_mark_dynamic(value, 2)
+    torch.testing.assert_close(compiled(query, key, value, SEVERAL), attention(query, key, value, SEVERAL))
+
+
 def test_a_single_precision_mask_of_a_double_precision_query_is_read_right():
     """SDPA's kernel for CPUs is off by as much as the output from some forty keys on, in torch 2.11 to 2.13."""
     query, key, value = (torch.randn(1, 2, length, 8, dtype=torch.float64) for length in (40, 41, 41))
