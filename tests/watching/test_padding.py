@@ -51,6 +51,24 @@ def test_every_path_of_an_encoder_leaves_the_same_rows_out():
     assert kinds == {"fast path", "sdpa"}
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_scale_that_follows_the_length_is_that_of_the_sequences_alone(left):
+    model = attnscale.MultiheadAttention(24, 2, batch_first=True, scale="log_length").eval()
+    sequences = [torch.randn(length, 24) for length in LENGTHS]
+    batch, hidden = padded(sequences)
+    if left:
+        batch = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side="left")
+        hidden = hidden.flip(1)
+    with attnscale.watch(model, rows=None) as alone:
+        for sequence in sequences:
+            model(sequence[None], sequence[None], sequence[None], need_weights=False)
+    with attnscale.watch(model, rows=None) as seen:
+        model(batch, batch, batch, key_padding_mask=hidden, need_weights=False)
+    assert_alike(seen.layers["MultiheadAttention"], alone.layers["MultiheadAttention"])
+    scales = [each.layers["MultiheadAttention"].scale_applied for each in (seen, alone)]
+    assert scales[0] == pytest.approx(scales[1], rel=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_on_torchs_fast_paths_are_their_sequences_alone():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 2, 48, batch_first=True), 2).eval()

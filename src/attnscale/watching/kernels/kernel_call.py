@@ -26,7 +26,7 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
-from attnscale.watching.kernels.ways import ends, trails_of, unpadded, way_of
+from attnscale.watching.kernels.ways import by_entry, ends, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
@@ -64,11 +64,16 @@ class KernelCall:
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
         """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], unpadded(self.query, self.query_node)
-        (query_way, by_end), (key_way, _) = way_of(trails_of(self.query_node, self.query), heads), self._key_way
+        query_trails = trails_of(self.query_node, self.query)
+        (query_way, by_end), (key_way, _) = way_of(query_trails, heads), self._key_way
         group, owners = self.group, self._owners()
-        factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
         call = replace(self, attends_itself=attends_itself)
+        of_query = query_way.factor
+        if query_trails and self.query_node is not None and not query_way.constant and len(self.query) > 1:
+            found_by_entry = by_entry(self.query_node, None if call.padding is None else call.padding.cpu().numpy())
+            of_query, query_way = found_by_entry.factors, replace(query_way, factor=found_by_entry.mean)
+        factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         every = rows is None
         return SeenCall(
@@ -85,7 +90,7 @@ class KernelCall:
             dtype=self.query.dtype,
             stats=found.stats,
             scales=torch.from_numpy(found.multiplier * factor),
-            query_norm=projected_norm(self.query, query_way.factor, found.padding, every),
+            query_norm=projected_norm(self.query, of_query, found.padding, every),
             key_norm=projected_norm(self.key, key_way.factor, found.hidden_keys, every).repeat_interleave(group),
             batch=self.query.shape[0],
             attends_itself=attends_itself,
@@ -252,10 +257,15 @@ def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
 def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = None, every: bool = False) -> Tensor:
     """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU.
 
-    Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly.
+    Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly. `factor`:
+    one a head, or of each batch entry others.
     """
     step = 1 if every or rows_are_shared() else _step(tensor)
-    norm = mean_lengths(tensor.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step])
+    vectors = tensor.detach()[:, :, ::step]
+    if factor.ndim == 2:  # a row that sees one key is multiplied by ln 1
+        apart = torch.from_numpy(np.where(factor == 0, 1.0, np.abs(factor))).to(vectors)
+        vectors, factor = vectors / apart[..., None, None], np.ones(1)
+    norm = mean_lengths(vectors, None if left_out is None else left_out[:, ::step])
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.tracing.coordinates import Points, grid
@@ -35,6 +37,32 @@ def way_of(trails: list[Trail], heads: int) -> tuple[Way, Factors]:
     found = way_along(trails, 2 * heads)
     by_end = found.factor.reshape(heads, 2)
     return replace(found, factor=by_end.mean(1)), by_end
+
+
+class ByEntry(NamedTuple):
+    """What multiplied the queries of each batch entry, (batch, heads), and how many of its rows count."""
+
+    factors: Factors
+    rows: NDArray[np.int64]
+
+    @property
+    def mean(self) -> Factors:
+        """Over all rows that count."""
+        return np.average(self.factors, axis=0, weights=self.rows if self.rows.any() else None)
+
+
+def by_entry(node: Node, left_out: NDArray[np.bool_] | None) -> ByEntry:
+    """Of queries whose factor is no number of the code, and may differ: told by the ends of each entry.
+
+    `left_out`, (batch, length): rows that do not count.
+    """
+    batch, heads, length, _ = node.shape
+    counted = np.ones((batch, length), dtype=bool) if left_out is None else ~left_out
+    first, last = counted.argmax(1), length - 1 - counted[:, ::-1].argmax(1)
+    points = np.repeat(grid(batch, heads, 1, 1), 2, axis=0)
+    points[0::2, 2], points[1::2, 2] = np.repeat(first, heads), np.repeat(last, heads)
+    factor = way_along(follow(node, points), len(points)).factor
+    return ByEntry(factor.reshape(batch, heads, 2).mean(2), counted.sum(1))
 
 
 def unpadded(query: Tensor, node: Node | None) -> int:
