@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnscale.attending import twice
 from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
@@ -48,7 +49,8 @@ def attention(
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
     call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
-    return run(call).reshape(shape)
+    output = twice.attend(call) if twice.serves(query, key, value, call) else run(call)
+    return output.reshape(shape)
 
 
 is_in_scripts(attention, "aten::scaled_dot_product_attention")
