@@ -80,6 +80,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         kernel = sdpa_forward(None, "cpu")
         assert kernel is not None
+        output: Tensor
         output, lse = kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[:2]
         ctx.save_for_backward(query, key, value, mask, output, lse)
         ctx.options = {"is_causal": is_causal, "scale": scale}
