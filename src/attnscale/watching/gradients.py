@@ -109,8 +109,11 @@ def _sum(gradients: Sequence[Tensor | None], parts: Sequence[int]) -> Tensor | N
     return sum(found[1:], found[0]) if found else None
 
 
-def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) -> GradientLengths:
-    """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are."""
+def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices, factor: float = 1.0) -> GradientLengths:
+    """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are.
+
+    Where both were multiplied by a factor, what reaches them before that is told.
+    """
     lengths = GradientLengths()
     if query.dim() != 3 or key.dim() != 3 or len(set(entries.ravel().tolist())) < entries.size:
         return lengths  # several heads in one entry cannot be told apart by it
@@ -118,10 +121,11 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices) ->
     def by_entry(gradient: Tensor) -> Tensor:
         each = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
         each = each[_on(gradient.device, entries)]  # (batch, heads)
-        return torch.linalg.vector_norm(each, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
+        return factor * torch.linalg.vector_norm(each, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
     def of_copies(gradient: Tensor) -> Tensor | None:
-        return by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
+        found = by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
+        return None if found is None else factor * found
 
     lengths.follow("query", query, by_entry)
     lengths.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)

@@ -25,6 +25,7 @@ from attnscale.watching.written.again import WrittenAgain
 from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.layout import known_written
 from attnscale.watching.written.origins import key_channels
+from attnscale.watching.written.sdpa import factors_before, own_factors
 from attnscale.watching.written.written_call import WrittenCall, written_call
 
 
@@ -71,10 +72,12 @@ class Reporter:
         line, depth = self._running.line_within(path), self._running.depth(path)
         seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
         assert seen is not None
-        seen.kind = "sdpa" if by == OF_SDPA else seen.kind
+        seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
+        if own is not None and own.query < 0:
+            seen.scales = -seen.scales
         if torch.is_grad_enabled():
-            seen.gradients = call.gradients()
-        self._learn(call, seen, path, tuple(scores.shape) if by == PLAIN else None)
+            seen.gradients = call.gradients(1.0 if own is None else own.key)
+        self._learn(call, seen, path, by, tuple(scores.shape))
         seen.softmax = Softmax(
             axis,
             lambda: self._seen.note(path, line, seen, depth),
@@ -86,13 +89,16 @@ class Reporter:
         product.has_softmax = True
         return seen.softmax
 
-    def _learn(self, call: WrittenCall, seen: SeenCall, path: str, shape: tuple[int, ...] | None) -> None:
-        """Whether a call can be known again; not one without the `shape` of what one operation took a softmax of."""
-        can_be = self._settings.training and not call.axes.product.learned_query
-        known = known_written(call, seen, shape) if can_be and shape is not None else None
-        if known is not None:
+    def _learn(self, call: WrittenCall, seen: SeenCall, path: str, by: str, shape: tuple[int, ...]) -> None:
+        """Whether a call can be known again: by SDPA, or where one operation took a softmax of scores of this shape."""
+        known = None
+        if by == OF_SDPA and self._settings.training:
+            seen.factors = factors_before(call, seen, shape)
+        elif by == PLAIN and self._settings.training and not call.axes.product.learned_query:
+            known = known_written(call, seen, shape)
+            seen.factors = None if known is None else tuple(way.factor.mean(1) for way in call.ways)
+        if seen.factors is not None:
             seen.highest_bias = 0.0  # but for rounding
-            seen.factors = tuple(way.factor.mean(1) for way in call.ways)
         line = self._running.line_within(path)
         known_by = (path, line, seen.kind, seen.heads, seen.kv_heads, seen.head_dim)
         self._recognition.wrote(known_by, known, seen, self._runs(path))

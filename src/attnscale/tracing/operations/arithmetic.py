@@ -103,8 +103,8 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
 def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
     if second is None:
         number = _number(other)
-        if meant in ("times", "over"):  # once is what Python makes of 1 / x
-            return ("same", None) if number == 1.0 else (meant, number) if number else ("other", None)
+        if meant in ("times", "over"):  # once is what Python makes of 1 / x, and SDPA of a scale of 1
+            return ("same", number) if number == 1.0 else (meant, number) if number else ("other", None)
         return ("times", -1.0) if meant == "rminus" else ("plus", number if meant == "plus" else -number)
     if meant == "rminus":
         return "times", -1.0

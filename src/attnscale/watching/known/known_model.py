@@ -4,7 +4,7 @@ Following every operation of a forward takes longer than a GPU takes to run it. 
 fused kernel stays the same from step to step: where its queries and keys come from, and which constants multiply them.
 Only where all of a model's attention was such kernels is it known from outside; modules that were not seen before are
 followed. Where autograd records a forward, its kernels are read from the graph, and measured as their gradient passes.
-Attention written out is known inside the model's run alone.
+Attention written out is known inside the model's run alone, and so is SDPA where torch has no kernel for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,6 +44,7 @@ class KnownModel:
     traces: Mapping[str, Trace] = field(default_factory=dict)  # modules whose kernel the autograd graph tells
     orders: Mapping[str, Order] = field(default_factory=dict)  # modules that call the same kernels in every run
     written: Mapping[Signature, KnownWritten] = field(default_factory=dict)  # calls that are no kernels
+    taken_apart: frozenset[Signature] = frozenset()  # of SDPA, which ran none: only the function can be seen
 
     unknown: frozenset[str] = frozenset()  # modules whose attention must be followed every time
     bound: frozenset[str] = frozenset()  # those that cannot run apart from what is around them
@@ -58,7 +59,7 @@ class KnownModel:
     @property
     def from_outside(self) -> "KnownModel | None":
         """What a watcher of kernels may know the model by."""
-        return None if self.written or self.unknown else self
+        return None if self.written or self.taken_apart or self.unknown else self
 
     @cached_property
     def is_compiled(self) -> bool:

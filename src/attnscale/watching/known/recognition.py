@@ -36,6 +36,7 @@ class Recognition:
         self._can_be_known = True  # so far: all attention was kernels
         self._calls: dict[Signature, SeenCall] = {}  # that were followed
         self._written: dict[Signature, KnownWritten] = {}  # those of them that are no kernels
+        self._taken_apart: set[Signature] = set()  # those of SDPA, where it ran none
         self._unknown: set[str] = set()  # modules that must be followed every time
         self._bound: set[str] = set()  # modules that cannot run apart from what is around them
         self._traces, self._orders = Traces(), Orders()
@@ -76,11 +77,18 @@ class Recognition:
             self._traces.saw(known_by, kernel)
 
     def wrote(self, known_by: Signature, known: KnownWritten | None, call: SeenCall, runs: Runs) -> None:
-        """An attention written out was followed; None where it cannot be known again."""
-        if known is None:
+        """An attention written out was followed; it has no factors where it cannot be known again.
+
+        Nothing is known of what is written where SDPA wrote it: the function is seen again, with what it is given.
+        """
+        if call.factors is None:
             self._cannot_know(known_by, runs)
             return
-        self._calls[known_by], self._written[known_by] = call, known
+        self._calls[known_by] = call
+        if known is None:
+            self._taken_apart.add(known_by)
+        else:
+            self._written[known_by] = known
         self._orders.saw(known_by, runs.is_compiled)
         self._bind(known_by, runs)
 
@@ -134,5 +142,10 @@ class Recognition:
         if self.known is None:
             traces, orders = self._traces.legible, self._orders.known
             known = remembered(called, self._calls, unused_norms, traces, orders, self._written)
-            return replace(known, unknown=frozenset(self._unknown), bound=frozenset(self._bound))
+            return replace(
+                known,
+                taken_apart=frozenset(self._taken_apart),
+                unknown=frozenset(self._unknown),
+                bound=frozenset(self._bound),
+            )
         return None if self._calls else self.known  # something new is followed with all the rest, the next time

@@ -85,9 +85,9 @@ class KnownWritten:
 
 def known_written(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> KnownWritten | None:
     """What to know a call by that was followed, its scores of this shape; None where it must be followed every time."""
-    if not all(way.constant for way in call.ways) or not _is_only_a_product(call, seen):
+    if not all(way.constant for way in call.ways) or not is_only_a_product(call, seen):
         return None
-    layout = _layout_of(call.axes) if call.axes.shape == shape else None
+    layout = layout_of(call.axes) if call.axes.shape == shape else None
     if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
         return None
     at = call.probed.arrival.at.reshape(call.heads, -1, 3)
@@ -98,7 +98,7 @@ def known_written(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> KnownW
     return KnownWritten(layout, call.probed.multiplier.mean(1), call.trail.constant, visible is not None)
 
 
-def _is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
+def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
     """Whether scores are a multiple of q·k, soft-capped perhaps, and what is hidden is so by a number like no other."""
     trail, axes = call.trail, call.axes
     if trail.blended or trail.dropped or trail.other_scores or trail.learned_terms or len(trail.caps) > 1:
@@ -112,7 +112,8 @@ def _is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
     return seen.sinks is None and not call.probed.arrival.shift.any()
 
 
-def _layout_of(axes: "Axes") -> Layout | None:
+def layout_of(axes: "Axes") -> Layout | None:
+    """Where heads, queries and keys stand; None where they have no such order."""
     if axes.product.left.dim() != 3 or len(axes.query_axes) != 1:
         return None
     if (axes.columns != np.arange(len(axes.columns))).any():

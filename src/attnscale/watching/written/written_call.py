@@ -201,12 +201,12 @@ class WrittenCall:
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 
-    def gradients(self) -> GradientLengths:
-        """What a backward will bring to the operands of the product."""
+    def gradients(self, factor: float = 1.0) -> GradientLengths:
+        """What a backward will bring to the operands of the product, or to what was multiplied by this to make them."""
         product, groups = self.axes.product, self.axes.groups
         entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
         query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
-        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners)
+        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners, factor)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries: (heads of entries, rows, features)."""
