@@ -1,5 +1,7 @@
 """A model that was followed once is known by its kernels; the numbers are those of following it again."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
+from attnscale.errors import NotFollowedWarning
 from attnscale.models import CausalTransformer
 from attnscale.watching import watcher
 from attnscale.watching.kernels import KernelCall
@@ -123,7 +126,7 @@ def test_a_module_that_did_not_run_before_is_followed():
     assert seen.known_model is None  # all of it is followed the next time
 
 
-def test_another_call_in_a_known_module_makes_the_next_watch_follow():
+def test_another_call_in_a_known_module_is_told_and_seen_by_its_scores_and_the_next_watch_follows():
     class Changes(Scaled):
         twice = False
 
@@ -138,9 +141,13 @@ def test_another_call_in_a_known_module_makes_the_next_watch_follow():
     known = seen_scale(model).known_model
     assert seen_scale(model, known).known_model is known
     model.twice = True
-    seen = seen_scale(model, known)
-    assert len(seen.layers) == 1  # the call it knows
+    with pytest.warns(NotFollowedWarning, match="the scores are known and not the scale"):
+        seen = seen_scale(model, known)
     assert seen.known_model is None
+    first, second = seen.layers.values()
+    assert first.scale_applied == pytest.approx(11**-0.5)
+    assert math.isnan(second.scale_applied)
+    torch.testing.assert_close(second.stats.max, 2 * first.stats.max)
 
 
 def test_masks_may_come_and_go():
@@ -277,7 +284,8 @@ def test_in_training_a_module_that_runs_otherwise_makes_the_next_watch_follow(ch
     known = trained(model).known_model
     assert trained(model, known).known_model is known
     setattr(model, change, True)
-    assert trained(model, known).known_model is None
+    with pytest.warns(NotFollowedWarning, match="did not run as when the model was followed"):
+        assert trained(model, known).known_model is None
 
 
 def test_a_known_module_that_is_checkpointed_all_at_once_is_counted_once(operations):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from attnscale.acting.common import Block, Common
+from attnscale.acting.parametrized import why_not_multiplied
 from attnscale.acting.replicas import Axis, Changes, agreed_changes
 from attnscale.acting.uses import Floats, Indices, Shares, Uses, extremes, groups
 from attnscale.acting.writing import Change, Touched, held_as
@@ -54,7 +55,7 @@ class Folding:
     """Who makes what in a watched model: rows of parameters, features of heads."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Layer]) -> None:
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
         self._ways: dict[int, tuple[object, ...]] = {}  # in which each parameter is used
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._rows = 0
@@ -153,7 +154,12 @@ class Folding:
         """What makes the queries, keys or values of every call."""
         origins = [getattr(call, side) for call in layer.origins]
         try:
-            return Uses.joined([self._uses(layer, self._known(origin), origin) for origin in origins])
+            known = [self._known(origin) for origin in origins]
+            sources = [source for each in known for source in each]
+            reason = None if side == "value" else why_not_multiplied(self._model, sources)  # a value is not multiplied
+            if reason is not None:
+                raise UntraceableError(reason)
+            return Uses.joined([self._uses(layer, *each) for each in zip(known, origins, strict=True)])
         except UntraceableError as error:
             return error
 

@@ -53,7 +53,8 @@ class History:
             self._series[name] = latest([*self._series.get(name, ()), Sample.of(step, layer)])
             if name not in self._began and self.trained:
                 self._baseline[name] = Began(layer.felt[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain"))
-            self._began.setdefault(name, _factors(layer))
+            if not all(map(math.isfinite, self._began.get(name, [math.nan]))):  # of a call that was not followed
+                self._began[name] = _factors(layer)
             found = trend(self._series[name], layer.softcap)
             vital = self._vital(name, layer, found.ceiling, seen.get(name))
             before = {reason for place, reason in self._standing if place == name}

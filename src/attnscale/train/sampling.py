@@ -19,6 +19,7 @@ from attnscale.watching.watch import watched
 # costs much less. A constant that the training loop changes meanwhile, a temperature say, is noticed then. To follow a
 # compiled model is to run it uncompiled, so one that is measured inside is followed again only where it was replaced.
 FOLLOWED = 10
+MOST_LEFT_OUT = 2  # steps of which attention was left out, that a model may have and be known again
 
 
 class Sampling:
@@ -30,13 +31,14 @@ class Sampling:
         self.goes_inside = True  # until something was missed there
         self._sampled = 0  # steps
         self._structure: Structure | None = None  # of the model, when it was last watched
+        self._left_out = 0  # steps of which some attention was, since nobody looked where it ran
         self._left_graphs = False  # the step sampled last ran a compiled model uncompiled
 
     def watched(self, settings: Settings) -> AbstractContextManager[Seen]:
         """From outside, or inside the run of a model that is known and compiled."""
         if self._structure is None or not self._structure.is_that_of(self._model):
             self.known, self.goes_inside = None, True  # some modules were replaced, and are to be followed
-            self._structure, self._left_graphs = Structure(self._model), False
+            self._structure, self._left_graphs, self._left_out = Structure(self._model), False, 0
         if self.known is not None and self.known.is_compiled and self.goes_inside:
             places = Places(self._model, self.known)
             if places.are_complete:
@@ -56,7 +58,8 @@ class Sampling:
         """A step was seen to its end."""
         self._sampled += 1
         self.goes_inside &= not seen.is_inside or seen.known_model is not None
-        is_kept = seen.is_inside or self._sampled % FOLLOWED
+        self._left_out += seen.was_left_out
+        is_kept = seen.is_inside or (self._sampled % FOLLOWED and self._left_out < MOST_LEFT_OUT)
         self.known = seen.known_model if is_kept else None
 
     def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:
@@ -70,6 +73,10 @@ class Sampling:
             yield NotInsideWarning(
                 "Some attentions cannot be measured inside the model's run. At sampled steps their modules run "
                 f"uncompiled, and are followed from outside: {', '.join(seen.apart)}."
+            )
+        if seen.was_left_out and self._left_out + 1 == MOST_LEFT_OUT:
+            yield NotInsideWarning(
+                "Some modules attend at some steps alone. At sampled steps all operations are followed from now on."
             )
         left_graphs, self._left_graphs = self._left_graphs, seen.is_compiled and not seen.is_inside
         if left_graphs and self._left_graphs:  # and not to get to know the model

@@ -37,20 +37,19 @@ class Reporter:
         self.softmaxes = 0  # of anything
         self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
 
-    def kernel(self, call: KernelCall) -> Softmax | None:
-        """A kernel ran; None where it was not known, and nothing that made its operands was followed."""
+    def kernel(self, call: KernelCall) -> Softmax:
+        """A kernel ran."""
         path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
         line = self._running.line_within(self._running.stack[-1])
         known_by = signature(call, self._running.stack[-1], line)
+        self._recognition.looks_at_kernel()
         if self._recognition.only_known:
             self._seen.is_compiled |= self._recognition.is_compiled
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
             seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
             self._recognition.saw(known_by, call, seen, self._runs(self._running.stack[-1]))
-        if seen is None:
-            self._recognition.give_up()
-            return None
+        assert seen is not None
         if torch.is_grad_enabled():
             query, key = call.learning or (call.query, call.key)
             seen.gradients = of_kernel(query, key, seen.key_owners)
@@ -60,6 +59,7 @@ class Reporter:
     def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
         """A softmax was written out; None where its input cannot be followed to a product."""
         self.softmaxes += 1
+        self._recognition.takes_softmax(self._running.stack[-1])
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
         call = None if product is None else written_call(product, scores, node, axis)

@@ -51,6 +51,7 @@ class Seen:
         self.without_gradients = False  # in training some calls ran with gradients off
         self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
         self.is_inside = False  # what it tells was measured inside the model's own run
+        self.was_left_out = False  # some attention of a known model, where nobody looked
         self.apart: tuple[str, ...] = ()  # modules of which that is not so: they ran uncompiled
         self.known_model: KnownModel | None = None  # what a later watcher may know the model by
         self.overlooked = Overlooked()  # told when watching is over

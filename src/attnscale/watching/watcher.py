@@ -97,8 +97,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             found = dict(zip(traits.results, results, strict=False))
             for call in kernel_calls(self.tracer.ledger, traits.full_name, found | given):
                 self._report(call, given.get("value"), result)
-        elif self.recognition.only_known:  # a softmax where there was none
-            self.recognition.give_up()
+        elif self.recognition.only_known:
+            self.recognition.takes_softmax(self.running.stack[-1])
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
@@ -115,14 +115,12 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         output = result[0] if isinstance(result, (tuple, list)) else result
         for call in calls:
             self.recognition.give_up()  # what is known of a model are its kernels
-            softmax = self.reporter.kernel(call)
-            if softmax is not None:
-                self.nested.mixed(output, softmax)
+            self.nested.mixed(output, self.reporter.kernel(call))
 
     def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
-        if softmax is not None and isinstance(output, Tensor):
+        if isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
                 softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
@@ -133,9 +131,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if self.recognition.known is None:
                 self.norms.ran(name, output)
             began, depth = self.running.began[-1], self.running.depth(name)
-            found = self.recognition.ran(name, output, began, depth, self.running.is_watched)
-            if found is not None:
-                self.seen.note_later(name, *found, depth)
+            for line, call in self.recognition.ran(name, output, began, depth, self.running.is_watched):
+                self.seen.note_later(name, line, call, depth)
+            if len(self.running.stack) == 1:
+                self.recognition.ran_whole(name, output, began)
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 
@@ -155,6 +154,15 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}",
+                NotFollowedWarning,
+                stacklevel=4,
+            )
+        self.seen.was_left_out = self.recognition.left_out
+        if self.recognition.otherwise:
+            (name, what), others = next(iter(self.recognition.otherwise.items())), len(self.recognition.otherwise) - 1
+            warnings.warn(
+                f"{self.running.shown(name)}{f' and {others} other modules' if others else ''} did not run as when the "
+                f"model was followed: {what}. All of it is followed the next time.",
                 NotFollowedWarning,
                 stacklevel=4,
             )

@@ -26,7 +26,20 @@ class Behind(NamedTuple):
 
 
 def kernels_behind(output: Any, began: int) -> Iterator[Behind]:
-    """The kernels that an output came from, among operations recorded since `began`; first by way of first operands."""
+    """The kernels that an output came from, among operations recorded since `began`; first by way of first operands.
+
+    Only where nothing is packed away: to look at what a checkpoint packed would be to run it again.
+    """
+    return (behind for behind in _behind(output, began) if _is_kernel(behind.node))
+
+
+def numbers_behind(output: Any, began: int) -> set[int]:
+    """Those of the kernels among operations recorded since `began`, also of such as are packed away."""
+    return {recorded_as(each.node) for each in _behind(output, began) if each.node.name().startswith(KERNEL)}
+
+
+def _behind(output: Any, began: int) -> Iterator[Behind]:
+    """Every operation that an output came from."""
     found = [Behind(tensor.grad_fn, (number,)) for number, tensor in enumerate(_tensors(output))]
     waiting, seen = found[::-1], set()
     while waiting:
@@ -34,18 +47,15 @@ def kernels_behind(output: Any, began: int) -> Iterator[Behind]:
         if node is None or node in seen or recorded_as(node) < began:
             continue
         seen.add(node)
-        if _is_kernel(node):
-            yield Behind(node, way)
+        yield Behind(node, way)
         parents = [Behind(parent, (*way, number)) for number, (parent, _) in enumerate(node.next_functions)]
         waiting += reversed(parents)
 
 
-def kernel_behind(output: Any, began: int, way: tuple[int, ...]) -> Any | None:
-    """The kernel that is come to by this way, or else the first there is; None where there is none."""
+def kernel_along(output: Any, began: int, way: tuple[int, ...]) -> Any | None:
+    """The kernel that is come to by this way; None where there is none."""
     node = _along(output, way)
-    if node is not None and recorded_as(node) >= began and _is_kernel(node):
-        return node
-    return next((behind.node for behind in kernels_behind(output, began)), None)
+    return node if node is not None and recorded_as(node) >= began and _is_kernel(node) else None
 
 
 def _along(output: Any, way: tuple[int, ...]) -> Any | None:

@@ -12,11 +12,14 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor, nn
 
 from attnscale.declared import Declared, declared
 from attnscale.measure.pooled import Pooled
 from attnscale.measure.stats import ScoreStats
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.parameters import Origin, Origins, UntraceableError
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels import KernelCall
@@ -48,6 +51,8 @@ class KnownModel:
 
     unknown: frozenset[str] = frozenset()  # modules whose attention must be followed every time
     bound: frozenset[str] = frozenset()  # those that cannot run apart from what is around them
+    softmaxes: frozenset[str] = frozenset()  # modules that take some, of anything
+    lengths: Mapping[str, set[int]] = field(default_factory=dict)  # of the model's runs, in operations of autograd
     declarations: dict[tuple[str, int], Declared] = field(default_factory=dict)  # once they were asked for
 
     def declared(self, model: nn.Module, path: str, head_dim: int) -> Declared:
@@ -109,6 +114,23 @@ class KnownModel:
         known = self._again(known_by)
         return None if known is None else WaitingCall(known, kernel, rows)
 
+    def unplaced(self, kernel: KernelCall, path: str) -> SeenCall:
+        """A call that is not known, of a module that is, to be measured: what was applied before it is not known."""
+        beside = next(known_by for known_by in self.calls if known_by[0] == path)
+        again, heads, keys = self._again(beside), kernel.query.shape[1], kernel.key.shape[1]
+        assert again is not None  # what has no factors is not kept
+        return replace(
+            again,
+            kind=kernel.kind,
+            heads=heads,
+            kv_heads=keys,
+            head_dim=kernel.query.shape[-1],
+            key_owners=np.repeat(np.arange(keys), heads // max(keys, 1)),
+            normalised=False,
+            factors=(np.full(heads, np.nan), np.full(keys, np.nan)),
+            origins=Origins(*(_unknown_origin(count) for count in (heads, keys, keys))),
+        )
+
     def _again(self, known_by: Signature) -> SeenCall | None:
         known = self.calls.get(known_by)
         if known is None or known.factors is None:
@@ -148,6 +170,11 @@ def remembered(
 def forgotten(softmax: Softmax) -> Softmax:
     """What stays the same from step to step of what became of weights; nothing that holds on to a tensor."""
     return replace(softmax, attends=None, keep=None, keys_of=None, off_one=None, undefined=None)
+
+
+def _unknown_origin(heads: int) -> Origin:
+    reason = UntraceableError("they were not followed when it attended where it did not before")
+    return Origin(Node(()), np.zeros((0, 0), dtype=np.int64), heads, axis=0, features=1, known=reason)
 
 
 def _forgotten(heads: int) -> ScoreStats:

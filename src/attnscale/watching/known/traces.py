@@ -40,6 +40,7 @@ class Traces:
         self._running: dict[str, list[tuple[Signature, KernelCall, bool]]] = {}  # kernels of the present run
         self._found: dict[str, Trace] = {}
         self._illegible: set[str] = set()
+        self.lengths: dict[str, set[int]] = {}  # of runs of a model, how many operations autograd recorded
 
     def saw(self, signature: Signature, kernel: KernelCall) -> None:
         """A kernel ran."""
@@ -58,6 +59,10 @@ class Traces:
                     return
         if calls or path in self._found:
             self._illegible.add(path)
+
+    def ran_whole(self, path: str, began: int) -> None:
+        """The outermost module has run."""
+        self.lengths.setdefault(path, set()).add(recorded_operations() - began)
 
     @property
     def legible(self) -> dict[str, Trace]:

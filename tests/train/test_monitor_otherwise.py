@@ -1,0 +1,196 @@
+"""A monitor that knows a model misses no attention of a step at which it runs otherwise, or says that it may."""
+
+import math
+from contextlib import nullcontext
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import attnscale
+from attnscale import Monitor
+from attnscale.errors import NotFollowedWarning, NotInsideWarning, NotRecordedWarning
+
+from ..zoo.entry import SelfAttention
+
+BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 11
+LARGER = 13.0  # queries, the second time
+AGAIN = {
+    "beside": lambda q, k, v, out: out + F.scaled_dot_product_attention(LARGER * q, k, v),
+    "chained": lambda q, k, v, out: F.scaled_dot_product_attention(LARGER * q, k, out),
+    "with other heads": lambda q, k, v, out: out + F.scaled_dot_product_attention(
+        LARGER * q[:, :1], k[:, :1], v[:, :1]
+    ),
+}  # fmt: skip
+UNSEEN = {
+    "detached": lambda q, k, v, out: out + F.scaled_dot_product_attention(LARGER * q, k, v).detach(),
+    "dropped": lambda q, k, v, out: (out, F.scaled_dot_product_attention(LARGER * q, k, v))[0],
+    "written out": lambda q, k, v, out: out + (LARGER * q @ k.mT).softmax(-1) @ v,
+    "nothing": lambda q, k, v, out: 2.0 * out,
+}
+
+
+class Attends(SelfAttention):
+    """Attends once, and then what it is told to; or not at all."""
+
+    attends, then = True, None
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        if not self.attends:
+            return self.merge(value)
+        out = F.scaled_dot_product_attention(query, key, value)
+        return self.merge(out if self.then is None else self.then(query, key, value, out))
+
+
+class Towers(nn.Module):
+    """Attentions, of which some steps leave some out; run again in the backward pass where `again` says how."""
+
+    def __init__(self, again=None):
+        super().__init__()
+        self.towers = nn.ModuleList(Attends(HEADS * HEAD_DIM, HEADS) for _ in range(3))
+        self.used, self.again, self.factors = (0, 1), again, ()
+
+    def forward(self, x):
+        for number in self.used:
+            tower = self.towers[number]
+            x = x + (tower(x) if self.again is None else checkpoint(tower, x, use_reentrant=self.again))
+        for factor in self.factors:
+            x = factor * x
+        return x
+
+
+class Run:
+    """A model in training, every step of which is sampled and recorded."""
+
+    def __init__(self, again=None):
+        torch.manual_seed(0)
+        self.model, self.records = Towers(again), []
+        self.monitor = Monitor(self.model, 1, None, [self.records.append])
+        self.x = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
+
+    def step(self, told=None):
+        with nullcontext() if told is None else pytest.warns(NotFollowedWarning, match=told):
+            self.model(self.x).square().mean().backward()
+            self.monitor.step()
+        return self.records[-1].layers
+
+    def largest(self, tower):
+        """The largest score of a tower that was recorded last, and the true one."""
+        copied = deepcopy(self.model)  # whose runs are not recorded
+        copied.again = None
+        with torch.no_grad(), attnscale.watch(copied, rows=None) as seen:
+            copied(self.x)
+        name = f"towers.{tower}"
+        recorded = [max(each.numbers["max"]) for path, each in self.records[-1].layers.items() if name in path]
+        true = [float(each.stats.max.max()) for path, each in seen.layers.items() if name in path]
+        return max(recorded), pytest.approx(max(true), rel=1e-5)
+
+
+AGAIN_IN_BACKWARD = pytest.mark.parametrize(
+    "again",
+    [None, False, pytest.param(True, marks=pytest.mark.filterwarnings("ignore:Attention ran with gradients off"))],
+    ids=["plain", "checkpointed", "reentrant"],
+)
+
+
+@AGAIN_IN_BACKWARD
+@pytest.mark.parametrize("way", AGAIN)
+def test_a_module_that_attends_twice_at_a_known_step_is_recorded_by_the_scores_of_both(way, again):
+    run = Run(again)
+    for _ in range(2):
+        run.step()
+    run.model.towers[1].then = AGAIN[way]
+    layers = run.step(told=r"towers\.1 did not run .* the scores are known and not the scale")
+    recorded, true = run.largest(1)
+    assert recorded == true
+    scales = {path: each.whole("scale") for path, each in layers.items()}
+    assert any(math.isnan(scale) for scale in scales.values())
+    assert scales["towers.0"] == pytest.approx(HEAD_DIM**-0.5)
+    layers = run.step()  # followed
+    assert list(layers) == ["towers.0", "towers.1", "towers.1#2"]
+    assert all(math.isfinite(each.whole("scale")) for each in layers.values())
+    recorded, true = run.largest(1)
+    assert recorded == true
+
+
+def test_heads_of_a_call_that_was_not_followed_are_left_by_a_clip():
+    run = Run()
+    run.step()
+    run.model.towers[1].then = AGAIN["beside"]
+    run.step(told="scores are known")
+    report = attnscale.clip_qk_(run.model, run.monitor, 1e-3)
+    assert {head.layer for head in report.heads} == {"towers.0"}
+    assert {(left.layer, left.reason) for left in report.left} == {
+        ("towers.1", "they were not followed when it attended where it did not before")
+    }
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_a_known_module_that_runs_otherwise_is_told_and_followed_the_next_step(way):
+    run = Run()
+    run.step()
+    run.model.towers[1].then = UNSEEN[way]
+    run.step(told=r"towers\.1 did not run .*: it may have attended where nobody looked")
+    run.step()
+    recorded, true = run.largest(1)
+    assert recorded == true
+
+
+@pytest.mark.parametrize("again", [None, False], ids=["plain", "checkpointed"])
+def test_a_module_that_begins_to_attend_is_told_and_recorded_from_the_next_step_on(again):
+    run = Run(again)
+    run.model.towers[1].attends = False
+    assert list(run.step()) == ["towers.0"]
+    run.model.towers[1].attends = True
+    run.step(told=r"Towers did not run .*: 1 attention ran unseen")
+    assert list(run.step()) == ["towers.0", "towers.1"]
+
+
+def test_of_modules_that_attend_at_some_steps_alone_two_steps_are_missed_and_then_none():
+    run, missed = Run(), []
+    tower = run.model.towers[1]
+
+    def steps():
+        for number in range(17):
+            tower.attends = number % 3 == 2
+            found = run.step(told="ran unseen" if len(missed) < 2 and tower.attends else None)
+            if tower.attends and "towers.1" not in found:
+                missed.append(number)
+
+    with pytest.warns(NotInsideWarning, match="attend at some steps alone"):
+        steps()
+    assert missed == [2, 5]
+
+
+def test_a_module_that_ran_at_no_step_before_is_recorded_at_its_first():
+    run = Run()
+    for _ in range(2):
+        run.step()
+    run.model.used = (0, 1, 2)
+    assert list(run.step()) == ["towers.0", "towers.1", "towers.2"]
+    recorded, true = run.largest(2)
+    assert recorded == true
+
+
+@AGAIN_IN_BACKWARD
+def test_nothing_is_told_where_other_operations_come_and_go_and_all_attention_is_read(again):
+    run = Run(again)
+    run.model.towers[0].then = AGAIN["beside"]  # always: it is seen by a mode
+    run.step()
+    for run.model.factors in ((), (2.0,), (2.0, 3.0), ()):
+        layers = run.step()
+        assert list(layers) == ["towers.0", "towers.0#2", "towers.1"]
+
+
+def test_a_model_with_nothing_else_to_record_is_told_as_not_recorded():
+    run = Run()
+    run.model.used = (0,)
+    run.step()
+    run.model.towers[0].attends = False
+    with pytest.warns(NotRecordedWarning, match="Nothing was recorded"):
+        run.step(told="may have attended")
+    assert len(run.records) == 1
