@@ -369,3 +369,9 @@ def never_compiled(function: Called) -> Called:
     """A function that Dynamo leaves as it is, in whatever it compiles; torch.compiler.disable would load all of it."""
     found: Called = _disabled(function, otherwise=function)
     return found
+
+
+@constant_in_graphs
+def is_exporting() -> bool:
+    """Whether torch.export writes a program down: to Dynamo of torch 2.11 its own function says so of every graph."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))

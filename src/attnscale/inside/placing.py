@@ -10,6 +10,7 @@ from torch import nn
 
 from attnscale.inside import marks
 from attnscale.inside.frames import KERNEL, Carried
+from attnscale.torch_internals import is_exporting
 
 PREFIX = "_attnscale_"
 APART = "apart"  # in the name of a look that follows the module from outside
@@ -85,7 +86,7 @@ def _run_apart(
 
 def _is_written_down() -> bool:
     """Whether what runs becomes a program, which must not know of looks."""
-    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    return is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def new(kind: type, *args: Any) -> Any:
