@@ -111,3 +111,16 @@ class LlamaLogits(nn.Module):
 
     def forward(self, given):
         return self.inner(input_ids=given).logits
+
+
+def whole(backend="aot_eager", **settings):
+    return lambda model: torch.compile(model, backend=backend, **settings)
+
+
+WAYS = {  # of compiling a model with `layers`
+    "dynamic": whole(dynamic=True),
+    "no autograd": whole("eager"),
+    "each layer": lambda model: (
+        [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.layers] and model
+    ),
+}

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnscale import Monitor
 
-from .runs import VOCABULARY, LlamaLogits, clipped, monitored, tokens, train
+from .runs import VOCABULARY, WAYS, LlamaLogits, clipped, monitored, tokens, train, whole
 from .test_compiled import assert_same
 
 pytestmark = [  # torch's own
@@ -96,10 +96,6 @@ def nothing_compiled():
     counters.clear()
 
 
-def whole(backend="aot_eager", **settings):
-    return lambda model: torch.compile(model, backend=backend, **settings)
-
-
 def test_the_numbers_are_those_of_an_eager_run():
     def make():
         return Model(fused, *WRITTEN)
@@ -111,22 +107,13 @@ def test_the_numbers_are_those_of_an_eager_run():
     assert counters["stats"]["unique_graphs"] == 1  # of sampled steps; the first was followed
 
 
-COMPILED = {
-    "dynamic": whole(dynamic=True),
-    "no autograd": whole("eager"),
-    "each layer": lambda model: (
-        [layer.compile(backend="aot_eager", fullgraph=True) for layer in model.layers] and model
-    ),
-}
-
-
-@pytest.mark.parametrize(("way", "again"), [*((way, False) for way in COMPILED), ("each layer", True)])
+@pytest.mark.parametrize(("way", "again"), [*((way, False) for way in WAYS), ("each layer", True)])
 def test_the_numbers_are_those_of_an_eager_run_however_it_is_compiled(way, again):
     def make():
         return Model(plain, again=again)
 
     expected, losses = monitored(make, lambda model: model, 2)
-    found, same = monitored(make, COMPILED[way], 2)
+    found, same = monitored(make, WAYS[way], 2)
     assert torch.equal(losses, same)
     assert_same(found, expected, 1e-4)
     assert counters["stats"]["unique_graphs"] == 1

@@ -117,28 +117,31 @@ def test_a_monitor_inside_tells_of_a_module_that_begins_to_run_and_records_it():
 class Again(Attention):
     """Attends a second time, from larger queries, where it is told to."""
 
-    is_told = False
+    is_told = False  # its own, once a step has begun: Dynamo of torch 2.11 does not look at a class again
 
     def forward(self, x):
         once = super().forward(x)
-        return once + super().forward(3.0 * x) if Again.is_told else once
+        return once + super().forward(3.0 * x) if self.is_told else once
 
 
 class AgainWrittenOut(WrittenOut):
     """The same, written out."""
 
+    is_told = False
+
     def forward(self, x):
         once = super().forward(x)
-        return once + super().forward(3.0 * x) if Again.is_told else once
+        return once + super().forward(3.0 * x) if self.is_told else once
 
 
 def maxima(model, run, steps):
     """The largest score of the first layer at each step, that which was told, and whether it ends inside."""
     found = []
     with QKClip(model, THRESHOLD) as clip:
-        for number, Again.is_told in enumerate(steps):
+        for number, is_told in enumerate(steps):
             with torch.no_grad():
                 for block in model.blocks:
+                    block.attention.is_told = is_told
                     block.attention.q_proj.weight *= 7.0
             copied = deepcopy(model)
             with torch.no_grad(), attnscale.watch(copied, rows=None) as seen:
@@ -158,14 +161,14 @@ def steps_missed(found):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_that_begins_to_attend_twice_is_clipped_by_both_from_the_next_step_on(way, kind):
     torch._dynamo.reset()
-    Again.is_told, model = False, towers(kind)
+    model = towers(kind)
     found, is_inside = maxima(model, WAYS[way](model), [False] * 3 + [True] * 4)
     assert steps_missed(found) == [3]
     assert is_inside
 
 
 def test_a_module_that_attends_twice_at_some_steps_is_followed_at_every_step_and_that_is_told():
-    Again.is_told, model = False, towers(Again)
+    model = towers(Again)
     with pytest.warns(NotInsideWarning, match="some of them are called more often at some steps"):
         found, is_inside = maxima(model, model, [False, False, True] * 4)
     assert not is_inside
