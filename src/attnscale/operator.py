@@ -160,5 +160,5 @@ def scaled_call(
         return visibility.with_infinite_mask().counts(query.shape[-2], key.shape[-2], query.device)
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
-    scaled_query, factor = above_zero(scaled_query, factor)
+    scaled_query, factor = above_zero(scaled_query, factor, visibility)
     return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)

@@ -95,6 +95,30 @@ def test_a_class_that_announces_its_subclasses_is_looked_at_unannounced():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
+class Slotted(nn.Module):
+    """Holds more than any module does."""
+
+    __slots__ = ("more",)
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(21, 21)
+
+    def forward(self, x):
+        x = self.inner(x).unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_class_with_slots_is_looked_at():
+    model = Slotted()
+    with QKClip(model, 0.05) as clip:
+        for _ in range(3):
+            model(torch.randn(2, 5, 21)).sum().backward()
+            assert clip.step() is not None
+        assert clip.is_inside
+    assert type(model) is Slotted
+
+
 def test_gradients_of_each_sample_by_torch_func_run_on():
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 5, 21)

@@ -351,3 +351,20 @@ def test_norms_of_attention_written_out_are_over_every_entry_of_a_batch():
     with torch.no_grad():
         for vectors, found in zip(model.project(x), (layer.query_norm, layer.key_norm), strict=True):
             torch.testing.assert_close(found, vectors.double().square().sum(-1).mean((0, 2)).sqrt())
+
+
+@pytest.mark.parametrize(("scale", "is_causal", "applied"), [(-0.3, False, -0.3), (0.0, False, 0.0), (0.0, True, 0.0)])
+def test_a_scale_that_is_not_above_zero_is_told(scale, is_causal, applied):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(10, 10), nn.Linear(10, 10)
+
+        def forward(self, x):
+            query, key = (side(x).unflatten(-1, (2, 5)).transpose(1, 2) for side in (self.query, self.key))
+            return attnscale.attention(query, key, key, scale=scale, is_causal=is_causal)
+
+    model = Attention()
+    with torch.no_grad(), attnscale.watch(model) as seen:
+        model(torch.randn(2, 7, 10))
+    assert seen.layers["Attention"].scale_applied == pytest.approx(applied, abs=1e-20)

@@ -10,6 +10,8 @@ from torch import Tensor
 from attnscale.shapes import broadcast
 from attnscale.visibility import Visibility
 
+ALMOST_ZERO = 1e-30  # what it makes of any score is nothing
+
 
 @dataclass(frozen=True)
 class Call:
@@ -42,11 +44,14 @@ class Call:
         return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
-def above_zero(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores by a scale above zero: torch's fused kernels hide before they scale, and 0 · −∞ is NaN."""
-    if scale > 0.0:
+def above_zero(query: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, float]:
+    """The same scores by a scale above zero, where keys are hidden by their position.
+
+    Torch's fused kernels hide those before they scale: −∞ times zero is NaN, and below zero the hidden are highest.
+    """
+    if scale > 0.0 or (visibility.last is None and visibility.first is None):
         return query, scale
-    return query * (-1.0 if scale < 0.0 else 0.0), -scale or 1.0
+    return (query, ALMOST_ZERO) if scale == 0.0 else (query * -1.0, -scale)
 
 
 def fold(

@@ -65,7 +65,7 @@ def scaled_sequences(
         lambda: query.layout.sequence_of(tokens),
         lambda: visible_keys(query.layout, key.layout, visibility, tokens),
     )
-    scaled_query, factor = above_zero(scaled_query, factor)
+    scaled_query, factor = above_zero(scaled_query, factor, visibility)
     folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]
     return Ragged(Call(*folded, visibility, dropout_p, factor, softcap), query.layout, key.layout)
 

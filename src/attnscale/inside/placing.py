@@ -102,7 +102,8 @@ def looked_at(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> t
     joined, attributes, following = " ".join(looks), tuple(map(_attribute, looks)), tuple(map(_attribute, followers))
     run_apart = torch.compiler.disable(_run_apart) if followers else None
 
-    root: Any = nn.Module
+    has_slots = plain.__basicsize__ != nn.Module.__basicsize__  # bases of another layout cannot be set later
+    root: Any = plain if has_slots else nn.Module
 
     class LookedAt(root, metaclass=type(plain)):  # type: ignore[misc, metaclass]
         _attnscale_plain, _attnscale_looks, _attnscale_layouts = plain, names, layouts
