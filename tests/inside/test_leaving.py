@@ -119,6 +119,7 @@ def test_a_class_with_slots_is_looked_at():
     assert type(model) is Slotted
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of whoever maps over SDPA first
 def test_gradients_of_each_sample_by_torch_func_run_on():
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(2, 5, 21)
