@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnscale import Visibility, attention, attention_varlen, attention_varlen_with_stats, attention_with_stats
+from attnscale.measure.cuda.ways import on_hopper
 from tests.measure.oracle import NAMES
 from tests.ragged import Batch
 
@@ -84,14 +85,27 @@ def test_nested_tensors_with_statistics(same, is_causal, scale, softcap):
 
 def test_a_few_rows_of_packed_tokens():
     batch = packed(torch.bfloat16, True)
-    starts = batch.starts[0].cuda().int()
-    _, exact = attention_varlen_with_stats(*batch.tensors, starts, is_causal=True)
-    output, some = attention_varlen_with_stats(*batch.tensors, starts, is_causal=True, rows=64)
-    torch.testing.assert_close(output, attention_varlen(*batch.tensors, starts, is_causal=True))
+    options = {"cu_seqlens_q": batch.starts[0].cuda().int(), "is_causal": True, "window_size": (200, 0)}
+    _, exact = attention_varlen_with_stats(*batch.tensors, **options)
+    output, some = attention_varlen_with_stats(*batch.tensors, **options, rows=64)
+    torch.testing.assert_close(output, attention_varlen(*batch.tensors, **options))
+    assert exact.exact
     assert not some.exact
     for name in ("mean", "entropy", "top1"):
         assert ((getattr(some, name) - getattr(exact, name)).abs() <= 5 * some.stderr(name)).all(), name
     assert (exact.max <= some.max_bound).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_all_rows_are_looked_at_where_some_cost_more(is_causal):
+    batch = packed(torch.bfloat16, True)
+    options = {"cu_seqlens_q": batch.starts[0].cuda().int(), "is_causal": is_causal}
+    output, some = attention_varlen_with_stats(*batch.tensors, **options, rows=64)
+    wanted, exact = attention_varlen_with_stats(*batch.tensors, **options)
+    assert some.exact == on_hopper(0)
+    if some.exact:
+        assert torch.equal(output, wanted)
+        assert torch.equal(some.entropy, exact.entropy)
 
 
 def test_no_padding_and_memory_linear_in_tokens():

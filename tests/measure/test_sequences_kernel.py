@@ -16,7 +16,7 @@ if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
 from attnscale.measure.cuda import triton as kernels
-from attnscale.measure.cuda.triton.sequences import tiles_of
+from attnscale.measure.cuda.triton import sequences
 
 SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
 CUT = kernels.Tiles(16, 16, 4, 1)
@@ -73,15 +73,25 @@ def test_tokens_of_no_sequence_see_nothing():
         assert sums[-1].gt(0).sum(-1).tolist() == [[rows, rows]]
 
 
-@pytest.mark.parametrize("count", [1, 3, 300])
-def test_tiles_are_those_of_each_sequence_and_as_many_as_are_told(count):
-    lengths = torch.randint(0, 40, (count,))
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    tiles = tiles_of(starts, int(starts[-1]), 16)
-    expected = [
+def tiles_by_sequence(starts):
+    return [
         (begin, end - begin, row)
         for begin, end in pairwise(starts.tolist())
         for row in reversed(range(0, end - begin, 16))
     ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 300])
+@pytest.mark.parametrize(("is_causal", "most_sorted"), [(False, 1024), (True, 1024), (True, 0)])
+def test_tiles_are_those_of_each_sequence_and_causal_rows_that_see_most_come_first(
+    count, is_causal, most_sorted, monkeypatch
+):
+    monkeypatch.setattr(sequences, "MOST_SORTED", most_sorted)
+    lengths = torch.randint(0, 400, (count,))
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tiles = sequences.tiles_of(starts, int(starts[-1]), 16, is_causal)
+    expected = tiles_by_sequence(starts)
+    if is_causal and count <= most_sorted:
+        expected.sort(key=lambda tile: -tile[2])
     assert tiles[0, 0] == len(expected) <= len(tiles) - 1
     assert [tuple(tile) for tile in tiles[1 : 1 + len(expected), :3].tolist()] == expected

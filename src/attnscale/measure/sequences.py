@@ -28,8 +28,11 @@ from attnscale.numerics import without_autocast
 
 
 def attend_sequences(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
-    """The output of every sequence, (1, heads, total, value_dim), and their statistics."""
-    if rows is None and on_cuda.attends(ragged):
+    """The output of every sequence, (1, heads, total, value_dim), and their statistics; of all rows where that is less.
+
+    That is, where a kernel has them all for less than another takes for the output and some of them.
+    """
+    if on_cuda.attends(ragged) if rows is None else on_cuda.attends_for_less(ragged):
         return on_cuda.attend(ragged)
     calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
     if not any(map(on_cpu.serves, calls)):

@@ -44,6 +44,12 @@ def attends(ragged: Ragged) -> bool:
     )
 
 
+def attends_for_less(ragged: Ragged) -> bool:
+    """Whether all rows with the output cost less than torch's kernel for sequences and a pass over some: on Hopper."""
+    row = ragged.row
+    return attends(ragged) and _has_hopper_kernel(row.query, row.key, row.value, row.scale)
+
+
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     """The output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
     row, starts = ragged.row, ragged.rows.offsets
@@ -77,17 +83,24 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: 
     """The output, (total, heads, head_dim), the lse, (1, heads, total), and the table of the heads."""
     from attnscale.measure.cuda import triton
 
-    if on_hopper(query.device.index) and scale != 0.0:
+    if _has_hopper_kernel(query, key, value, scale):
         from attnscale.measure.cuda import hopper
 
-        if hopper.supported(query, key, value):
-            output, lse, sums = hopper.sequence_rows(query, key, value, starts, scale, is_causal)
-            return output, lse, _table(sums)
+        output, lse, sums = hopper.sequence_rows(query, key, value, starts, scale, is_causal)
+        return output, lse, _table(sums)
     kind = "attended", *_layouts(query, key, value), is_causal, scale > 0.0, scale == 0.0
     made, found, sums = triton.sequence_rows(query, key, value, starts, scale, is_causal, kind=kind)
     assert made is not None
     assert found is not None
     return made, found, _table(sums)
+
+
+def _has_hopper_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    if not on_hopper(query.device.index) or scale == 0.0:
+        return False
+    from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
+
+    return hopper.supported(query, key, value)
 
 
 def _layouts(*rows: Tensor) -> tuple[Any, ...]:

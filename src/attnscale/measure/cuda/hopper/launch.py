@@ -148,7 +148,7 @@ def _launched(
     if starts is not None:
         sums[-1].zero_()  # tokens behind the last sequence see nothing
         tiles = heads * most_tiles(starts, q_len, tile_rows)
-        placed = tiles_of(starts, q_len, tile_rows)
+        placed = tiles_of(starts, q_len, tile_rows, is_causal)
     head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
     together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
     programs = min(tiles, _multiprocessors(query.device.index)) if chosen.persistent else tiles

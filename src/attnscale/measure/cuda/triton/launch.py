@@ -111,7 +111,7 @@ def fill(
     programs, placed = -(-count // cut.rows) * batch * heads, query
     if starts is not None:
         programs = most_tiles(starts, count, cut.rows) * heads
-        placed = tiles_of(starts, count, cut.rows)
+        placed = tiles_of(starts, count, cut.rows, is_causal)
     with on_device(query):
         launch(
             rows_kernel,

@@ -32,7 +32,8 @@ def shown_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = N
     mask_by_row = mask_strides[2] != 0
     if cut is None:
         known = head_dim, query.dtype, capability(query.device.index)
-        cut = shown_tiles(*known, mask_by_row) if rows is None else shown_sample_tiles(count, *known)
+        banded = seen.first is not None
+        cut = shown_tiles(*known, mask_by_row) if rows is None else shown_sample_tiles(count, *known, banded)
     own, own_strides = _documents(seen.documents and seen.documents[0], batch, q_len, query)
     theirs, their_strides = _documents(seen.documents and seen.documents[1], batch, kv_len, query)
     sums = torch.empty((PLANES, spans, batch, heads, count), dtype=torch.float32, device=query.device)

@@ -62,11 +62,18 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
 
 
-def shown_sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The same where each row is looked up in what it sees; on Hopper some cuts are five times as slow as others."""
+def shown_sample_tiles(
+    rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool
+) -> Tiles:
+    """The same where each row is looked up in what it sees; on Hopper some cuts are five times as slow as others.
+
+    `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
+    """
     width = padded_width(head_dim, 64)
     if dtype == torch.float32 or not _large(capability) or width > 128:
         return sample_tiles(rows, head_dim, dtype, capability)
+    if banded:
+        return Tiles(16, 256, 4, 2)
     if width == 64:
         return Tiles(16, 256, 4, 2) if rows <= 16 else Tiles(32, 64, 4, 3)
     return Tiles(16, 128, 4, 3) if rows <= 32 else Tiles(64, 128, 8, 3)
