@@ -48,7 +48,7 @@ def test_no_reader_waits_for_an_operation_that_arrives_in_parts(name):
     assert any(not each.is_composite or each.fused_on for each in traits), "it is decomposed before a mode sees it"
 
 
-PRODUCT = Product(torch.zeros(2, 3), torch.zeros(3, 2), Node((2, 3)), Node((3, 2)), ("",), Node((2, 2)))
+PRODUCT = Product(torch.zeros(2, 3), torch.zeros(3, 2), Node((2, 3)), Node((3, 2)), ("",), (2, 2), object())
 SOFTMAX = Softmax(axis=-1)
 ELEMENTWISE = EVERY - {"norm", "exp"}
 MOVED = {"same", "detach"}

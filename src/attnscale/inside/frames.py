@@ -55,6 +55,7 @@ class Frame:
         """It is over."""
         if self._following is not None:
             self._following.__exit__(None, None, None)
+            self._following = None  # it holds this
 
     @property
     def is_innermost(self) -> bool:

@@ -75,6 +75,7 @@ class _Watching:
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")
         missed = [each.path for each in self._places if not each.runs]
+        self._places.clear()  # which hold this
         failures = [*self.failures, *(f"{path}: it attended otherwise than before" for path in missed)]
         self.seen.known_model = None if failures else self.known
         if failures:

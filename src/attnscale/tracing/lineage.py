@@ -123,12 +123,28 @@ def joined(shape: Shape, steps: list[Step]) -> Node:
     )
 
 
+class Entry(weakref.ref[Tensor]):
+    """A tensor that may go, and its node."""
+
+    __slots__ = ("key", "node")
+    key: int
+    node: Node
+
+
 class Ledger:
     """Tensors of the running model -> their nodes, for as long as the tensors live."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
-        self._nodes: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
+        self._entries: dict[int, Entry] = {}
+        ledger = weakref.ref(self)
+
+        def forget(gone: weakref.ref[Tensor]) -> None:
+            own = ledger()
+            if own is not None:
+                own._forget(gone)
+
+        self._when_gone = forget
 
     def node(self, tensor: Tensor) -> Node:
         """The node of a tensor; one never seen begins a lineage."""
@@ -147,18 +163,18 @@ class Ledger:
 
     def known(self, tensor: Tensor) -> Node | None:
         """The node of a tensor seen before."""
-        entry = self._nodes.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        entry = self._entries.get(id(tensor))
+        return entry.node if entry is not None and entry() is tensor else None
 
     def write(self, tensor: Tensor, node: Node) -> None:
         """Note what a tensor is now."""
-        key, nodes = id(tensor), self._nodes
+        entry = Entry(tensor, self._when_gone)
+        entry.key, entry.node = id(tensor), node
+        self._entries[entry.key] = entry
 
-        def forget(gone: weakref.ref[Tensor]) -> None:
-            if key in nodes and nodes[key][0] is gone:
-                del nodes[key]
-
-        nodes[key] = (weakref.ref(tensor, forget), node)
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if isinstance(gone, Entry) and self._entries.get(gone.key) is gone:
+            del self._entries[gone.key]
 
     def write_through(self, view: Node, written: Node) -> None:
         """A view was written to: what it is a view of now holds what was written, and elsewhere what it held."""

@@ -71,7 +71,7 @@ class Origin:
         try:
             sources: tuple[Source, ...] | UntraceableError = self.sources()
         except UntraceableError as error:
-            sources = error
+            sources = error.with_traceback(None)  # whose frames hold what is let go of
         return replace(self, node=Node(self.node.shape), known=sources)
 
     def _source(self, parts: "list[_Part]") -> Source:

@@ -189,7 +189,7 @@ class Softmax:
     mixes_along_axis: bool = True  # values are summed over the axis that sums to one
     factor_after: float = 1.0  # constants that multiply the weights, or the mixed values
     values: "Origin | None" = None  # what its weights mix
-    keep: "Callable[[Node, Tensor, int], None] | None" = None  # told of weights, values, and which stands left
+    keep: "Callable[[Softmax, Node, Tensor, int], None] | None" = None  # told of weights, values, which stands left
     has_mixed: bool = False  # pieces of the weights may mix several times, multiplied by the same constant
     keys_of: "Callable[[Points], list[tuple[object, ...]]] | None" = None  # of its weights: which channel made the key
     taken_twice: bool = False  # another softmax was taken of its weights
@@ -216,7 +216,7 @@ class Softmax:
         """These values meet its weights; of several, the first are kept."""
         keep, self.keep = self.keep, None
         if keep is not None:
-            keep(weights, values, side)
+            keep(self, weights, values, side)
 
     def mixes(self, along_axis: bool, factor: float) -> None:
         """Values were summed with its weights, which a factor had multiplied."""

@@ -85,7 +85,7 @@ class Reporter:
             keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
         )
         if seen.kept is not None:
-            seen.softmax.keep = partial(keep_values, call.axes, seen.kept, seen.softmax)
+            seen.softmax.keep = partial(keep_values, call.axes, seen.kept)
         product.has_softmax = True
         return seen.softmax
 

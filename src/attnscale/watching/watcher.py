@@ -45,7 +45,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.norms = QueryKeyNorms(model, ledger)
         self.recognition = Recognition(settings)
         passed_over = () if known is None else known.called - known.attending
-        self.running = Running(
+        running = self.running = Running(
             model,
             self._ran,
             self,
@@ -59,7 +59,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         declare = partial(declared if known is None else known.declared, model)
         self.seen = Seen(self.running.shown, declare, unused) if seen is None else seen
         self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
-        self.tracer = Tracer(ledger, lambda: tuple(self.running.stack), self.reporter.softmax)
+        self.tracer = Tracer(ledger, lambda: tuple(running.stack), self.reporter.softmax)
         self.nested = NestedTensors(self.tracer)
         self.failures: list[str] = []
         self._model, self._settings = model, settings

@@ -139,11 +139,12 @@ def _roll(op: Operation) -> Node:
     parent = op.node()
     if len(op.args) < 3 or not op.args[2]:
         return opaque(op)
+    rolled = [(axis, shift, parent.shape[axis]) for shift, axis in zip(op.args[1], op.args[2], strict=True)]
 
     def back(points: coordinates.Points) -> coordinates.Points:
         points = points.copy()
-        for shift, axis in zip(op.args[1], op.args[2], strict=True):
-            points[:, axis] = (points[:, axis] - shift) % parent.shape[axis]
+        for axis, shift, size in rolled:
+            points[:, axis] = (points[:, axis] - shift) % size
         return points
 
     return moved(parent, op.shape, back)

@@ -62,8 +62,8 @@ def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned
     beta = op.kwargs.get("beta", 1.0)
     bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
     nodes = op.ledger.node(left), op.ledger.node(right)
-    product = Product(left, right, *nodes, op.tracer.modules(), node, op.kwargs.get("alpha", 1.0), bias, learned_query)
-    node.role = Scores(product)
+    alpha, modules = op.kwargs.get("alpha", 1.0), op.tracer.modules()
+    node.role = Scores(Product(left, right, *nodes, modules, node.shape, node.token, alpha, bias, learned_query))
 
 
 def _notice_lost(op: Operation, *operands: Node) -> None:
@@ -134,7 +134,7 @@ def _product_of_pairs(
         operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
         lineages.append(node)
     made = Node((*lead, parent.shape[rows[0]], parent.shape[columns[0]]), learned=True)
-    made.role = Scores(Product(operands[0], operands[1], lineages[0], lineages[1], modules, made))
+    made.role = Scores(Product(operands[0], operands[1], lineages[0], lineages[1], modules, made.shape, made.token))
     axes = [*batch, rows[0], columns[0]]
     apart = (*sizes, *made.shape[1:])
     result = moved(made, apart, coordinates.reshaped(made.shape, apart))

@@ -34,9 +34,9 @@ class Arrival:
 
 def arrive(node: Node, points: Points, product: Product) -> Arrival:
     """Follow points to the product."""
-    at = np.full((len(points), len(product.node.shape)), NOWHERE, dtype=np.int64)
+    at = np.full((len(points), len(product.shape)), NOWHERE, dtype=np.int64)
     factor, shift = np.ones(len(points)), np.zeros(len(points))
-    trails = [trail for trail in follow(node, points, product) if trail.node is product.node]
+    trails = [trail for trail in follow(node, points, product) if product.made(trail.node)]
     for trail in trails:
         at[trail.index], factor[trail.index], shift[trail.index] = trail.points, trail.factor, trail.shift
     return Arrival(at, factor, shift, trails)
@@ -117,8 +117,8 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
             not between_channels and _is_another_head(product, at[:2], query_place)
         ):
             other_axes.append(other)
-        elif len(start) == 3 and far[0] != start[0] and shape[other] > product.node.shape[query_place]:
-            apart = _taken_apart(node, other, product.node.shape[query_place])
+        elif len(start) == 3 and far[0] != start[0] and shape[other] > product.shape[query_place]:
+            apart = _taken_apart(node, other, product.shape[query_place])
             return None if apart is None else find_axes(product, apart, axis + (other < axis))
         else:
             query_axes.append(other)
@@ -135,7 +135,7 @@ def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -
     steps = np.tile(first, (len(axes), 3, 1))
     for ends, axis in zip(steps, axes, strict=True):
         ends[1:, axis] += 1, node.shape[axis] - 1
-    return arrive(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.node.shape))
+    return arrive(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.shape))
 
 
 def _key_place(at: Points) -> int:

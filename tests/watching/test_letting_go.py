@@ -1,0 +1,125 @@
+"""What a watcher followed is gone with it: nothing waits for Python to look for garbage, which it may not for long."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import attnscale
+from attnscale.models import CausalTransformer
+from tests.others import OTHERS_MAY_WARN
+from tests.zoo import ENTRIES
+
+
+@contextmanager
+def no_garbage():
+    """Fails where tensors, or objects of the package, are left that only a search for garbage finds."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+        gc.collect()
+        left = [each for each in gc.garbage if type(each) is torch.Tensor or _is_ours(each)]
+        told = sorted({getattr(each, "__qualname__", type(each).__qualname__) for each in left})
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not told
+
+
+def _is_ours(each):
+    return any(str(getattr(of, "__module__", "")).startswith("attnscale") for of in (each, type(each)))
+
+
+class Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x):
+        query, key, value = (
+            part(x).unflatten(-1, (3, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        return ((query @ key.mT / 8**0.5).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+class Fused(Written):
+    def forward(self, x):
+        query, key, value = (
+            part(x).unflatten(-1, (3, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        return attended.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", [Written, Fused])
+def test_activations_are_let_go_of_as_the_model_lets_go_of_them(kind, gradients):
+    model, x = kind(), torch.randn(2, 10, 24)
+    with torch.set_grad_enabled(gradients), attnscale.watch(model) as seen, no_garbage():
+        model(x)
+    assert seen.layers
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("kind", [Written, Fused])
+def test_a_watcher_is_gone_with_what_it_has_seen(kind, gradients):
+    model, x = kind(), torch.randn(2, 10, 24)
+    with no_garbage(), torch.set_grad_enabled(gradients):
+        with attnscale.watch(model) as seen:
+            model(x)
+        assert str(seen)
+        del seen
+
+
+@OTHERS_MAY_WARN
+@pytest.mark.parametrize("gradients", [False, True])
+def test_nothing_is_left_of_the_whole_zoo(gradients):
+    built = [entry.build() for entry in ENTRIES.values() if entry.gradients or not gradients]
+    with no_garbage(), torch.set_grad_enabled(gradients):
+        for model, inputs in built:
+            with attnscale.watch(model, keep=True):
+                model(*inputs)
+
+
+@pytest.mark.parametrize("kind", [Written, Fused])
+def test_an_audit_leaves_nothing(kind):
+    model, x = kind(), torch.randn(2, 10, 24)
+    attnscale.audit(model, x)
+    with no_garbage():
+        assert str(attnscale.audit(model, x))
+
+
+def decoder():
+    return CausalTransformer(vocabulary=11, d_model=24, layers=2, heads=3)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", [Written, Fused, decoder])
+def test_sampled_and_clipped_steps_leave_nothing(kind, compiles):
+    model = kind()
+    run = torch.compile(model, backend="aot_eager") if compiles else model
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    records = []
+    monitor = attnscale.Monitor(model, every=2, sinks=[records.append])
+    clip = attnscale.QKClip(model, threshold=1e-3)
+
+    def steps(count):
+        for _ in range(count):
+            given = torch.randint(0, 11, (2, 10)) if kind is decoder else torch.randn(2, 10, 24)
+            run(given).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clip.step()
+            monitor.step()
+
+    steps(6)
+    with no_garbage():
+        steps(4)
+    assert len(records) == 5
+    monitor.close()
+    clip.close()
