@@ -12,7 +12,7 @@ and 4 key heads in bfloat16, 8 × 2,048: each eager and compiled, in four loops:
 - the same with a threshold so low that every head is looked at row by row, and clipped, at every step.
 
 Peak memory is that of the step alone with what its own model holds. With `--curves`, 200 steps of each loop from one
-seed, and how far their losses part from the plain one's.
+seed, and how far their losses part from the plain one's; `--curves QKClip` takes one of them.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from attnscale import Monitor, QKClip
 from attnscale.models import CausalTransformer
 
 EVERY, STEPS, CALLS = 50, 3, 10_000
+CURVES = ("plain again", "sampled", "QKClip")
 LIMITS = {
     "compiled, sampled": 1.05, "compiled, every 50th": 1.002, "eager, sampled": 1.03, "compiled, QKClip": 1.03,
     "eager, QKClip": 1.04,
@@ -208,13 +209,12 @@ def measure(name: str, compiles: bool, given: argparse.Namespace) -> dict[str, f
 def curves(name: str, given: argparse.Namespace) -> dict[str, float]:
     """How far the losses of 200 compiled steps part from those of the plain loop, at most."""
     losses = {}
-    for kind in ("plain", "plain again", "sampled", "QKClip"):
+    for kind in ("plain", *(given.curves or CURVES)):
         loop = Loop(MODELS[name], given, compiles=True)
         if kind == "sampled":
-            monitor = Monitor(loop.model, every=5)
-            loop.after = monitor.step
+            loop.after = Monitor(loop.model, every=5).step
         elif kind == "QKClip":
-            clipped(loop, 100.0)
+            loop.after = QKClip(loop.model, 100.0).step
         losses[kind] = torch.stack([loop.step() for _ in range(200)]).cpu()
         del loop
     return {kind: float((each - losses["plain"]).abs().max()) for kind, each in losses.items() if kind != "plain"}
@@ -227,8 +227,8 @@ def main() -> None:
     arguments.add_argument("--small", action="store_true", help="shapes for a CPU")
     arguments.add_argument("--rounds", type=int, default=20)
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    arguments.add_argument("--ways", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    arguments.add_argument("--curves", action="store_true")
+    arguments.add_argument("--ways", nargs="*", choices=("eager", "compiled"), default=["eager", "compiled"])
+    arguments.add_argument("--curves", nargs="*", choices=CURVES, help="losses of 200 steps; of these loops, or of all")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -244,7 +244,7 @@ def main() -> None:
                 limit = LIMITS.get(f"{way}, {kind}", 1.01 if kind.startswith("memory") else None)
                 if limit is not None and value > limit:
                     over.append(f"{name}, {way}, {kind}: {value:.4f} > {limit}")
-        if given.curves:
+        if given.curves is not None:
             recorded[f"{name}, losses of 200 compiled steps"] = found = curves(name, given)
             print(f"{name}, losses of 200 compiled steps part from the plain ones by at most {found}", flush=True)
     if given.out is not None:
