@@ -86,6 +86,19 @@ def test_nothing_is_left_of_the_whole_zoo(gradients):
                 model(*inputs)
 
 
+def test_keys_that_lead_to_no_parameter_are_let_go_of_when_queries_are_clipped():
+    model, inputs = ENTRIES["designs_of_keys.Linformer"].build()
+
+    def clip(threshold):
+        with attnscale.watch(model) as seen:
+            model(*inputs)
+        return attnscale.clip_qk_(model, seen, threshold).heads
+
+    assert clip(0.1)
+    with no_garbage():
+        assert clip(0.01)
+
+
 @pytest.mark.parametrize("kind", [Written, Fused])
 def test_an_audit_leaves_nothing(kind):
     model, x = kind(), torch.randn(2, 10, 24)

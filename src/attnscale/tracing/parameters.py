@@ -51,7 +51,7 @@ class Origin:
     def sources(self) -> tuple[Source, ...]:
         """Everything that must be multiplied for the queries, or keys, to be multiplied."""
         if isinstance(self.known, UntraceableError):
-            raise self.known
+            raise UntraceableError(*self.known.args)  # another: this one would hold the frames that raise it
         if self.known is not None:
             return self.known
         points = np.repeat(self.points, self.features, axis=0)
