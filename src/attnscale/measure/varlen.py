@@ -33,6 +33,8 @@ def attention_varlen_with_stats(
 ) -> tuple[Tensor, ScoreStats]:
     """attention_varlen() and the statistics of the same scores, each row over the keys of its own sequence.
 
+    `rows=N` looks at about N rows a head, or, on a GPU whose kernel has them all for less, at all: `exact` says which.
+
     >>> import torch
     >>> tokens = torch.zeros(7, 2, 4)
     >>> _, stats = attention_varlen_with_stats(tokens, tokens, tokens, torch.tensor([0, 3, 3, 7]))
