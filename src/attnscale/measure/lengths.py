@@ -55,6 +55,9 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
 
         layouts = layout_of(vectors), None if left_out is None else layout_of(left_out)
         return triton.mean_lengths(vectors, left_out, kind=("mean lengths", layouts))
+    if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # which squares may pass
+        squares = vectors.double().square_().sum((0, 2, 3))
+        return squares.div_(vectors.shape[0] * vectors.shape[2]).sqrt_()
     squares = lengths(vectors).double().square()
     if left_out is None:
         return squares.mean((0, 2)).sqrt()

@@ -30,7 +30,8 @@ def check_rows(rows: int | None) -> None:
 
 def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
     """The statistics of an attention, of every row or of about this many a head; `lse` where a kernel left it."""
-    call = replace(call, visibility=call.visibility.with_infinite_mask())
+    if call.visibility.bias is not None:
+        call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
     if shown.measures(call):

@@ -17,25 +17,39 @@ Map = Callable[[Points], Points]
 Shape = tuple[int, ...]
 
 NOWHERE = -1
+MAPS = 1024  # that are remembered
 
 
+def unmoved(points: Points) -> Points:
+    """What stands where it stood."""
+    return points
+
+
+# The layers of a model are mostly alike: a map is made once for all of them, and known to be the same by that.
+@lru_cache(maxsize=MAPS)
 def reshaped(source: Shape, result: Shape) -> Map:
     """A view, a flatten, an unsqueeze: elements keep their order."""
+    sizes = np.maximum(np.array(source, dtype=np.int64), 1)
 
     def back(points: Points) -> Points:
         flat = points @ _steps(result)
-        return (flat[:, None] // _steps(source)) % np.maximum(np.array(source, dtype=np.int64), 1)
+        return (flat[:, None] // _steps(source)) % sizes
 
     return back
 
 
 def permuted(order: Sequence[int]) -> Map:
     """Dimension `order[k]` of the operand became dimension k."""
-    axes = [axis % len(order) for axis in order]
-    inverse = sorted(range(len(axes)), key=axes.__getitem__)
+    return _permuted(tuple(axis % len(order) for axis in order))
+
+
+@lru_cache(maxsize=MAPS)
+def _permuted(axes: tuple[int, ...]) -> Map:
+    inverse = np.argsort(np.array(axes, dtype=np.int64))
     return lambda points: points[:, inverse]
 
 
+@lru_cache(maxsize=MAPS)
 def transposed(rank: int, first: int, second: int) -> Map:
     """Two dimensions changed places."""
     order = list(range(rank))
@@ -176,7 +190,7 @@ def grid(*sizes: int) -> Points:
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MAPS)
 def _steps(shape: Shape) -> NDArray[np.int64]:
     """How far apart neighbours along each dimension lie in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

@@ -149,13 +149,10 @@ class Ledger:
     def node(self, tensor: Tensor) -> Node:
         """The node of a tensor; one never seen begins a lineage."""
         node = self.known(tensor)
-        name = None
-        if node is not None and node.name is None and not node.learned:
-            name = self._name_of(
-                tensor
-            )  # FSDP2 puts a parameter together by operations, under tensor parallel its part
+        if node is not None and (node.learned or node.name is not None):
+            return node
+        name = self._name_of(tensor)  # FSDP2 puts a parameter together by operations, under tensor parallel its part
         if node is None or name is not None:
-            name = name or self._name_of(tensor)
             is_parameter = name is not None or isinstance(tensor, nn.Parameter)
             node = Node(shape_of(tensor), parameter=is_parameter, name=name)
             self.write(tensor, node)

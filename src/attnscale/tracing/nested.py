@@ -102,3 +102,11 @@ class NestedTensors:
 def is_nested(value: Any) -> bool:
     """Whether it is a nested tensor."""
     return isinstance(value, Tensor) and value.is_nested
+
+
+def any_nested(values: Sequence[Any]) -> bool:
+    """Whether some of them are; asked of every operation, so without a call a value."""
+    for value in values:  # noqa: SIM110
+        if isinstance(value, Tensor) and value.is_nested:
+            return True
+    return False

@@ -56,7 +56,7 @@ class Tracer:
     def reads_whole(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether an operation that is made of others, and about to run, is read as one."""
         condition = WHOLE.get(name)
-        return condition is not None and condition(Operation(name, args, kwargs, None, self))
+        return condition is not None and condition(self.ledger, args, kwargs)
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
         """An operation ran."""

@@ -1,8 +1,7 @@
 """The norms of queries and keys that a model was built with, and whether they take part."""
 
 import re
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,18 +16,10 @@ NORM_OF_QUERY_OR_KEY = re.compile(
 class QueryKeyNorms:
     """The norms of queries and keys that a model was built with, and whether they take part."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self._model, self._ledger = model, ledger
+    def __init__(self, modules: Mapping[str, nn.Module], ledger: Ledger) -> None:
+        self._ledger = ledger
         self._outputs: dict[str, list[Node]] = {}
-
-    @cached_property
-    def built(self) -> dict[str, nn.Module]:
-        """The norms by their path."""
-        return {
-            name: module
-            for name, module in self._model.named_modules()
-            if NORM_OF_QUERY_OR_KEY.fullmatch(name.rpartition(".")[2].lower()) and not isinstance(module, nn.Identity)
-        }
+        self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by their path
 
     def ran(self, name: str, output: Any) -> None:
         """A module of the model ran."""
@@ -55,6 +46,11 @@ class QueryKeyNorms:
             return any(node.used for node in self._outputs[name])
         nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
         return any(node is not None and node.used for node in nodes)
+
+
+def _is_norm(path: str, module: nn.Module) -> bool:
+    name = path.rpartition(".")[2].lower()
+    return NORM_OF_QUERY_OR_KEY.fullmatch(name) is not None and not isinstance(module, nn.Identity)
 
 
 def _belongs(parent: str, path: str) -> bool:

@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -41,7 +41,12 @@ def uncompiled(name: str) -> str:
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by their path, those inside of what torch.compile puts round them."""
-    return {uncompiled(name): module for name, module in model.named_modules()}
+    return dict(named_modules(model))
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a model with their paths; what torch.compile puts round one comes before it, under its path."""
+    return [(uncompiled(name), module) for name, module in model.named_modules()]
 
 
 class Compiled(NamedTuple):
@@ -60,6 +65,7 @@ class Running:
     def __init__(
         self,
         model: nn.Module,
+        named: Sequence[tuple[str, nn.Module]],
         ran: Callable[[str, Any], None],
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
@@ -68,7 +74,9 @@ class Running:
         replaced: Callable[[], None] = lambda: None,
         plain: Iterable[nn.Module] = (),
     ) -> None:
-        """`meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
+        """`named` are the modules of the model with their paths.
+
+        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
 
         Modules `passed_over` that hold no others are taken for a part of the one around them, and so are `plain` ones,
         but that they are told to have run. `replaced` is called where the model turns out to hold a module that it did
@@ -77,11 +85,8 @@ class Running:
         self._root = type(model).__name__
         self._model, self._replaced = model, replaced
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
-        named = {id(module): (uncompiled(name), module) for name, module in reversed(list(model.named_modules()))}
-        self._names = {
-            key: name for key, (name, module) in named.items() if name not in passed_over or any(module.children())
-        }
-        others = (module for key, (_, module) in named.items() if key not in self._names)
+        self._names = {id(module): name for name, module in named if name not in passed_over or any(module.children())}
+        others = (module for _, module in named if id(module) not in self._names)
         self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
         self._plain = {id(module): module for module in plain}
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
@@ -190,9 +195,9 @@ class Running:
     def _find(self, module: nn.Module) -> str | None:
         """A module that is not known runs inside the model: one put there since, perhaps in another's place."""
         self._others[id(module)] = weakref.ref(module)
-        named = [(uncompiled(name), each) for name, each in self._model.named_modules()]
+        named = named_modules(self._model)
         if any(each is module for _, each in named):
-            self._names |= {id(each): name for name, each in reversed(named)}
+            self._names |= {id(each): name for name, each in named}
             self._replaced()
         return self._names.get(id(module))
 

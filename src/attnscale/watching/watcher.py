@@ -11,7 +11,7 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
-from attnscale.tracing.nested import NestedTensors, is_nested
+from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
 from attnscale.tracing.roles import Mixed
 from attnscale.tracing.tracer import Tracer
 from attnscale.watching.kernels import KernelCall, kernel_calls, nested
@@ -22,10 +22,11 @@ from attnscale.watching.parameter_names import ParameterNames
 from attnscale.watching.plain_modules import plain_modules
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
-from attnscale.watching.running import Running
+from attnscale.watching.running import Running, named_modules
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 
+PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
 
 
@@ -41,19 +42,21 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
         """What is seen is noted in `seen`, where others note too; in one of its own where none is given."""
         super().__init__()
-        ledger, known = Ledger(ParameterNames(model)), settings.known
-        self.norms = QueryKeyNorms(model, ledger)
+        ledger, known, named = Ledger(ParameterNames(model)), settings.known, named_modules(model)
+        modules = dict(named)
+        self.norms = QueryKeyNorms(modules, ledger)
         self.recognition = Recognition(settings)
         passed_over = () if known is None else known.called - known.attending
         running = self.running = Running(
             model,
+            named,
             self._ran,
             self,
             settings.training,
             self.recognition.begins,
             passed_over=passed_over,
             replaced=self.recognition.forget,
-            plain=() if settings.training else plain_modules(model, self.norms.built),
+            plain=() if settings.training else plain_modules(modules, self.norms.built),
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         declare = partial(declared if known is None else known.declared, model)
@@ -70,11 +73,15 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             return func(*args, **kwargs)
         if in_backward() or not self.running.stack or self.running.is_over:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
-        if types and any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+        if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
             if is_fake(types):
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out where they lie with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if _is_taken_apart(traits, args) and not self.tracer.reads_whole(traits.name, args, kwargs):
+        if (
+            traits.is_composite
+            and _is_taken_apart(traits, args)
+            and not self.tracer.reads_whole(traits.name, args, kwargs)
+        ):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -89,7 +96,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
             self.norms.took(args)
-        if (not traits.is_kernel or traits.name in nested.OPERATIONS) and any(map(is_nested, (result, *args))):
+        if (not traits.is_kernel or traits.name in nested.OPERATIONS) and (is_nested(result) or any_nested(args)):
             self._hand_on_nested(traits, args, kwargs, result)
         elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
@@ -202,9 +209,13 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         return f"no fused attention kernel ran, and {took if which else 'no softmax'}"
 
 
+def _is_special(kind: type) -> bool:
+    return issubclass(kind, Tensor) and kind not in PLAIN_TENSORS
+
+
 def _is_taken_apart(traits: OpTraits, args: Any) -> bool:
-    """Whether an operation runs as those it is made of: not where its device, or a nested tensor, has one for it."""
-    if not traits.is_composite or any(map(is_nested, args)):
+    """Whether one made of others runs as those: not where its device, or a nested tensor, has an operation for it."""
+    if any_nested(args):
         return False
     if not traits.fused_on:
         return True

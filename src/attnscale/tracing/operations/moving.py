@@ -27,7 +27,7 @@ def _same(op: Operation) -> Node:
 
 
 def _alias(op: Operation) -> Node:
-    return _viewed(op, lambda points: points, lambda points: points)
+    return _viewed(op, coordinates.unmoved, coordinates.unmoved)
 
 
 def _detach(op: Operation) -> Node:

@@ -23,8 +23,9 @@ class Operation:
     def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, tracer: "Tracer") -> None:
         self.name = name  # without namespace, overload and the underscore of in-place forms
         self.args, self.kwargs, self.result, self.tracer = args, kwargs, result, tracer
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        self.shape: Shape = shape_of(first) if isinstance(first, Tensor) else ()  # of the first of several results
+        if not isinstance(result, Tensor):
+            result = result[0] if isinstance(result, (tuple, list)) and result else None
+        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # of the first of several results
 
     @property
     def ledger(self) -> Ledger:
@@ -37,7 +38,7 @@ class Operation:
 
     def node(self, index: int = 0) -> Node:
         """The node of a tensor argument."""
-        return self.ledger.node(self.args[index])
+        return self.tracer.ledger.node(self.args[index])
 
     def nodes(self) -> list[Node]:
         """The nodes of all tensor arguments, of lists of tensors too."""

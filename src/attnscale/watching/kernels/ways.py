@@ -1,15 +1,15 @@
 """How the queries and keys of a kernel came from their projections, told by the ends of every head."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.tracing.coordinates import Points, grid
-from attnscale.tracing.following import Trail, Way, follow, way_along
+from attnscale.tracing.coordinates import Map, Points, grid
+from attnscale.tracing.following import Trail, Way, follow, moves_behind, way_along
 from attnscale.tracing.lineage import Node
 from attnscale.watching.call import Factors
 
@@ -27,7 +27,16 @@ def trails_of(node: Node | None, tensor: Tensor) -> list[Trail]:
     """From those ends of queries, or keys, back to their projection; none where they cannot be followed."""
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return []
-    return follow(node, ends(tensor.shape[1], tensor.shape[2]))
+    maps, beginning = moves_behind(node)
+    return follow(beginning, _ends_before(maps, tensor.shape[1], tensor.shape[2]))
+
+
+@lru_cache
+def _ends_before(maps: tuple[Map, ...], heads: int, length: int) -> Points:
+    """Where those ends were before they were moved: the same in all layers that are alike."""
+    points = reduce(lambda points, back: back(points), maps, ends(heads, length))
+    points.flags.writeable = False
+    return points
 
 
 def way_of(trails: list[Trail], heads: int) -> tuple[Way, Factors]:
