@@ -77,11 +77,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if is_fake(types):
                 return func(*args, **kwargs)  # shapes alone: sharded tensors work out where they lie with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if (
-            traits.is_composite
-            and _is_taken_apart(traits, args)
-            and not self.tracer.reads_whole(traits.name, args, kwargs)
-        ):
+        if traits.is_composite and self._takes_apart(traits, args, kwargs):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -92,6 +88,12 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         except Exception as error:  # a model that runs must go on running
             self._failed(func, error)
         return result
+
+    def _takes_apart(self, traits: OpTraits, args: Any, kwargs: Any) -> bool:
+        """Whether an operation made of others runs as those: not where it is read as one, or is one to its operands."""
+        if any_nested(args) or _is_fused(traits, args):
+            return False
+        return not self.tracer.reads_whole(traits.name, args, kwargs)
 
     def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
@@ -213,11 +215,9 @@ def _is_special(kind: type) -> bool:
     return issubclass(kind, Tensor) and kind not in PLAIN_TENSORS
 
 
-def _is_taken_apart(traits: OpTraits, args: Any) -> bool:
-    """Whether one made of others runs as those: not where its device, or a nested tensor, has an operation for it."""
-    if any_nested(args):
-        return False
+def _is_fused(traits: OpTraits, args: Any) -> bool:
+    """Whether its device has an operation for it all the same."""
     if not traits.fused_on:
-        return True
+        return False
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    return tensor is None or tensor.device.type not in traits.fused_on
+    return tensor is not None and tensor.device.type in traits.fused_on

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnscale.tracing.lineage import Ledger
 
-
 Condition = Callable[[Ledger, Sequence[Any], Mapping[str, Any]], bool]
 
 
