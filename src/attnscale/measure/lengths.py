@@ -97,7 +97,7 @@ def mean_lengths_of_both(
 def _kernel_takes_both(query: Tensor, key: Tensor) -> bool:
     """Whether one launch measures both."""
     alike = query.dtype == key.dtype and query.shape[-1] == key.shape[-1] and query.device == key.device
-    return alike and kernels_take_vectors(query) and kernels_take_vectors(key)
+    return alike and kernels_take_vectors(query, key)
 
 
 def _shared(of_keys: Tensor, query: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ def check_rows(rows: int | None) -> None:
 
 def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
     """The statistics of an attention, of every row or of about this many a head; `lse` where a kernel left it."""
-    call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):
         return sampled.measure(call, rows)
+    call = replace(call, visibility=call.visibility.with_infinite_mask())
     if shown.measures(call):
         return shown.measure(call, rows)
     sample = None if rows is None else _sample(call, rows, lse)

@@ -52,12 +52,13 @@ class GradientLengths:
     def add_both(self, query: Tensor, key: Tensor, owners: Indices | None) -> None:
         """Gradients of (batch, heads, length, features) have passed, of which `owners` tells who has which key."""
         (query, more_query), (key, more_key) = self._whole("query", query), self._whole("key", key)
+        found: tuple[Tensor, Tensor | None]
         if shares_as_kernels_do(query.shape[1], key.shape[1], owners):
-            of_query, of_key = lengths_of_both(query, key)
+            found = lengths_of_both(query, key)
         else:
-            of_query, of_key = head_lengths(query), by_shared_key(key, query.shape[1], owners)
-        self._note("query", of_query, more_query)
-        self._note("key", of_key, more_key)
+            found = head_lengths(query), by_shared_key(key, query.shape[1], owners)
+        self._note("query", found[0], more_query)
+        self._note("key", found[1], more_key)
 
     def _whole(self, name: str, gradient: Tensor) -> tuple[Tensor, bool]:
         """With what passed before through the same graph, and whether anything did."""

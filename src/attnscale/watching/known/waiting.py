@@ -64,7 +64,8 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     assert call.factors is not None
     group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
     query, key = call.factors[0], np.repeat(_of_heads(call.factors[1], kernel.key.shape[1]), group)
-    kernel = replace(kernel, attends_itself=call.attends_itself)
+    if kernel.attends_itself != call.attends_itself:
+        kernel = replace(kernel, attends_itself=call.attends_itself)
     found = _plain(kernel, call, rows) if kernel.score_mod is None else kernel.modified(kernel.score_mod, rows)
     call.causal, call.softcap, call.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
