@@ -4,7 +4,7 @@ Without one, what `lost` names is lost, never the user's forward; tests/test_tor
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -88,6 +88,8 @@ _module_call = Internal(
 _sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward, and no lse")
 _dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "no operator is launched directly, which is slower")
 _function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "no operator is launched directly")
+_copy_each = Internal("torch", "_foreach_copy_", "what QK-Clip notes is wiped a tensor at a time, which is slower")
+_multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies a parameter at a time, which is slower")
 _raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "a launch is slower", only_with_cuda=True)
 _script_builtin = Internal("torch.jit._builtins", "_register_builtin", "torch.jit.script refuses attention()")
 SLOWER = "the backward of attention_with_stats forms its attention again"
@@ -284,6 +286,30 @@ def refuses_breaks(frame: FrameType) -> bool:
     """Whether what this frame calls must be one graph, or none may end in the middle; so where that cannot be asked."""
     settings = frame.f_locals.get("self")
     return bool(getattr(settings, "fullgraph", True)) or bool(getattr(settings, "error_on_graph_break", False))
+
+
+def copy_each_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of these into one of those, in one call."""
+    if _copy_each.found is not None and into:
+        _copy_each(into, sources)
+        return
+    for tensor, source in zip(into, sources, strict=True):
+        tensor.copy_(source)
+
+
+def multiply_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply each of these by one of those, which broadcasts to it, in one call."""
+    if _multiply_each.found is not None and tensors:
+        _multiply_each(tensors, factors)
+        return
+    for tensor, factor in zip(tensors, factors, strict=True):
+        tensor.mul_(factor)
+
+
+def held_by(module: torch.nn.Module) -> Collection[torch.nn.Module | None]:
+    """The modules that a module holds itself, in their order; children() takes several times as long to tell."""
+    held: dict[str, torch.nn.Module | None] = module._modules
+    return held.values()
 
 
 def current_stream(device: int | None = None) -> int:

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from attnscale.measure.lengths import head_lengths, lengths_of_sums, longest, mean_lengths
+from attnscale.measure.lengths import (
+    head_lengths,
+    lengths_of_both,
+    lengths_of_sums,
+    longest,
+    mean_lengths,
+    mean_lengths_of_both,
+)
 
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYOUTS = {
@@ -70,3 +77,30 @@ def test_a_mean_leaves_out_what_does_not_count(step, entries, dtype, device):
     everything = whole.double().square().sum(-1).mean((0, 2)).sqrt().tolist()
     assert mean_lengths(whole, torch.ones_like(out)).tolist() == pytest.approx(everything, rel=1e-5)
     assert mean_lengths(whole).tolist() == pytest.approx(everything, rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keys", [1, 2, 6])
+@pytest.mark.parametrize("leaves_out", [(False, False), (True, False), (True, True)])
+def test_of_queries_and_keys_at_once_they_are_those_of_each(leaves_out, keys, layout, dtype, device):
+    torch.manual_seed(0)
+    query = LAYOUTS[layout](torch.randn(3, 6, 137, 72, device=device).to(dtype))
+    key = LAYOUTS[layout](torch.randn(3, keys, 400, 72, device=device).to(dtype))
+    out = tuple(
+        torch.rand(1, each.shape[2], device=device) < 0.3 if is_out else None
+        for each, is_out in zip((query, key), leaves_out, strict=True)
+    )
+    expected = head_lengths(query), head_lengths(key).repeat_interleave(6 // keys)
+    for found, one in zip(lengths_of_both(query, key), expected, strict=True):
+        assert found.tolist() == pytest.approx(one.tolist(), rel=1e-6)
+    means = mean_lengths(query, out[0]), mean_lengths(key, out[1]).repeat_interleave(6 // keys)
+    for found, one in zip(mean_lengths_of_both(query, key, out), means, strict=True):
+        assert found.tolist() == pytest.approx(one.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_queries_and_keys_of_unlike_widths_are_measured_all_the_same(device):
+    query, key = torch.ones(1, 2, 9, 4, device=device), torch.ones(1, 1, 4, 9, device=device)
+    assert [found.tolist() for found in lengths_of_both(query, key)] == [[6.0, 6.0], [6.0, 6.0]]

@@ -5,8 +5,10 @@ operations on one number a head, and one product a parameter; a head that did no
 one, which changes no bit of it. What was clipped is told when the numbers have reached the host.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from attnscale.acting.replicas import Axis, device_of
 from attnscale.acting.slots import Slots
 from attnscale.acting.uses import Floats, Indices
 from attnscale.acting.writing import rows_held
-from attnscale.torch_internals import local_part
+from attnscale.torch_internals import local_part, multiply_each_
 from attnscale.watching.layer import Layer
 
 AIM, SOFTCAP, FAMILY, FIXED = range(4)  # what ranks tell of their heads
@@ -52,13 +54,18 @@ class _Rows:
             return False
         return _kind(self.held) == self.kind
 
-    def multiply_(self, factors: Tensor) -> None:
-        """Multiply in place, rounded once; `offset` counts with the values."""
-        held = self.held
-        factors = factors.view(self.shape).to(torch.promote_types(held.dtype, torch.float32))
-        if not self.offset:
-            held.mul_(factors)
-            return
+    @cached_property
+    def size(self) -> int:
+        """How many factors it takes."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of its factors, so that a product is rounded once."""
+        return torch.promote_types(self.parameter.dtype, torch.float32)
+
+    def multiply_(self, held: Tensor, factors: Tensor) -> None:
+        """Multiply in place what is held, with which `offset` counts."""
         changed = (held.to(factors.dtype) + self.offset) * factors - self.offset
         held.copy_(torch.where(factors == 1.0, held, changed.to(held.dtype)))
 
@@ -164,9 +171,16 @@ class Clipper:
         """Multiply every parameter that this rank holds of what makes the heads."""
         with_one = torch.cat([factors, factors.new_ones(1)])
         by_row = with_one[self._slot_of_row] ** self._exponent_of_row
-        sizes = [int(np.prod(rows.shape)) for rows in self._rows]
-        for rows, own in zip(self._rows, by_row.split(sizes), strict=True):
-            rows.multiply_(own)
+        sizes = [rows.size for rows in self._rows]
+        parts = {dtype: by_row.to(dtype).split(sizes) for dtype in {rows.dtype for rows in self._rows}}
+        plain: list[tuple[Tensor, Tensor]] = []
+        for number, rows in enumerate(self._rows):
+            held, own = rows.held, parts[rows.dtype][number].view(rows.shape)
+            if rows.offset:
+                rows.multiply_(held, own)
+            else:
+                plain.append((held, own))
+        multiply_each_([held for held, _ in plain], [own for _, own in plain])
 
     def report(self, maxima: Floats, factors: Floats) -> ClipReport | None:
         """What was done of this rank's heads; None where none was over the threshold."""

@@ -58,6 +58,8 @@ def fold(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Visibility]:
     """Fold any leading dimensions into one batch: given fewer or more, torch's kernels fall back to the full matrix."""
+    if visibility.is_plain and _are_folded(query, key, value, enable_gqa):
+        return query, key, value, visibility
     query, key, value = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (query, key, value))
     lead = broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = [query.shape[-3], key.shape[-3], value.shape[-3]]
@@ -75,6 +77,13 @@ def fold(
         rows, keys = (_fold_documents(ids, lead) for ids in visibility.documents)
         visibility = replace(visibility, documents=(rows, keys))
     return query, key, value, visibility
+
+
+def _are_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether they have one batch, and heads that kernels take, as they are."""
+    if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:2] != value.shape[:2]:
+        return False
+    return query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1])
 
 
 def _fold_lead(tensor: Tensor, lead: torch.Size, heads: int) -> Tensor:

@@ -11,7 +11,7 @@ not expected, and none by which it must have been passed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,7 +92,7 @@ class Ceiling:
     """
 
     softcap: float | None = None
-    bound: Outlook | None = None
+    bound: Outlook | Callable[[], Outlook | None] | None = None  # or how to tell it, where it is asked for
     is_clipped: bool = False
 
     def allows(self, crossing: Crossing) -> bool:
@@ -101,8 +101,8 @@ class Ceiling:
             return False
         if self.softcap is not None and crossing.threshold >= self.softcap:
             return False
-        ahead = max(crossing.step - self.bound.step, 0.0) if self.bound is not None else 0.0
-        return self.bound is None or self.bound.highest(ahead) >= math.log(crossing.threshold)
+        bound = self.bound() if callable(self.bound) else self.bound
+        return bound is None or bound.highest(max(crossing.step - bound.step, 0.0)) >= math.log(crossing.threshold)
 
 
 def forecast(ahead: Outlook | None, ceiling: Ceiling, threshold: float | None) -> Crossing | None:

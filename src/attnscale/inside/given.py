@@ -53,7 +53,7 @@ def _sdpa(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given
         query,
         key,
         mask,
-        keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
+        None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
         bool(given.get("is_causal")),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
         lambda query, key: function(**(given | {"query": query, "key": key})),

@@ -55,7 +55,7 @@ def note_largest(
     number: int,
 ) -> None:
     """Note the largest score of each head, inside a compiled graph."""
-    _note(Given(query, key, mask, hidden_keys, is_causal, scale, lambda *_: None), tape, number)
+    _note(query, key, mask, hidden_keys, tape, scale, is_causal, number)
 
 
 @note_largest.register_fake
@@ -63,18 +63,26 @@ def _(*_: Any) -> None:
     return None
 
 
-def _note(given: Given, tape: Tensor, number: int) -> None:
+def _note(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+    tape: Tensor,
+    scale: float,
+    is_causal: bool,
+    number: int,
+) -> None:
     """What a backward pass recomputes was noted before."""
-    query, key, hidden = given.query, given.key, given.hidden_keys
     if in_backward() or tape.device != query.device:  # of a model that was moved since
         return
-    line, seen, (batch, _, length, _) = _line(tape, number), Visibility.of(given.mask, given.is_causal), query.shape
+    line, seen, (batch, _, length, _) = _line(tape, number), Visibility.of(mask, is_causal), query.shape
     if line is None:
         return
     if hidden is not None and hidden.shape[-1] == length:  # of rows of padding nothing is asked
         seen = seen.without_rows(hidden.expand(batch, -1) & (line[ATTENDS_ITSELF] > 0))
     query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
-    call = Call(query, key, key, seen, 0.0, given.scale, None)
+    call = Call(query, key, key, seen, 0.0, scale, None)
     raise_largest_(line[: query.shape[1]], line[LIMIT], line[CALLS], call)
 
 
@@ -153,12 +161,11 @@ def _look(given: Given, tape: Tensor, number: int, is_traced: bool) -> Given:
     if given.with_row_maxima is not None:
         return replace(given, again=partial(_again, given.with_row_maxima, tape, number))
     with torch.no_grad():
-        query, key = given.query.detach(), given.key.detach()
+        query, key, mask, hidden = given.query.detach(), given.key.detach(), given.mask, given.hidden_keys
         if is_traced and type(tape) is not Tensor:
-            mask, hidden = given.mask, given.hidden_keys
             note_largest(query, key, mask, hidden, tape, given.scale, given.is_causal, number)
         else:  # `data`, since a checkpoint may have saved the tape, and refuses what was written to
-            _note(replace(given, query=query, key=key), tape.data, number)
+            _note(query, key, mask, hidden, tape.data, given.scale, given.is_causal, number)
     return given
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnscale.inside.largest import BEHIND, CALLS, LOOK, blank_tape
 from attnscale.inside.places import Places
+from attnscale.torch_internals import copy_each_
 from attnscale.watching.known.traces import Signature
 from attnscale.watching.layer import Layer
 
@@ -36,6 +37,7 @@ class Tapes:
             lines[path] = [_Line(each, first + at * (heads + BEHIND)) for at, each in enumerate(calls)]
             first += self._tapes[path].numel()
         self._blank = [tape.clone() for tape in self._tapes.values()]
+        self._flat = [tape.view(-1) for tape in self._tapes.values()]
         found = [where for layer in layers.values() for where in _heads(layer, lines)]
         most = max((len(where) for where in found), default=1)
         padded = [where + where[-1:] * (most - len(where)) for where in found]
@@ -51,7 +53,7 @@ class Tapes:
         """The largest score of each head of each layer that passed the limit, −∞ where none did; calls not known."""
         if not self._tapes:
             return torch.zeros(0), torch.zeros(())
-        every = torch.cat([tape.ravel() for tape in self._tapes.values()])
+        every = torch.cat(self._flat)
         return every[self._at].amax(-1), every[self._not_known].amax()
 
     def were_all_written(self) -> bool:
@@ -64,8 +66,7 @@ class Tapes:
 
     def wipe_(self) -> None:
         """Begin anew."""
-        for tape, blank in zip(self._tapes.values(), self._blank, strict=True):
-            tape.copy_(blank)
+        copy_each_(list(self._tapes.values()), self._blank)
 
 
 def _heads(layer: Layer, lines: Mapping[str, list[_Line]]) -> list[list[int]]:

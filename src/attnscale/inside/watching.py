@@ -14,11 +14,10 @@ from attnscale.inside.apart import Apart
 from attnscale.inside.places import Places
 from attnscale.inside.statistics import LOOK, ticket_of
 from attnscale.inside.unseen import Unseen
-from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import without_autocast
 from attnscale.torch_internals import backward_number, node_in_backward, recorded_operations
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientLengths, by_shared_key
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.orders import Order
@@ -167,5 +166,4 @@ class _Place:
         if known_by is not None:
             query, key = self._watching.known.operands(known_by, first, second)
             owners = self._watching.known.calls[known_by].key_owners
-            lengths.add("query", query, head_lengths)
-            lengths.add("key", key, lambda gradient: by_shared_key(gradient, query.shape[1], owners))
+            lengths.add_both(query, key, owners)

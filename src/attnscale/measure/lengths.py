@@ -28,6 +28,21 @@ def head_lengths(vectors: Tensor) -> Tensor:
     return torch.linalg.vector_norm(each, dim=(0, 2), dtype=torch.float64)  # type: ignore[no-any-return]
 
 
+def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """head_lengths() of queries, and of the key that each of their heads has: heads may share one.
+
+    >>> [found.tolist() for found in lengths_of_both(torch.ones(1, 2, 9, 1), torch.ones(1, 1, 4, 1))]
+    [[3.0, 3.0], [2.0, 2.0]]
+    """
+    if _kernel_takes_both(query, key):
+        from attnscale.measure.cuda import triton
+
+        kind = "lengths of both", layout_of(query), layout_of(key)
+        own, theirs = triton.lengths_of_both(query, key, kind=kind).unbind()
+        return own, theirs
+    return head_lengths(query), _shared(head_lengths(key), query)
+
+
 def lengths_of_sums(copies: Tensor) -> Tensor:
     """The same of vectors that are the sums of copies, (batch, heads, copies, length, features).
 
@@ -63,6 +78,35 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
         return squares.mean((0, 2)).sqrt()
     counted = (~(left_out & ~left_out.all())).unsqueeze(1).expand_as(squares)
     return (torch.where(counted, squares, 0.0).sum((0, 2)) / counted.sum((0, 2))).sqrt()
+
+
+def mean_lengths_of_both(
+    query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)
+) -> tuple[Tensor, Tensor]:
+    """mean_lengths() of queries, and of the key that each of their heads has.
+
+    >>> [found.tolist() for found in mean_lengths_of_both(torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))]
+    [[2.0, 2.0], [1.0, 1.0]]
+    """
+    if _kernel_takes_both(query, key):
+        from attnscale.measure.cuda import triton
+
+        layouts = layout_of(query), layout_of(key), *(None if out is None else layout_of(out) for out in left_out)
+        own, theirs = triton.lengths_of_both(query, key, left_out, True, ("mean lengths of both", layouts)).unbind()
+        return own, theirs
+    return mean_lengths(query, left_out[0]), _shared(mean_lengths(key, left_out[1]), query)
+
+
+def _kernel_takes_both(query: Tensor, key: Tensor) -> bool:
+    """Whether one launch measures both."""
+    alike = query.dtype == key.dtype and query.shape[-1] == key.shape[-1] and query.device == key.device
+    return alike and kernels_take_vectors(query, key)
+
+
+def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
+    """Of the key that each query head has, from that of each key."""
+    group = query.shape[1] // max(len(of_keys), 1)
+    return of_keys if group == 1 else of_keys.repeat_interleave(group)
 
 
 def longest(vectors: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The sums of all layers -> the numbers of their records, worked out for all of them at once."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,22 +35,21 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
         "query_gradient": gradients[:, 0] / ranks,
         "key_gradient": gradients[:, 1] / ranks,
     }
-    broken = ((rows > 0) & ~torch.isfinite(stats.std)).split(heads)
-    looked_at = whole.pooled.rows.split(heads)
+    broken: list[bool] = ((rows > 0) & ~torch.isfinite(stats.std)).tolist()
+    looked_at: list[int] = whole.pooled.rows.tolist()
     of_head = {name: of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in logged().items()}
-    keys = stats.keys.split(heads)
-    lists = {name: torch.where(rows > 0, values, torch.nan).split(heads) for name, values in of_head.items()}
+    values = torch.where(rows > 0, torch.stack(list(of_head.values())), torch.nan).tolist()
+    lists = dict(zip(of_head, values, strict=True))
+    places = [slice(end - own, end) for own, end in zip(heads, accumulate(heads), strict=True)]
     return {
-        layer: LayerRecord(
-            int(looked_at[index].sum()), _known(lists, index), int(broken[index].sum()), keys=_mean(keys[index])
-        )
-        for index, layer in enumerate(layers)
+        layer: LayerRecord(sum(looked_at[at]), _known(lists, at), sum(broken[at]), keys=_mean(keys))
+        for layer, at, keys in zip(layers, places, stats.keys.split(heads), strict=True)
     }
 
 
-def _known(lists: Mapping[str, Sequence[Tensor]], index: int) -> dict[str, list[float]]:
-    """Of one layer; what may be unknown, as gradients may, only where a head has it."""
-    values = {name: parts[index].tolist() for name, parts in lists.items()}
+def _known(lists: Mapping[str, list[float]], at: slice) -> dict[str, list[float]]:
+    """Of the heads of one layer; what may be unknown, as gradients may, only where a head has it."""
+    values = {name: every[at] for name, every in lists.items()}
     return {name: found for name, found in values.items() if not STATISTICS[name].may_be_unknown or _any(found)}
 
 

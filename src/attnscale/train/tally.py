@@ -6,14 +6,14 @@ the numbers are told from that raise it, 41 more. Norms and multipliers are weig
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import pooled_together
+from attnscale.measure.pool import pooled_together, tables_of
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Known, Pooled, merged
 from attnscale.measure.stats import ScoreStats
@@ -89,12 +89,11 @@ class Arriving:
         self._keys = [(name, part, layer.heads) for name, layer in layers.items()]
         seen = list(layers.values())
         self._scales = [layer.scales for layer in seen]
-        pooled = pooled_together([layer.stats for layer in seen])
         self._copies: list[tuple[list[int], Tensor]] = []
         self._events: list[torch.cuda.Event] = []
-        for device in {each.mean.device for each in pooled}:
-            here = [index for index, each in enumerate(pooled) if each.mean.device == device]
-            packed = _columns([seen[index] for index in here], [pooled[index] for index in here])
+        for here, numbers in _pooled_columns([layer.stats for layer in seen]):
+            device = numbers.device
+            packed = torch.cat([numbers, _squares([seen[index] for index in here], numbers)], dim=-1)
             self._copies.append((here, packed.to("cpu", non_blocking=packed.is_cuda)))
             if packed.is_cuda:
                 self._events.append(torch.cuda.current_stream(device).record_event())
@@ -121,23 +120,36 @@ class Arriving:
         return dict(zip(self._keys, map(unpack, together.pack().split(heads)), strict=True))
 
 
-def _columns(layers: Sequence[Layer], pooled: Sequence[Pooled]) -> Tensor:
-    """Everything of layers that lie on one device, (heads of all, …): in few operations, however many they are."""
+def _pooled_columns(many: Sequence[ScoreStats]) -> Iterator[tuple[list[int], Tensor]]:
+    """Which statistics lie on each device, and their numbers and sums, (heads of all, …): in few operations."""
+    tables = tables_of(many)
+    pooled = pooled_together(many) if tables is None else []
+    devices = [each.mean.device for each in pooled] if tables is None else [each.columns.device for each in tables]
+    for device in dict.fromkeys(devices):
+        here = [index for index, own in enumerate(devices) if own == device]
+        if tables is None:
+            yield here, _columns([pooled[index] for index in here])
+        else:
+            yield here, torch.cat([tables[index].columns for index in here])[:, : len(POOLED_NUMBERS) + len(SUMS)]
+
+
+def _columns(pooled: Sequence[Pooled]) -> Tensor:
     numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in POOLED_NUMBERS]
-    mean = numbers[POOLED_NUMBERS.index("mean")]
-    squares = [
-        torch.cat([_known(norm, each) for norm, each in zip(norms, pooled, strict=True)]).to(mean).square()
-        for norms in (
-            [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
-            [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
-        )
-    ]  # fmt: skip
-    sums = torch.cat([each.sums for each in pooled])
-    return torch.cat([torch.stack(numbers, dim=-1), sums, torch.stack(squares, dim=-1)], dim=-1)
+    return torch.cat([torch.stack(numbers, dim=-1), torch.cat([each.sums for each in pooled])], dim=-1)
 
 
-def _known(norm: Tensor | None, pooled: Pooled) -> Tensor:
-    return torch.full_like(pooled.mean, math.nan) if norm is None else norm.to(pooled.mean.device)
+def _squares(layers: Sequence[Layer], like: Tensor) -> Tensor:
+    """‖q‖², ‖k‖² and those of their gradients, (heads of all, 4); NaN where one is not known."""
+    each = (
+        [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
+        [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
+    )  # fmt: skip
+    found = [_known(norm, layer, like) for norms in each for norm, layer in zip(norms, layers, strict=True)]
+    return torch.cat(found).to(like).square().view(len(each), -1).mT
+
+
+def _known(norm: Tensor | None, layer: Layer, like: Tensor) -> Tensor:
+    return like.new_full((layer.heads,), math.nan) if norm is None else norm.to(like.device)
 
 
 def unpack(packed: Tensor) -> Tally:

@@ -6,6 +6,7 @@ that is clipped back to its threshold again and again is seen to grow, and is no
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 from attnscale.diagnose.forecast import Ceiling, Outlook, outlook
@@ -32,11 +33,31 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """How the largest score grew and where it may go, None where too little is known, and what keeps it down."""
+    """How the largest score grew and where it may go, None where too little is known, and what keeps it down.
 
-    growth: Growth | None
-    ahead: Outlook | None
-    ceiling: Ceiling
+    Each is worked out when it is asked for: of most layers of a step, where they may go is all that matters.
+    """
+
+    steps: Sequence[int]
+    largest: Sequence[float]
+    bounds: Sequence[float]
+    softcap: float | None
+    is_clipped: bool
+
+    @cached_property
+    def growth(self) -> Growth | None:
+        """Of the largest score."""
+        return growth(self.steps, self.largest)
+
+    @cached_property
+    def ahead(self) -> Outlook | None:
+        """Where it may go; nowhere, while QK-Clip holds it."""
+        return None if self.is_clipped else outlook(self.steps, self.largest)
+
+    @property
+    def ceiling(self) -> Ceiling:
+        """What keeps it down."""
+        return Ceiling(self.softcap, partial(outlook, self.steps, self.bounds), self.is_clipped)
 
 
 def latest(samples: Iterable[Sample]) -> list[Sample]:
@@ -63,8 +84,7 @@ def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     steps, lowered = [sample.step for sample in samples], _lowered_since(samples)
     largest = [sample.largest * factor for sample, factor in zip(samples, lowered, strict=True)]
     bounds = [sample.bound * factor for sample, factor in zip(samples, lowered, strict=True)]
-    ceiling = Ceiling(softcap, outlook(steps, bounds), is_held(samples))
-    return Trend(growth(steps, largest), None if ceiling.is_clipped else outlook(steps, largest), ceiling)
+    return Trend(steps, largest, bounds, softcap, is_held(samples))
 
 
 def is_held(samples: Sequence[Sample]) -> bool:

@@ -5,14 +5,14 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.lengths import head_lengths, lengths_of_sums
+from attnscale.measure.lengths import head_lengths, lengths_of_both, lengths_of_sums
 from attnscale.numerics import wide_dtype
 from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
@@ -46,14 +46,33 @@ class GradientLengths:
 
         What another backward through the same graph brings is added to it, as autograd adds what reaches a parameter.
         """
+        whole, is_more = self._whole(name, gradient)
+        self._note(name, by_head(whole), is_more)
+
+    def add_both(self, query: Tensor, key: Tensor, owners: Indices | None) -> None:
+        """Gradients of (batch, heads, length, features) have passed, of which `owners` tells who has which key."""
+        (query, more_query), (key, more_key) = self._whole("query", query), self._whole("key", key)
+        found: tuple[Tensor, Tensor | None]
+        if shares_as_kernels_do(query.shape[1], key.shape[1], owners):
+            found = lengths_of_both(query, key)
+        else:
+            found = head_lengths(query), by_shared_key(key, query.shape[1], owners)
+        self._note("query", found[0], more_query)
+        self._note("key", found[1], more_key)
+
+    def _whole(self, name: str, gradient: Tensor) -> tuple[Tensor, bool]:
+        """With what passed before through the same graph, and whether anything did."""
         earlier = self._passed.pop(name, None)
         gradient = gradient if earlier is None else earlier + gradient
         if graph_is_kept():
             self._passed[name] = gradient.clone() if earlier is None else gradient
-        lengths = by_head(gradient)
+        return gradient, earlier is not None
+
+    def _note(self, name: str, lengths: Tensor | None, is_more: bool) -> None:
+        """Those of one graph beside those of others, or in the place of what is known of the same."""
         if lengths is None:
             return
-        before = None if earlier is not None else getattr(self, name)
+        before = None if is_more else getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
     def settle(self) -> None:
@@ -94,9 +113,11 @@ def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callab
     def passed(gradients: Sequence[Tensor | None], _: object) -> None:
         with torch.no_grad():
             query, key = _sum(gradients, query_parts), _sum(gradients, key_parts)
-            if query is not None:
+            if query is not None and key is not None:
+                lengths.add_both(query, key, owners)
+            elif query is not None:
                 lengths.add("query", query, head_lengths)
-            if key is not None:
+            elif key is not None:
                 lengths.add("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
         meanwhile()
 
@@ -140,16 +161,31 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
     """
     keys = gradient.shape[1]
     group = heads // max(keys, 1)
-    if owners is not None:
-        own = owners[::group]
-        if len(own) != keys or (np.repeat(own, group) != owners).any():
-            return None
-        distinct = int(own.max()) + 1
-        if distinct < keys:
-            lengths = _lengths_of_copied(gradient, own, distinct)
-            return lengths[_on(gradient.device, owners)]
-    lengths = head_lengths(gradient)
-    return lengths if group == 1 else lengths.repeat_interleave(group)
+    if owners is None or shares_as_kernels_do(heads, keys, owners):
+        lengths = head_lengths(gradient)
+        return lengths if group == 1 else lengths.repeat_interleave(group)
+    own = owners[::group]
+    if len(own) != keys or (np.repeat(own, group) != owners).any():
+        return None
+    lengths = _lengths_of_copied(gradient, own, int(own.max()) + 1)
+    return lengths[_on(gradient.device, owners)]
+
+
+def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
+    """Whether each of so many keys is one, shared by as many heads that stand side by side.
+
+    >>> shares_as_kernels_do(4, 2, np.array([0, 0, 1, 1])), shares_as_kernels_do(4, 4, np.array([0, 0, 1, 1]))
+    (True, False)
+    """
+    return owners is None or _are_side_by_side(heads, keys, tuple(owners.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _are_side_by_side(heads: int, keys: int, owners: tuple[int, ...]) -> bool:
+    """Asked of every call of every sampled step, which are alike."""
+    group = heads // max(keys, 1)
+    own = owners[::group]
+    return len(own) == keys == len(set(own)) and owners == tuple(key for key in own for _ in range(group))
 
 
 def _lengths_of_copied(gradient: Tensor, own: Indices, distinct: int) -> Tensor:

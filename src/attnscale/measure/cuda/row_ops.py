@@ -1,6 +1,5 @@
 """The sums of rows, and the tables of their heads, as torch operators; launched directly where nobody looks on."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ SCORED = ("max", "total", "gap", "participation", "mean", "deviation")  # of a r
 
 def score_stats(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     """SCORED of every row and the table of their heads."""
-    sums = _directly(score_rows, _score_rows, query)(query, key, None, None, scale, is_causal)
-    return sums, _directly(pooled_rows, _pooled_rows, query)(sums, key.shape[2], is_causal)
+    look, pool = (score_rows, pooled_rows) if looked_on(query) else (_score_rows, _pooled_rows)
+    sums = look(query, key, None, None, scale, is_causal)
+    return sums, pool(sums, key.shape[2], is_causal)
 
 
 def sample_stats(
@@ -37,14 +37,10 @@ def sample_stats(
     The lse of all rows, (batch, heads, q_len), bounds the maximum; without it, the norms of queries and keys do.
     """
     q_len, kv_len, span = query.shape[2], key.shape[2], key_span(query, key)
-    sums, norms = _directly(sample_rows, _sample_rows, query)(query, key, rows, scale, is_causal, lse is None)
+    look, pool = (sample_rows, pooled_sample) if looked_on(query) else (_sample_rows, _pooled_sample)
+    sums, norms = look(query, key, rows, scale, is_causal, lse is None)
     bounds = norms if lse is None else lse
-    pool = _directly(pooled_sample, _pooled_sample, query)
     return sums, pool(sums, bounds, rows, weights, q_len, kv_len, span, scale, is_causal)
-
-
-def _directly(operator: Callable[..., Any], kernel: Callable[..., Any], *tensors: Tensor) -> Callable[..., Any]:
-    return operator if looked_on(*tensors) else kernel
 
 
 @torch.library.custom_op("attnscale::score_rows", mutates_args=(), device_types="cuda")

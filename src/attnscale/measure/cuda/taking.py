@@ -17,9 +17,9 @@ def kernels_take(call: Call) -> bool:
     return call.query.dtype == call.key.dtype and _are_taken(call.query) and _are_taken(call.key)
 
 
-def kernels_take_vectors(vectors: Tensor) -> bool:
-    """Whether a kernel may read these, (batch, heads, length, features), past torch's operators."""
-    return _are_taken(vectors) and not looked_on(vectors)
+def kernels_take_vectors(*vectors: Tensor) -> bool:
+    """Whether a kernel may read these, (batch, heads, length, features) each, past torch's operators."""
+    return all(map(_are_taken, vectors)) and not looked_on(*vectors)
 
 
 def _are_taken(vectors: Tensor) -> bool:

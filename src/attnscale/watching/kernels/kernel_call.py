@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured
-from attnscale.measure.lengths import mean_lengths
+from attnscale.measure.lengths import mean_lengths, mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
@@ -265,7 +265,22 @@ def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = No
     if factor.ndim == 2:  # a row that sees one key is multiplied by ln 1
         apart = torch.from_numpy(np.where(factor == 0, 1.0, np.abs(factor))).to(vectors)
         vectors, factor = vectors / apart[..., None, None], np.ones(1)
-    norm = mean_lengths(vectors, None if left_out is None else left_out[:, ::step])
+    return _before(mean_lengths(vectors, None if left_out is None else left_out[:, ::step]), factor)
+
+
+def projected_norms(call: KernelCall, factors: tuple[Factors, Factors], found: Found, every: bool) -> Iterator[Tensor]:
+    """The same of queries, and of the key that each of their heads has, by a factor a query head; in one go."""
+    steps = (1, 1) if every or rows_are_shared() else (_step(call.query), _step(call.key))
+    both, left_out = (call.query, call.key), (found.padding, found.hidden_keys)
+    query, key = (tensor.detach()[:, :, ::step] for tensor, step in zip(both, steps, strict=True))
+    padding, hidden = (
+        None if positions is None else positions[:, ::step] for positions, step in zip(left_out, steps, strict=True)
+    )
+    return map(_before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
+
+
+def _before(norm: Tensor, factor: Factors) -> Tensor:
+    """What it was before it was multiplied."""
     return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
 
 

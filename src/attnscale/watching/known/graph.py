@@ -74,17 +74,18 @@ def _is_kernel(node: Any) -> bool:
     return node.name().startswith(KERNEL) and saved_by(node, "query") is not None
 
 
-def recorded_call(node: Any) -> KernelCall:
+def recorded_call(node: Any, attends_itself: bool = False) -> KernelCall:
     """The call of a kernel that autograd recorded, without its graph."""
-    query, key, scale, is_causal = (saved_by(node, name) for name in ("query", "key", "scale", "is_causal"))
-    mask = saved_by(node, "attn_mask") if saved_by(node, "attn_mask") is not None else saved_by(node, "attn_bias")
+    names = ("query", "key", "scale", "is_causal", "attn_mask", "attn_bias")
+    query, key, scale, is_causal, mask, bias = (saved_by(node, name) for name in names)
     assert query is not None and key is not None  # noqa: PT018 (a kernel that saved its query saved its key)
     return KernelCall(
         "sdpa",
         query.detach(),
         key.detach(),
         query.shape[-1] ** -0.5 if scale is None else float(scale),
-        visibility=Visibility.of(mask, bool(is_causal)),
+        visibility=Visibility.of(bias if mask is None else mask, bool(is_causal)),
+        attends_itself=attends_itself,
     )
 
 

@@ -8,9 +8,9 @@ Attention written out is known inside the model's run alone, and so is SDPA wher
 """
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from attnscale.watching.known.waiting import WaitingCall, measured_again
 from attnscale.watching.running import Line
 from attnscale.watching.written.again import WrittenAgain
 from attnscale.watching.written.layout import KnownWritten
+
+Noted = TypeVar("Noted", SeenCall, Softmax)
 
 
 def signature(kernel: KernelCall, path: str, line: Line) -> Signature:
@@ -135,8 +137,8 @@ class KnownModel:
         known = self.calls.get(known_by)
         if known is None or known.factors is None:
             return None
-        again = copy(known)
-        again.softmax = copy(known.softmax)
+        again = _twin(known)
+        again.softmax = _twin(known.softmax)
         return again
 
 
@@ -170,6 +172,13 @@ def remembered(
 def forgotten(softmax: Softmax) -> Softmax:
     """What stays the same from step to step of what became of weights; nothing that holds on to a tensor."""
     return replace(softmax, attends=None, keep=None, keys_of=None, off_one=None, undefined=None)
+
+
+def _twin(noted: Noted) -> Noted:
+    """One with the same in it; copy.copy() asks each how it is pickled, which takes several times as long."""
+    twin: Noted = object.__new__(type(noted))
+    twin.__dict__.update(noted.__dict__)
+    return twin
 
 
 def _unknown_origin(heads: int) -> Origin:

@@ -169,7 +169,8 @@ class Recognition:
         trace, rows, recorded = known.traces[name], self._settings.rows, recorded_operations() - began
         node = kernel_along(output, began, trace.way) if recorded in trace.lengths else None
         nodes = self._unread(output, began) if node is None else [node]
-        kernels, call = [recorded_call(node) for node in nodes], None
+        attends_itself = known.calls[trace.signature].attends_itself
+        kernels, call = [recorded_call(node, attends_itself) for node in nodes], None
         if len(kernels) == 1 and trace.fits(kernels[0]):
             call = known.later(kernels[0], trace.signature, rows)
         if recorded not in trace.lengths or call is None:

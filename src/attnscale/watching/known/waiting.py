@@ -9,7 +9,7 @@ from attnscale.numerics import without_autocast
 from attnscale.torch_internals import version_of
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import Found, projected_norm
+from attnscale.watching.kernels.kernel_call import Found, projected_norms
 
 
 class WaitingCall:
@@ -62,16 +62,14 @@ def _of_heads(factors: Factors, heads: int) -> Factors:
 def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> SeenCall:
     """A call that was seen before, with the numbers of this time."""
     assert call.factors is not None
-    query, key = call.factors[0], _of_heads(call.factors[1], kernel.key.shape[1])
     group = kernel.query.shape[1] // max(kernel.key.shape[1], 1)
-    kernel = replace(kernel, attends_itself=call.attends_itself)
-    every = rows is None
+    query, key = call.factors[0], np.repeat(_of_heads(call.factors[1], kernel.key.shape[1]), group)
+    if kernel.attends_itself != call.attends_itself:
+        kernel = replace(kernel, attends_itself=call.attends_itself)
     found = _plain(kernel, call, rows) if kernel.score_mod is None else kernel.modified(kernel.score_mod, rows)
-    key_norm = projected_norm(kernel.key, key, found.hidden_keys, every)
     call.causal, call.softcap, call.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
     call.stats, call.padding, call.dtype = found.stats, found.padding, kernel.query.dtype
-    call.scales = torch.from_numpy(found.multiplier * abs(query) * abs(key).repeat(group))
-    call.query_norm = projected_norm(kernel.query, query, found.padding, every)
-    call.key_norm = key_norm if group == 1 else key_norm.repeat_interleave(group)
+    call.scales = torch.from_numpy(found.multiplier * abs(query) * abs(key))
+    call.query_norm, call.key_norm = projected_norms(kernel, (query, key), found, every=rows is None)
     return call

@@ -3,7 +3,7 @@
 from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
 from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows, sequence_rows
 from attnscale.measure.cuda.triton.launching import capability
-from attnscale.measure.cuda.triton.lengths import head_lengths, mean_lengths
+from attnscale.measure.cuda.triton.lengths import head_lengths, lengths_of_both, mean_lengths
 from attnscale.measure.cuda.triton.showing import longest_squared, raise_largest_, shown_rows
 from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
 
@@ -17,6 +17,7 @@ __all__ = [
     "finish_sampled",
     "finish_scored",
     "head_lengths",
+    "lengths_of_both",
     "longest_squared",
     "mean_lengths",
     "raise_largest_",

@@ -45,7 +45,91 @@ def lengths_kernel(
     IS_MEAN: tl.constexpr,
 ) -> None:
     """Some rows of a head a program, the batch entries one behind the other; the last one adds up what all left."""
-    slot, head, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    head = tl.program_id(1)
+    look_at_head(
+        vectors_at, left_out_at, left_at, arrived_at, lengths_at, head, head, batch_stride, head_stride, copy_stride,
+        row_stride, left_out_batch, left_out_row, rows, length, rows_each, 1, HEAD_DIM, WIDTH, TILE_ROWS, COPIES,
+        LEAVES_OUT, IS_MEAN,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "length", "rows_each", "key_rows", "key_length", "key_rows_each"])
+def both_lengths_kernel(
+    query_at: tl.tensor,
+    key_at: tl.tensor,
+    padding_at: tl.tensor,
+    hidden_at: tl.tensor,
+    left_at: tl.tensor,
+    arrived_at: tl.tensor,
+    lengths_at: tl.tensor,
+    query_batch: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    padding_batch: tl.tensor,
+    padding_row: tl.tensor,
+    hidden_batch: tl.tensor,
+    hidden_row: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    rows_each: tl.tensor,
+    key_rows: tl.tensor,
+    key_length: tl.tensor,
+    key_rows_each: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    HIDES: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+) -> None:
+    """The same of the heads of queries, then of those of keys, whose length every query head that shares one gets."""
+    place = tl.program_id(1)
+    if place < heads:
+        look_at_head(
+            query_at, padding_at, left_at, arrived_at, lengths_at, place, place, query_batch, query_head, 0, query_row,
+            padding_batch, padding_row, rows, length, rows_each, 1, HEAD_DIM, WIDTH, TILE_ROWS, 1, HAS_PADDING, IS_MEAN,
+        )  # fmt: skip
+    else:
+        look_at_head(
+            key_at, hidden_at, left_at, arrived_at, lengths_at + heads, place, place - heads, key_batch, key_head, 0,
+            key_row, hidden_batch, hidden_row, key_rows, key_length, key_rows_each, group, HEAD_DIM, WIDTH, TILE_ROWS,
+            1, HIDES, IS_MEAN,
+        )  # fmt: skip
+
+
+@triton.jit
+def look_at_head(
+    vectors_at: tl.tensor,
+    left_out_at: tl.tensor,
+    left_at: tl.tensor,
+    arrived_at: tl.tensor,
+    lengths_at: tl.tensor,
+    place: tl.tensor,
+    head: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    copy_stride: tl.tensor,
+    row_stride: tl.tensor,
+    left_out_batch: tl.tensor,
+    left_out_row: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    rows_each: tl.tensor,
+    told: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COPIES: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+) -> None:
+    """A program's rows of a head, which has a place among all; whoever comes last tells its length so many times."""
+    slot, slots = tl.program_id(0), tl.num_programs(0)
     dims = tl.arange(0, WIDTH)
     squares = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
     of_counted = tl.zeros([TILE_ROWS, WIDTH], tl.float32)
@@ -65,13 +149,13 @@ def lengths_kernel(
             out = tl.load(left_out_at + entry * left_out_batch + position * left_out_row, mask=row < end, other=1)
             of_counted += tl.where((out == 0)[:, None], vectors * vectors, 0.0)
             counted += (out == 0).to(tl.float32)
-    left_at += head * slots * PARTS
+    left_at += place * slots * PARTS
     tl.store(left_at + slot, tl.sum(tl.sum(squares, 1).to(tl.float64), 0))
     if LEAVES_OUT:
         tl.store(left_at + slots + slot, tl.sum(tl.sum(of_counted, 1).to(tl.float64), 0))
         tl.store(left_at + 2 * slots + slot, tl.sum(counted.to(tl.float64), 0))
     tl.debug_barrier()
-    if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
+    if tl.atomic_add(arrived_at + place, 1, sem="acq_rel") == slots - 1:
         total, divisor = added_up(left_at, slots), tl.full([], 1.0, tl.float64)
         if IS_MEAN:
             divisor = rows.to(tl.float64)
@@ -79,8 +163,9 @@ def lengths_kernel(
             number = added_up(left_at + 2 * slots, slots)
             total = tl.where(number > 0.0, added_up(left_at + slots, slots), total)
             divisor = tl.where(number > 0.0, number, divisor)
-        tl.store(lengths_at + head, tl.sqrt(total / divisor))
-        tl.store(arrived_at + head, 0)  # for the next launch
+        for number in range(0, told):
+            tl.store(lengths_at + head * told + number, tl.sqrt(total / divisor))
+        tl.store(arrived_at + place, 0)  # for the next launch
 
 
 @triton.jit
@@ -103,27 +188,77 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None, kind: Hashable = None
     return _measured(vectors.unsqueeze(2), left_out, is_mean=True, kind=kind)
 
 
+def lengths_of_both(
+    query: Tensor,
+    key: Tensor,
+    left_out: tuple[Tensor | None, Tensor | None] = (None, None),
+    is_mean: bool = False,
+    kind: Hashable = None,
+) -> Tensor:
+    """(2, heads): of queries, and of the key that each of their heads has, as wide as they are; in one launch."""
+    query, key = unit_stride(query), unit_stride(key)
+    (batch, heads, length, features), (key_batch, keys, key_length, _) = query.shape, key.shape
+    rows, key_rows, width = batch * length, key_batch * key_length, padded_width(features, LEAST_WIDTH)
+    parts, tile = _parts(heads + keys, max(rows, key_rows), width)
+    left = torch.empty((heads + keys) * parts * PARTS.value, dtype=torch.float64, device=query.device)
+    found = torch.empty((2, heads), dtype=torch.float64, device=query.device)
+    padding, hidden = _as_numbers(left_out[0], query), _as_numbers(left_out[1], key)
+    with on_device(query):
+        launch(
+            both_lengths_kernel,
+            (parts, heads + keys),
+            (
+                *(query, key, padding, hidden, left, counters(query.device, heads + keys), found),
+                *(*_strides(query), *_strides(key), *padding.stride()[:2], *hidden.stride()[:2], heads, heads // keys),
+                *(rows, length, _rows_each(rows, parts, tile), key_rows, key_length, _rows_each(key_rows, parts, tile)),
+            ),
+            (features, width, tile, left_out[0] is not None, left_out[1] is not None, is_mean),
+            (4, 1),
+            kind,
+        )
+    return found
+
+
 def _measured(copies: Tensor, left_out: Tensor | None, is_mean: bool, kind: Hashable) -> Tensor:
     copies = unit_stride(copies)
     batch, heads, count, length, features = copies.shape
-    width = padded_width(features, LEAST_WIDTH)
-    tile = max(1, TILE // width)
-    parts = max(1, min(PROGRAMS // heads, -(-batch * length // tile)))
-    rows_each = -(-batch * length // (parts * tile)) * tile
-    parts = -(-batch * length // rows_each)
+    rows, width = batch * length, padded_width(features, LEAST_WIDTH)
+    parts, tile = _parts(heads, rows, width)
     left = torch.empty(heads * parts * PARTS.value, dtype=torch.float64, device=copies.device)
     found = torch.empty(heads, dtype=torch.float64, device=copies.device)
-    out = copies if left_out is None else left_out.expand(batch, -1).view(torch.uint8)
+    out = _as_numbers(left_out, copies)
     with on_device(copies):
         launch(
             lengths_kernel,
             (parts, heads),
             (
                 *(copies, out, left, counters(copies.device, heads), found, *copies.stride()[:4], *out.stride()[:2]),
-                *(batch * length, length, rows_each),
+                *(rows, length, _rows_each(rows, parts, tile)),
             ),
             (features, width, tile, count, left_out is not None, is_mean),
             (4, 1),
             kind,
         )
     return found
+
+
+def _parts(heads: int, rows: int, width: int) -> tuple[int, int]:
+    """How many programs share out the rows of a head, and how many rows each reads at once."""
+    tile = max(1, TILE // width)
+    parts = max(1, min(PROGRAMS // heads, -(-rows // tile)))
+    return -(-rows // _rows_each(rows, parts, tile)), tile
+
+
+def _rows_each(rows: int, parts: int, tile: int) -> int:
+    """Of so many programs, in whole tiles."""
+    return -(-rows // (parts * tile)) * tile
+
+
+def _strides(vectors: Tensor) -> tuple[int, ...]:
+    """Of batch entries, heads and rows."""
+    return vectors.stride()[:3]
+
+
+def _as_numbers(left_out: Tensor | None, vectors: Tensor) -> Tensor:
+    """Which are left out of each batch entry; anything, where none is."""
+    return vectors if left_out is None else left_out.expand(len(vectors), -1).view(torch.uint8)
