@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -79,4 +80,4 @@ def _told_by(lse: Tensor, call: Call) -> NDArray[np.floating]:
     within += frozen * (0.5 / logarithm)
     means -= means.mean((0, 2), keepdims=True)
     within += means * means
-    return within
+    return cast("NDArray[np.floating]", within)

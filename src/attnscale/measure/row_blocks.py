@@ -5,9 +5,9 @@ work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Strip(NamedTuple):
 class Cut(NamedTuple):
     """All rows in strips, and how many rows of one are passed over at once."""
 
-    strips: list[Strip]
+    strips: tuple[Strip, ...]
     block: int
 
 
@@ -64,7 +64,7 @@ def look_at_rows(
     if positions is not None and entries is not None:
         return _look_at_entries(call, positions, entries)
     visible = visible_rows(call, positions)
-    cut = _cut(call, [slice(0, visible.shape[-1])] * visible.shape[0])
+    cut = _cut(call, [(0, visible.shape[-1])] * visible.shape[0])
     return cache(partial(finished, _passed_over(call, positions, visible, cut, output), visible))
 
 
@@ -72,7 +72,7 @@ def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
-    cut = _cut(call, [slice(start, stop) for start, stop in pairwise([0, *ends])])
+    cut = _cut(call, list(pairwise([0, *ends])))
     sums = _passed_over(call, positions[order], visible, cut, None)
 
     @cache
@@ -118,32 +118,40 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
 
 
-def _cut(call: Call, entries: list[slice]) -> Cut:
-    """Blocks that stay in a core's cache, or that fill a GPU, and strips of them that are worth a thread."""
-    heads, keys = call.query.shape[1], call.key.shape[-2]
-    rows = max((part.stop - part.start for part in entries), default=0)
+def _cut(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
+    """The rows of each batch entry, from one to another."""
+    heads, keys, is_here = call.query.shape[1], call.key.shape[-2], call.query.device.type == "cpu"
+    threads = torch.get_num_threads() if is_here else 0
+    return _cut_of(heads, keys, tuple(entries), threads, call.visibility.is_causal)
+
+
+@lru_cache(maxsize=64)
+def _cut_of(heads: int, keys: int, entries: tuple[tuple[int, int], ...], threads: int, is_causal: bool) -> Cut:
+    """Blocks that stay in a core's cache, or that fill a GPU, and strips of them that are worth a thread.
+
+    `threads` are torch's own on a CPU, and none on a GPU.
+    """
+    rows = max((stop - start for start, stop in entries), default=0)
     if not min(heads, rows, keys):
-        return Cut([], 1)
-    if call.query.device.type == "cpu":
-        is_shared = heads * keys * sum(part.stop - part.start for part in entries) >= WORTH_A_THREAD
-        scores = CORE_SCORES if is_shared else JOINED_SCORES * torch.get_num_threads()
+        return Cut((), 1)
+    if threads:
+        is_shared = heads * keys * sum(stop - start for start, stop in entries) >= WORTH_A_THREAD
+        scores = CORE_SCORES if is_shared else JOINED_SCORES * threads
         block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
-        block = min(block, -(-rows // 2)) if call.visibility.is_causal else block  # the first half sees much less
+        block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees much less
     else:
         scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
     block = min(block, rows)
     together = -(-heads // -(-heads * block * keys // scores))  # of one size
     strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
-    return Cut(
-        [
-            Strip(entry, slice(head, min(head + together, heads)), slice(row, min(row + strip, part.stop)))
-            for entry, part in enumerate(entries)
-            for head in range(0, heads, together)
-            # the longest of a causal head first: the threads end together
-            for row in reversed(range(part.start, part.stop, strip))
-        ],
-        block,
+    strips = (
+        Strip(entry, slice(head, min(head + together, heads)), slice(row, min(row + strip, stop)))
+        for entry, (start, stop) in enumerate(entries)
+        for head in range(0, heads, together)
+        # the longest of a causal head first: the threads end together
+        for row in reversed(range(start, stop, strip))
     )
+    return Cut(tuple(strips), block)
 
 
 @dataclass(frozen=True)

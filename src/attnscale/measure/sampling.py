@@ -294,8 +294,8 @@ def _standing_out(known: NDArray[np.floating], most: int) -> NDArray[np.int64] |
     """
     if not most or not known.size:
         return None
-    far = STANDS_OUT * known.mean(1, keepdims=True)
-    if not (known.max(1, keepdims=True) >= far).any():
+    far = np.add.reduce(known, 1, keepdims=True) * (STANDS_OUT / known.shape[1])
+    if not (np.maximum.reduce(known, 1, keepdims=True) >= far).any():
         return None
     far[~(far > 0)] = np.inf
     with np.errstate(invalid="ignore", over="ignore"):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -174,8 +174,7 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
     return operand.detach()[index].double().cpu().numpy()
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How queries, or keys, came from their projection."""
 
     factor: NDArray[np.float64]  # of each point: what multiplied it since
@@ -214,6 +213,14 @@ def way_along(trails: list[Trail], count: int) -> Way:
     )
 
 
+def outputs_of_one(trails: list[Trail], count: int) -> Points | None:
+    """The rows of a weight that made so many points, one each; None where no single projection made all of them."""
+    if len(trails) != 1 or len(trails[0].index) != count:
+        return None
+    projection = trails[0].node.projection
+    return None if projection is None or projection.weight.steps else projection.channel(trails[0].points)
+
+
 def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
     """Which output of which projection each point of a query or key comes from: what tells heads apart."""
     return channels_along(follow(node, points), len(points))
@@ -223,7 +230,7 @@ def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
     """The same of so many points that were followed."""
     found: list[tuple[object, ...]] = [()] * count
     for trail in trails:
-        for at, key in zip(trail.index, _keys(trail.node, trail.points), strict=True):
+        for at, key in zip(trail.index.tolist(), _keys(trail.node, trail.points), strict=True):
             found[at] = key
     return found
 
@@ -234,6 +241,6 @@ def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
         return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
     keys: list[tuple[object, ...]] = [()] * len(points)
     for trail in follow(node.projection.weight, node.projection.channel(points)):
-        for at, row in zip(trail.index, trail.points, strict=True):
-            keys[at] = (id(trail.node), *row.tolist())
+        for at, row in zip(trail.index.tolist(), trail.points.tolist(), strict=True):
+            keys[at] = (id(trail.node), *row)
     return keys

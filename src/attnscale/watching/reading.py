@@ -51,6 +51,8 @@ def lost_on_the_way(query: Way, key: Way) -> str:
 
 def differs_by_row(multipliers: NDArray[np.float64]) -> str:
     """Whether one number multiplies every row of a head, (heads, rows)."""
+    if (multipliers == multipliers[:, :1]).all():
+        return ""
     low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
     apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
     return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""

@@ -16,7 +16,7 @@ from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, grid
-from attnscale.tracing.following import Trail, Way, channels, channels_along
+from attnscale.tracing.following import Trail, Way, channels, channels_along, outputs_of_one
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.operations.mixing import are_paired_otherwise
 from attnscale.tracing.parameters import Origin, Origins, sampled_origin
@@ -26,7 +26,7 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
-from attnscale.watching.kernels.ways import by_entry, ends, trails_of, unpadded, way_of
+from attnscale.watching.kernels.ways import by_entry, ends_by_position, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
@@ -72,7 +72,7 @@ class KernelCall:
         of_query = query_way.factor
         if query_trails and self.query_node is not None and not query_way.constant and len(self.query) > 1:
             found_by_entry = by_entry(self.query_node, None if call.padding is None else call.padding.cpu().numpy())
-            of_query, query_way = found_by_entry.factors, replace(query_way, factor=found_by_entry.mean)
+            of_query, query_way = found_by_entry.factors, query_way._replace(factor=found_by_entry.mean)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         every = rows is None
@@ -136,8 +136,7 @@ class KernelCall:
                 yield None
                 continue
             _, heads, length, features = node.shape
-            points = np.concatenate([ends(heads, length)[0::2], ends(heads, length)[1::2]])
-            yield Origin(node, points, heads, axis=3, features=features).settled()
+            yield Origin(node, ends_by_position(heads, length), heads, axis=3, features=features).settled()
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
 
     @property
@@ -181,6 +180,13 @@ class KernelCall:
         return way_of(self._key_trails, self.key.shape[1])
 
     @cached_property
+    def _has_a_key_a_head(self) -> bool:
+        """Whether each key head is an output of its own of one projection, as in most models: then none is a copy."""
+        heads = self.key.shape[1]
+        rows = outputs_of_one(self._key_trails, 2 * heads)
+        return rows is not None and len(set(map(tuple, rows[0::2].tolist()))) == heads
+
+    @cached_property
     def _key_channels(self) -> list[tuple[object, ...]]:
         """Of every key head at the first and the last position, in turns."""
         return channels_along(self._key_trails, 2 * self.key.shape[1])
@@ -189,7 +195,7 @@ class KernelCall:
         """Which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
         own = np.arange(heads)
-        if self.query.shape[1] == heads > 1 and self._key_trails:
+        if self.query.shape[1] == heads > 1 and self._key_trails and not self._has_a_key_a_head:
             own = owners_told((self._key_channels[0::2], self._key_channels[1::2]), own)
         return np.repeat(own, self.group)
 
@@ -197,6 +203,8 @@ class KernelCall:
         """Whether heads that share a key share its value as well; asked of those alone that share one."""
         value = self.value_node
         if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_trails:
+            return False
+        if self._has_a_key_a_head:
             return False
         keys = self._key_channels[0::2]
         if len(set(keys)) == len(keys) or value.shape[1] != len(keys):

@@ -1,6 +1,5 @@
 """How the queries and keys of a kernel came from their projections, told by the ends of every head."""
 
-from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -19,6 +18,14 @@ def ends(heads: int, length: int) -> Points:
     """The first feature of every head at the first and the last position, in turns."""
     points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
     points[1::2, 2] = length - 1
+    points.flags.writeable = False
+    return points
+
+
+@lru_cache
+def ends_by_position(heads: int, length: int) -> Points:
+    """The same, of all heads at the first position, then at the last."""
+    points = np.concatenate([ends(heads, length)[0::2], ends(heads, length)[1::2]])
     points.flags.writeable = False
     return points
 
@@ -45,7 +52,7 @@ def way_of(trails: list[Trail], heads: int) -> tuple[Way, Factors]:
         return Way(np.ones(heads), False, None, False), np.ones((heads, 2))
     found = way_along(trails, 2 * heads)
     by_end = found.factor.reshape(heads, 2)
-    return replace(found, factor=by_end.mean(1)), by_end
+    return found._replace(factor=by_end.mean(1)), by_end
 
 
 class ByEntry(NamedTuple):

@@ -1,6 +1,6 @@
 """The queries and keys of a product, by head: as they entered it, and how they came from their projections."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class Operands:
     def way(self, queries: bool) -> Way:
         """How the queries, or the keys, came from their projection; factors (groups, rows)."""
         found = way(self.axes.operand_node(queries), self.axes.operand_points(self.arrival.at, queries))
-        return replace(found, factor=self._by_group(found.factor))
+        return found._replace(factor=self._by_group(found.factor))
 
     def origin(self, queries: bool) -> Origin:
         """Where the queries of these rows, or their first and last keys, come from; `groups` are heads of one entry."""
