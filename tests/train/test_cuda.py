@@ -90,20 +90,25 @@ class SharedKeys(torch.nn.Module):
         return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=self.way == "shared")
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("way", ["shared", "copied", "copied in turns"])
-def test_nothing_of_a_sampled_step_is_waited_for(way):
+def test_nothing_of_a_sampled_step_is_waited_for(way, micro_batches):
     model = torch.nn.Sequential(SharedKeys(way)).to("cuda", torch.bfloat16)
     records = []
     monitor = Monitor(model, every=1, sinks=[records.append])
     x = torch.randn(2, 128, 128, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):  # followed, then known, compiling kernels
-        model(x).sum().backward()
+
+    def step():
+        for _ in range(micro_batches):
+            model(x).sum().backward()
         monitor.step()
+
+    for _ in range(3):  # followed, then known, compiling kernels
+        step()
     monitor.flush()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(x).sum().backward()
-        monitor.step()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert monitor.last.step == 3

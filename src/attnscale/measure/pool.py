@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,32 @@ def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
     """
     apart = [stats.pool.parts if isinstance(stats.pool, Merged) else (stats,) for stats in many]
     single = iter(_pooled_together([part for parts in apart for part in parts]))
-    pooled = [[next(single) for _ in parts] for parts in apart]
-    return [parts[0] if len(parts) == 1 else merged(parts) for parts in pooled]
+    return _merged_together([[next(single) for _ in parts] for parts in apart])
+
+
+def _merged_together(many: Sequence[Sequence[Pooled]]) -> list[Pooled]:
+    """Each of these as one: those of as many parts at once, as micro-batches make them."""
+    found = {index: parts[0] for index, parts in enumerate(many) if len(parts) == 1}
+    alike: dict[tuple[int, torch.device], list[int]] = {}
+    for index, parts in enumerate(many):
+        if index not in found:
+            alike.setdefault((len(parts), parts[0].mean.device), []).append(index)
+    for (count, _), group in alike.items():
+        together = merged([_side_by_side([many[index][part] for index in group]) for part in range(count)])
+        found |= dict(zip(group, _apart(together, [len(many[index][0].mean) for index in group]), strict=True))
+    return [found[index] for index in range(len(many))]
+
+
+def _side_by_side(parts: Sequence[Pooled]) -> Pooled:
+    """The heads of all, without their errors."""
+    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in POOLED_FIELDS}
+    return Pooled(**columns)
+
+
+def _apart(pooled: Pooled, heads: list[int]) -> list[Pooled]:
+    """So many heads each, one behind the other, without their errors."""
+    columns: dict[str, Any] = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
+    return [Pooled(**{name: parts[at] for name, parts in columns.items()}) for at in range(len(heads))]
 
 
 def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
@@ -69,9 +94,7 @@ def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
         rows, bound = _joined([unpooled for _, unpooled in group])
         first, heads = group[0][1], [many[index].heads for index, _ in group]
         pooled = pool_rows(rows.over_shards() if first.in_shards else rows, bound, first.sample, errors=False)
-        parts = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
-        for at, (index, _) in enumerate(group):
-            found[index] = Pooled(**{name: each[at] for name, each in parts.items()})
+        found |= dict(zip((index for index, _ in group), _apart(pooled, heads), strict=True))
     return [found[index] for index in range(len(many))]
 
 

@@ -229,7 +229,7 @@ def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) 
 
 def _counted(call: SeenCall, device: torch.device) -> Tensor:
     """Its rows without those of padding, where that is known on this device: to ask another would be to wait for it."""
-    rows = torch.tensor(call.rows, dtype=torch.float64, device=device)
+    rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
     if call.padding is None or call.padding.device != device:
         return rows
     return rows - call.padding.sum()
