@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from attnscale.torch_internals import called_module, calls_compiled, recorded_operations, refuses_breaks
+from attnscale.watching.hooks import hook_all, hook_some
 from attnscale.watching.loops import is_in_loop
 
 # The line of the model's own code is the first outside these.
@@ -73,6 +73,7 @@ class Running:
         passed_over: Collection[str] = (),
         replaced: Callable[[], None] = lambda: None,
         plain: Iterable[nn.Module] = (),
+        only: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """`named` are the modules of the model with their paths.
 
@@ -80,7 +81,7 @@ class Running:
 
         Modules `passed_over` that hold no others are taken for a part of the one around them, and so are `plain` ones,
         but that they are told to have run. `replaced` is called where the model turns out to hold a module that it did
-        not hold before.
+        not hold before. Where `only` some are to be told of, by their paths, the others run as if nobody looked.
         """
         self._root = type(model).__name__
         self._model, self._replaced = model, replaced
@@ -89,6 +90,7 @@ class Running:
         others = (module for _, module in named if id(module) not in self._names)
         self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
         self._plain = {id(module): module for module in plain}
+        self._only = only
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.began: list[int] = []  # of each, how many operations autograd had recorded
@@ -149,12 +151,10 @@ class Running:
         return Compiled(is_compiled, is_bound)
 
     def attach(self) -> None:
-        """Begin to follow. Global hooks: with hooks of its own a module would leave torch's fast path."""
+        """Begin to follow."""
         self._own.here = True
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        some = () if self._only is None else self._only.values()
+        self._handles = hook_some(some, self._enter, self._leave) if some else hook_all(self._enter, self._leave)
 
     def detach(self) -> None:
         """Stop following, also where an interrupt left modules behind.
@@ -188,6 +188,21 @@ class Running:
             self._unhook()
         return output
 
+    def _look_at_all(self) -> None:
+        """Some of those that were to be told of are not where they were: from here on all are."""
+        self._unhook()
+        self._only = None
+        self._handles = hook_all(self._enter, self._leave)
+        self._names |= {id(each): name for name, each in named_modules(self._model)}
+        self._replaced()
+
+    def _are_in_place(self) -> bool:
+        """Whether the model holds those that are told of where it held them."""
+        try:
+            return all(self._model.get_submodule(name) is module for name, module in (self._only or {}).items())
+        except AttributeError:
+            return False
+
     def _is_passed_over(self, module: nn.Module) -> bool:
         known = self._others.get(id(module))
         return known is not None and known() is module
@@ -202,6 +217,8 @@ class Running:
         return self._names.get(id(module))
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if self._only is not None and not self.stack and self.is_here and not self._are_in_place():
+            self._look_at_all()
         name = self._names.get(id(module))
         if self.stack and name is not None and id(module) in self._plain and self.is_here:
             self.called.add(name)

@@ -57,6 +57,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             passed_over=passed_over,
             replaced=self.recognition.forget,
             plain=() if settings.training else plain_modules(modules, self.norms.built),
+            only=known.told_by(modules) if known is not None and settings.reads_graph else None,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         declare = partial(declared if known is None else known.declared, model)

@@ -78,6 +78,16 @@ class KnownModel:
         """Paths of the modules that call kernels."""
         return frozenset(str(path) for path, *_ in self.calls)
 
+    def told_by(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module] | None:
+        """Those of a model's modules that tell all of it, where the graph tells of every attention; None: all do.
+
+        The outermost, those that attend, and those that did not run when it was followed.
+        """
+        if self.is_compiled or self.bound or not self.lengths or not self.attending <= self.traces.keys():
+            return None
+        wanted = {*self.attending, *self.lengths, *(modules.keys() - self.called)}
+        return {path: module for path, module in modules.items() if path in wanted}
+
     def fits(self, given: KernelCall | WrittenAgain, known_by: Signature) -> bool:
         """Whether a call has the heads that are known of it; in that of a kernel keys may be copied, heads filled up.
 
