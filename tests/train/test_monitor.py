@@ -165,7 +165,7 @@ def test_a_compiled_model_is_watched_uncompiled_and_compiled_again():
 
 def test_as_a_context_it_is_one_step_and_an_exception_leaves_nothing():
     model, records = small_model(), []
-    before = hooks()
+    before = hooks(model)
     monitor = Monitor(model, every=2, sinks=[records.append])
     for _ in range(3):
         with monitor:
@@ -175,7 +175,7 @@ def test_as_a_context_it_is_one_step_and_an_exception_leaves_nothing():
         pass
     with pytest.raises(IndexError), monitor:
         loss_of(model, batch() + 1000)
-    assert hooks() == before
+    assert hooks(model) == before
     assert len(records) == 2
 
 
