@@ -290,20 +290,22 @@ def refuses_breaks(frame: FrameType) -> bool:
 
 def copy_each_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each of these into one of those, in one call."""
-    if _copy_each.found is not None and into:
-        _copy_each(into, sources)
-        return
-    for tensor, source in zip(into, sources, strict=True):
-        tensor.copy_(source)
+    _each(_copy_each, Tensor.copy_, into, sources)
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """Multiply each of these by one of those, which broadcasts to it, in one call."""
-    if _multiply_each.found is not None and tensors:
-        _multiply_each(tensors, factors)
+    _each(_multiply_each, Tensor.mul_, tensors, factors)
+
+
+def _each(
+    together: Internal, apart: Callable[[Tensor, Tensor], Any], tensors: Sequence[Tensor], others: Sequence[Tensor]
+) -> None:
+    if together.found is not None and tensors:
+        together(tensors, others)
         return
-    for tensor, factor in zip(tensors, factors, strict=True):
-        tensor.mul_(factor)
+    for tensor, other in zip(tensors, others, strict=True):
+        apart(tensor, other)
 
 
 def held_by(module: torch.nn.Module) -> Collection[torch.nn.Module | None]:

@@ -70,7 +70,7 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
 
         layouts = layout_of(vectors), None if left_out is None else layout_of(left_out)
         return triton.mean_lengths(vectors, left_out, kind=("mean lengths", layouts))
-    if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # which squares may pass
+    if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # whose squares may be ∞
         squares = vectors.double().square_().sum((0, 2, 3))
         return squares.div_(vectors.shape[0] * vectors.shape[2]).sqrt_()
     squares = lengths(vectors).double().square()

@@ -3,7 +3,7 @@
 glibc gives what is free at the top of its heap back to the system where that is more than twice the largest block that
 ever came from the system alone, say the two widest activations of a layer. A model by itself mostly finds the places it
 had before. Small things that watching puts between them move its activations to the top, and each layer's were given
-back and taken anew, page by page: up to 7,700 faults in a forward of a small BERT that has none by itself.
+back and taken anew, page by page: thousands of faults in a forward that has hardly any by itself.
 """
 
 from functools import cache
