@@ -1,8 +1,7 @@
 """What is known of every row without looking at its scores."""
 
 import math
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from attnscale.numerics import is_surely_finite, wide_dtype
 KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
 WORTH_A_THREAD = 2**20  # elements of the query
 
+Rows = NDArray[np.floating]  # a value each
+
 
 def foreseen_variance(call: Call, lse: Tensor | None = None) -> Tensor:
     """σ² + (q·k̄ − μ)², (batch, heads, q_len): how far the scores of each row are from the head's mean.
@@ -23,10 +24,28 @@ def foreseen_variance(call: Call, lse: Tensor | None = None) -> Tensor:
     In a unit of its own: what tells rows apart, not what they are. Where a kernel left the lse of rows that see every
     key, σ² is that of Gaussian scores with this lse; else qᵀ Cov(k) q over keys spread evenly, before masks and caps.
     """
-    if lse is not None and call.visibility.is_full and call.key.shape[-2] > 1:
-        told = _told_by(lse, call)
-        if math.isfinite(float(told.sum())):
-            return torch.from_numpy(told)
+    return foreseen_variances([call], [lse])[0]
+
+
+def foreseen_variances(calls: Sequence[Call], lses: Sequence[Tensor | None]) -> list[Tensor]:
+    """The same of several calls of one shape; those whose rows a kernel told of are worked out at once."""
+    told = [
+        (call, lse)
+        for call, lse in zip(calls, lses, strict=True)
+        if lse is not None and call.visibility.is_full and call.key.shape[-2] > 1
+    ]
+    if len(told) < len(calls):
+        return [_by_covariance(call) for call in calls]
+    found = _told_by(np.stack([lse.detach().numpy() for _, lse in told]), np.stack([_row_means(call) for call in calls]),
+                     calls[0].key.shape[-2])
+    sums = found.sum((1, 2, 3))
+    return [
+        torch.from_numpy(each) if math.isfinite(total) else _by_covariance(call)
+        for call, each, total in zip(calls, found, sums, strict=True)
+    ]
+
+
+def _by_covariance(call: Call) -> Tensor:
     some = call.key[..., :: max(1, call.key.shape[-2] // KEYS), :]
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, some))
     found = _squares(query, key, call.group)
@@ -54,30 +73,34 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     return within.addcmul_(means, means)
 
 
-def _told_by(lse: Tensor, call: Call) -> NDArray[np.floating]:
-    """Of n Gaussian scores lse − mean − ln n is σ²/2 up to the freezing point, ln n; past it lse − mean is σ √(2 ln n).
-
-    >>> from attnscale.visibility import EVERYTHING
-    >>> query, key = torch.randn(1, 1, 500, 64), torch.randn(1, 1, 500, 64)
-    >>> call = Call(query, key, key, EVERYTHING, 0.0, 0.125, None)
-    >>> scores = query @ key.mT * 0.125
-    >>> exact = scores.var(-1) + (scores.mean(-1) - scores.mean()) ** 2
-    >>> bool(np.corrcoef(exact.ravel(), _told_by(scores.logsumexp(-1), call).ravel())[0, 1] > 0.9)
-    True
-    """
+def _row_means(call: Call) -> Rows:
+    """scale · q·k̄, the mean score of each row that sees every key: (batch, heads, q_len)."""
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
     usual = key.mean(-2).mul_(call.scale)
     usual = usual if call.group == 1 else usual.repeat_interleave(call.group, dim=1)
-    # a row times a matrix takes a fifth of a matrix times a column; of few numbers torch is slower than numpy
-    means = torch.matmul(usual.unsqueeze(-2), query.mT).squeeze(-2).numpy()
-    logarithm = math.log(key.shape[-2])
-    above = lse.detach().numpy() - means
+    # a row times a matrix takes a fifth of a matrix times a column
+    return torch.matmul(usual.unsqueeze(-2), query.mT).squeeze(-2).numpy()  # type: ignore[no-any-return]
+
+
+def _told_by(lse: Rows, means: Rows, keys: int) -> Rows:
+    """Of n Gaussian scores lse − mean − ln n is σ²/2 up to the freezing point, ln n; past it lse − mean is σ √(2 ln n).
+
+    All are (calls, batch, heads, q_len); `means` are written over. Of few numbers torch is slower than numpy.
+
+    >>> scores = torch.randn(1, 1, 500, 64) @ torch.randn(1, 1, 500, 64).mT * 0.125
+    >>> exact = scores.var(-1) + (scores.mean(-1) - scores.mean()) ** 2
+    >>> told = _told_by(scores.logsumexp(-1).numpy()[None], scores.mean(-1).numpy()[None], keys=500)
+    >>> bool(np.corrcoef(exact.ravel(), told.ravel())[0, 1] > 0.9)
+    True
+    """
+    logarithm = math.log(keys)
+    above = lse - means
     above -= logarithm
     frozen = np.maximum(above - logarithm, 0.0)
     frozen *= frozen
     within = np.maximum(above, 0.0, out=above)
     within *= 2.0
     within += frozen * (0.5 / logarithm)
-    means -= means.mean((0, 2), keepdims=True)
+    means -= means.mean((1, 3), keepdims=True)
     within += means * means
-    return cast("NDArray[np.floating]", within)
+    return within

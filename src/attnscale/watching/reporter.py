@@ -40,7 +40,12 @@ class Reporter:
     def kernel(self, call: KernelCall) -> Softmax:
         """A kernel ran."""
         path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
-        line = self._running.line_within(self._running.stack[-1])
+        line, depth = self._running.line_within(self._running.stack[-1]), self._running.depth(self._running.stack[-1])
+        rows = self._settings.waiting_rows
+        if rows is not None and call.may_wait and not torch.is_grad_enabled():
+            self._recognition.give_up()  # what is measured later is in no order with modules that run
+            self._seen.kernels.add(call.without_value, rows, lambda seen: self._seen.note(path, line, seen, depth))
+            return call.softmax
         known_by = signature(call, self._running.stack[-1], line)
         self._recognition.looks_at_kernel()
         if self._recognition.only_known:
@@ -53,7 +58,7 @@ class Reporter:
         if torch.is_grad_enabled():
             query, key = call.learning or (call.query, call.key)
             seen.gradients = of_kernel(query, key, seen.key_owners)
-        self._seen.note(path, line, seen, self._running.depth(self._running.stack[-1]))
+        self._seen.note(path, line, seen, depth)
         return seen.softmax
 
     def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:

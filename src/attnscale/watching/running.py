@@ -74,16 +74,18 @@ class Running:
         replaced: Callable[[], None] = lambda: None,
         plain: Iterable[nn.Module] = (),
         only: Mapping[str, nn.Module] | None = None,
+        left: Callable[[], None] = lambda: None,
     ) -> None:
         """`named` are the modules of the model with their paths.
 
-        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
+        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode. Then
+        `left` is called.
 
         Modules `passed_over` that hold no others are taken for a part of the one around them, and so are `plain` ones,
         but that they are told to have run. `replaced` is called where the model turns out to hold a module that it did
         not hold before. Where `only` some are to be told of, by their paths, the others run as if nobody looked.
         """
-        self._root = type(model).__name__
+        self._root, self._left = type(model).__name__, left
         self._model, self._replaced = model, replaced
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): name for name, module in named if name not in passed_over or any(module.children())}
@@ -169,7 +171,8 @@ class Running:
         self._plain.clear()
         self._exit()
         self._unhook()
-        self._ran, self._meanwhile = lambda name, output: None, nullcontext()  # who is told holds this: both may go now
+        # who is told holds this: both may go now
+        self._ran, self._meanwhile, self._left = lambda name, output: None, nullcontext(), lambda: None
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -261,3 +264,4 @@ class Running:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
+            self._left()

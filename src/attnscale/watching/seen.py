@@ -13,6 +13,7 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.watching.call import SeenCall
+from attnscale.watching.kernels.waiting import WaitingKernels
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
@@ -57,6 +58,7 @@ class Seen:
         self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
+        self.kernels = WaitingKernels()  # calls that are noted when they are measured
         self._unmeasured: list[tuple[str, WaitingCall]] = []
         self._waiting: list[WaitingCall] = []  # those of them that hold on to tensors
         self.left_out: list[str] = []  # calls that could not be measured, and why
@@ -64,6 +66,7 @@ class Seen:
 
     def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
+        self.kernels.measure()  # which ran before
         site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
@@ -78,6 +81,9 @@ class Seen:
 
     def settle(self) -> None:
         """Measure what was not measured yet, and leave out what cannot be."""
+        self.kernels.measure()
+        self.left_out += self.kernels.failures
+        self.kernels.failures.clear()
         for path, call in self._unmeasured:
             call.measure()
             if call.failure is not None:
@@ -94,6 +100,7 @@ class Seen:
     @property
     def calls(self) -> int:
         """Attention calls seen."""
+        self.kernels.measure()
         return sum(len(calls) for calls in self._sites.values())
 
     @property

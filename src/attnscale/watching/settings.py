@@ -39,3 +39,8 @@ class Settings:
     def reads_graph(self) -> bool:
         """Whether kernels may be read from the autograd graph, and not only as a mode sees them."""
         return self.training and self.seed is None and not self.keep
+
+    @property
+    def waiting_rows(self) -> int | None:
+        """So many rows of calls that may be measured later than they ran; None: none may."""
+        return None if self.training or self.keep or self.seed is not None or self.known is not None else self.rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.engine import measured
+from attnscale.measure.engine import measured as stats_of
 from attnscale.measure.lengths import mean_lengths, mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
@@ -61,8 +61,8 @@ class KernelCall:
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
 
-    def seen(self, rows: int | None, keep: bool) -> SeenCall:
-        """Everything that is reported of this call."""
+    def seen(self, rows: int | None, keep: bool, measured: "Measured | None" = None) -> SeenCall:
+        """Everything that is reported of this call; `measured` where that was done before."""
         heads, head_dim = self.query.shape[1], unpadded(self.query, self.query_node)
         query_trails = trails_of(self.query_node, self.query)
         (query_way, by_end), (key_way, _) = way_of(query_trails, heads), self._key_way
@@ -74,8 +74,13 @@ class KernelCall:
             found_by_entry = by_entry(self.query_node, None if call.padding is None else call.padding.cpu().numpy())
             of_query, query_way = found_by_entry.factors, query_way._replace(factor=found_by_entry.mean)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
-        found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
-        every = rows is None
+        found = call._plain(rows, measured) if self.score_mod is None else call.modified(self.score_mod, rows)
+        if measured is None:
+            query_norm = projected_norm(self.query, of_query, found.padding, rows is None)
+            key_norm = projected_norm(self.key, key_way.factor, found.hidden_keys, rows is None)
+        else:
+            query_norm, key_norm = _before(measured.query_length, of_query), _before(measured.key_length, key_way.factor)
+        self.softmax.pairs_differ = self._pairs_differ()
         return SeenCall(
             kind=self.kind,
             heads=heads,
@@ -90,8 +95,8 @@ class KernelCall:
             dtype=self.query.dtype,
             stats=found.stats,
             scales=torch.from_numpy(found.multiplier * factor),
-            query_norm=projected_norm(self.query, of_query, found.padding, every),
-            key_norm=projected_norm(self.key, key_way.factor, found.hidden_keys, every).repeat_interleave(group),
+            query_norm=query_norm,
+            key_norm=key_norm.repeat_interleave(group),
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,
@@ -109,12 +114,29 @@ class KernelCall:
                 detached=detached_sides(query_way, key_way),
                 inert_added=flags_added(self.visibility.bias),
             ),
-            softmax=Softmax(axis=-1, pairs_differ=self._pairs_differ(), drops=self.drops),
+            softmax=self.softmax,
         )
+
+    @cached_property
+    def softmax(self) -> Softmax:
+        """The one that it takes."""
+        return Softmax(axis=-1, drops=self.drops)
 
     def _is_told_by(self, *ways: Way) -> bool:
         """Whether its arguments and these ways tell all of it, at every step."""
         return all(way.constant for way in ways)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it can be measured after it ran: where a core's caches count, and nothing is asked of anyone."""
+        return self.query.device.type == "cpu" and self.score_mod is None
+
+    @property
+    def without_value(self) -> "KernelCall":
+        """The same, and the same softmax; its value may go."""
+        call = replace(self, value=None)
+        call.__dict__["softmax"] = self.softmax
+        return call
 
     @property
     def is_causal(self) -> bool:
@@ -158,18 +180,24 @@ class KernelCall:
             return None
         return hidden.expand(batch, -1)
 
-    def stats(self, rows: int | None) -> ScoreStats:
-        """Of the scores that the kernel's arguments say; queries of padding are left out."""
-        with torch.no_grad(), without_autocast(self.query):
-            seen = self.visibility.with_infinite_mask()
-            seen = seen if self.padding is None else seen.without_rows(self.padding)
-            query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
-            return measured(Call(query, key, key, seen, 0.0, self.scale, self.softcap), rows, self.lse)
+    @property
+    def scored(self) -> Call:
+        """The attention that the kernel's arguments say; queries of padding are left out."""
+        seen = self.visibility.with_infinite_mask()
+        seen = seen if self.padding is None else seen.without_rows(self.padding)
+        query, key, _, seen = fold(self.query, self.key, self.key, seen, enable_gqa=True)
+        return Call(query, key, key, seen, 0.0, self.scale, self.softcap)
 
-    def _plain(self, rows: int | None) -> "Found":
+    def stats(self, rows: int | None) -> ScoreStats:
+        """Of its scores."""
+        with torch.no_grad(), without_autocast(self.query):
+            return stats_of(self.scored, rows, self.lse)
+
+    def _plain(self, rows: int | None, measured: "Measured | None" = None) -> "Found":
+        stats = self.stats(rows) if measured is None else measured.stats
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
         bias = highest_added(self.visibility.bias)
-        return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
+        return Found(stats, self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     @cached_property
     def _key_trails(self) -> list[Trail]:
@@ -244,6 +272,14 @@ class KernelCall:
             hidden,
             padding,
         )
+
+
+class Measured(NamedTuple):
+    """What takes a pass over scores or vectors."""
+
+    stats: ScoreStats
+    query_length: Tensor  # root mean square, a value a head
+    key_length: Tensor
 
 
 class Found(NamedTuple):
