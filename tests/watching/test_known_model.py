@@ -81,7 +81,8 @@ class Scaled(SelfAttention):
 
 
 def seen_scale(model, known=None):
-    with watched(model, Settings(known=known)) as seen:
+    """By the mode: what keeps all of a call does not read it from the graph."""
+    with watched(model, Settings(training=True, keep=True, known=known)) as seen:
         model(torch.randn(2, 7, 33))
     return seen
 
@@ -98,13 +99,13 @@ def test_what_a_tensor_multiplies_is_followed_every_time():
     assert seen_scale(model).known_model is None
 
 
-def test_attention_written_out_is_followed_every_time():
-    class Eager(SelfAttention):
-        def forward(self, x):
-            query, key, value = self.project(x)
-            return self.merge(torch.softmax(query @ key.mT * self.head_dim**-0.5, -1) @ value)
-
-    assert seen_scale(Eager(33, 3)).known_model is None
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_watch_outside_training_learns_nothing_to_know_a_model_by(learns):
+    model = Scaled(33, 3)
+    with torch.set_grad_enabled(learns), watched(model, Settings()) as seen:
+        model(torch.randn(2, 7, 33))
+    assert seen.calls == 1
+    assert seen.known_model is None
 
 
 def test_a_module_that_did_not_run_before_is_followed():
@@ -161,7 +162,7 @@ def test_masks_may_come_and_go():
     model = Masked(33, 3)
     known = seen_scale(model).known_model
     model.mask = torch.ones(7, 7, dtype=torch.bool).tril()
-    with watched(model, Settings(rows=None, known=known)) as seen:
+    with watched(model, Settings(rows=None, training=True, known=known)) as seen:
         model(torch.randn(2, 7, 33))
     assert seen.known_model is known
     (layer,) = seen.layers.values()

@@ -43,7 +43,6 @@ class Reporter:
         line, depth = self._running.line_within(self._running.stack[-1]), self._running.depth(self._running.stack[-1])
         rows = self._settings.waiting_rows
         if rows is not None and call.may_wait and not torch.is_grad_enabled():
-            self._recognition.give_up()  # what is measured later is in no order with modules that run
             self._seen.kernels.add(call.without_value, rows, lambda seen: self._seen.note(path, line, seen, depth))
             return call.softmax
         known_by = signature(call, self._running.stack[-1], line)
@@ -53,7 +52,8 @@ class Reporter:
             seen = self._measured(call, lambda: self._recognition.again(call, known_by))
         else:
             seen = self._measured(call, lambda: call.seen(self._settings.rows, self._settings.keep))
-            self._recognition.saw(known_by, call, seen, self._runs(self._running.stack[-1]))
+            if self._settings.learns:
+                self._recognition.saw(known_by, call, seen, self._runs(self._running.stack[-1]))
         assert seen is not None
         if torch.is_grad_enabled():
             query, key = call.learning or (call.query, call.key)
@@ -82,7 +82,8 @@ class Reporter:
             seen.scales = -seen.scales
         if torch.is_grad_enabled():
             seen.gradients = call.gradients(1.0 if own is None else own.key)
-        self._learn(call, seen, path, by, tuple(scores.shape))
+        if self._settings.learns:
+            self._learn(call, seen, path, by, tuple(scores.shape))
         seen.softmax = Softmax(
             axis,
             lambda: self._seen.note(path, line, seen, depth),

@@ -41,6 +41,11 @@ class Settings:
         return self.training and self.seed is None and not self.keep
 
     @property
+    def learns(self) -> bool:
+        """Whether to learn what a later watcher may know the model by: in training it is watched again and again."""
+        return self.training or self.known is not None
+
+    @property
     def waiting_rows(self) -> int | None:
         """So many rows of calls that may be measured later than they ran; None: none may."""
-        return None if self.training or self.keep or self.seed is not None or self.known is not None else self.rows
+        return None if self.learns or self.keep or self.seed is not None else self.rows

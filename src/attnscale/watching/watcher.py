@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.numerics import has_nan_of_its_own
+from attnscale.numerics import has_nan_of_its_own, is_surely_finite
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
@@ -135,7 +135,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
-                softmax.measured(None, has_nan_of_its_own(output, value))
+                if call.lse is None or not is_surely_finite(call.lse):  # of every row: then its weights are, too
+                    softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
@@ -143,6 +144,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         try:
             if self.recognition.known is None:
                 self.norms.ran(name, output)
+            if not self._settings.learns:
+                return
             began, depth = self.running.began[-1], self.running.depth(name)
             for line, call in self.recognition.ran(name, output, began, depth, self.running.is_watched):
                 self.seen.note_later(name, line, call, depth)

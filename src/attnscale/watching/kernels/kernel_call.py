@@ -96,7 +96,7 @@ class KernelCall:
             stats=found.stats,
             scales=torch.from_numpy(found.multiplier * factor),
             query_norm=query_norm,
-            key_norm=key_norm.repeat_interleave(group),
+            key_norm=key_norm if group == 1 else key_norm.repeat_interleave(group),
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,

@@ -37,7 +37,7 @@ class Recognition:
         self.known, self._settings = settings.known, settings
         self.only_known = False  # nothing but known kernels is looked at in the module that is running
         self._attending = frozenset() if self.known is None else self.known.attending
-        self._can_be_known = True  # so far: all attention was kernels
+        self._can_be_known = settings.learns  # so far: all attention was kernels
         self._calls: dict[Signature, SeenCall] = {}  # that were followed
         self._written: dict[Signature, KnownWritten] = {}  # those of them that are no kernels
         self._taken_apart: set[Signature] = set()  # those of SDPA, where it ran none
