@@ -28,20 +28,16 @@ def foreseen_variance(call: Call, lse: Tensor | None = None) -> Tensor:
 
 
 def foreseen_variances(calls: Sequence[Call], lses: Sequence[Tensor | None]) -> list[Tensor]:
-    """The same of several calls of one shape; those whose rows a kernel told of are worked out at once."""
-    told = [
-        (call, lse)
-        for call, lse in zip(calls, lses, strict=True)
-        if lse is not None and call.visibility.is_full and call.key.shape[-2] > 1
-    ]
-    if len(told) < len(calls):
+    """The same of several calls of one shape; those of which a kernel told are worked out at once."""
+    told = [lse.detach().numpy() for lse in lses if lse is not None]
+    keys = calls[0].key.shape[-2]
+    if len(told) < len(calls) or keys < 2 or not all(call.visibility.is_full for call in calls):
         return [_by_covariance(call) for call in calls]
-    found = _told_by(np.stack([lse.detach().numpy() for _, lse in told]), np.stack([_row_means(call) for call in calls]),
-                     calls[0].key.shape[-2])
-    sums = found.sum((1, 2, 3))
+    found = _told_by(np.stack(told), np.stack([_row_means(call) for call in calls]), keys)
+    are_finite = np.isfinite(found.sum((1, 2, 3)))
     return [
-        torch.from_numpy(each) if math.isfinite(total) else _by_covariance(call)
-        for call, each, total in zip(calls, found, sums, strict=True)
+        torch.from_numpy(each) if is_finite else _by_covariance(call)
+        for call, each, is_finite in zip(calls, found, are_finite, strict=True)
     ]
 
 
@@ -79,7 +75,7 @@ def _row_means(call: Call) -> Rows:
     usual = key.mean(-2).mul_(call.scale)
     usual = usual if call.group == 1 else usual.repeat_interleave(call.group, dim=1)
     # a row times a matrix takes a fifth of a matrix times a column
-    return torch.matmul(usual.unsqueeze(-2), query.mT).squeeze(-2).numpy()  # type: ignore[no-any-return]
+    return torch.matmul(usual.unsqueeze(-2), query.mT).squeeze(-2).numpy()
 
 
 def _told_by(lse: Rows, means: Rows, keys: int) -> Rows:

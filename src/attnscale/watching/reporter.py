@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,9 +42,9 @@ class Reporter:
         """A kernel ran."""
         path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
         line, depth = self._running.line_within(self._running.stack[-1]), self._running.depth(self._running.stack[-1])
-        rows = self._settings.waiting_rows
+        rows = self._settings.rows_that_wait
         if rows is not None and call.may_wait and not torch.is_grad_enabled():
-            self._seen.kernels.add(call.without_value, rows, lambda seen: self._seen.note(path, line, seen, depth))
+            self._seen.note_kernel(path, line, replace(call, value=None), rows, depth)
             return call.softmax
         known_by = signature(call, self._running.stack[-1], line)
         self._recognition.looks_at_kernel()

@@ -46,6 +46,6 @@ class Settings:
         return self.training or self.known is not None
 
     @property
-    def waiting_rows(self) -> int | None:
-        """So many rows of calls that may be measured later than they ran; None: none may."""
+    def rows_that_wait(self) -> int | None:
+        """How many rows are sampled of a call that may be measured after it ran; None: none may."""
         return None if self.learns or self.keep or self.seed is not None else self.rows

@@ -134,9 +134,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
-            if isinstance(value, Tensor) and not (value.is_nested or self.recognition.only_known):
-                if call.lse is None or not is_surely_finite(call.lse):  # of every row: then its weights are, too
-                    softmax.measured(None, has_nan_of_its_own(output, value))
+            is_defined = call.lse is not None and is_surely_finite(call.lse)  # of every row: so are its weights
+            if isinstance(value, Tensor) and not (value.is_nested or is_defined or self.recognition.only_known):
+                softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:

@@ -1,8 +1,8 @@
 """Attention computed by a kernel: its arguments say what was applied, and lineage what came before."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,7 @@ class KernelCall:
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
+    softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
     def seen(self, rows: int | None, keep: bool, measured: "Measured | None" = None) -> SeenCall:
         """Everything that is reported of this call; `measured` where that was done before."""
@@ -75,12 +76,8 @@ class KernelCall:
             of_query, query_way = found_by_entry.factors, query_way._replace(factor=found_by_entry.mean)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         found = call._plain(rows, measured) if self.score_mod is None else call.modified(self.score_mod, rows)
-        if measured is None:
-            query_norm = projected_norm(self.query, of_query, found.padding, rows is None)
-            key_norm = projected_norm(self.key, key_way.factor, found.hidden_keys, rows is None)
-        else:
-            query_norm, key_norm = _before(measured.query_length, of_query), _before(measured.key_length, key_way.factor)
-        self.softmax.pairs_differ = self._pairs_differ()
+        query_norm, key_norm = self._norms((of_query, key_way.factor), found, measured, every=rows is None)
+        self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return SeenCall(
             kind=self.kind,
             heads=heads,
@@ -96,7 +93,7 @@ class KernelCall:
             stats=found.stats,
             scales=torch.from_numpy(found.multiplier * factor),
             query_norm=query_norm,
-            key_norm=key_norm if group == 1 else key_norm.repeat_interleave(group),
+            key_norm=key_norm,
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,
@@ -117,10 +114,16 @@ class KernelCall:
             softmax=self.softmax,
         )
 
-    @cached_property
-    def softmax(self) -> Softmax:
-        """The one that it takes."""
-        return Softmax(axis=-1, drops=self.drops)
+    def _norms(
+        self, factors: tuple[Factors, Factors], found: "Found", measured: "Measured | None", every: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of queries and of the key that each of their heads has, before these factors."""
+        if measured is not None:
+            query, key = map(_before, (measured.query_length, measured.key_length), factors)
+        else:
+            query = projected_norm(self.query, factors[0], found.padding, every)
+            key = projected_norm(self.key, factors[1], found.hidden_keys, every)
+        return query, key if self.group == 1 else key.repeat_interleave(self.group)
 
     def _is_told_by(self, *ways: Way) -> bool:
         """Whether its arguments and these ways tell all of it, at every step."""
@@ -130,13 +133,6 @@ class KernelCall:
     def may_wait(self) -> bool:
         """Whether it can be measured after it ran: where a core's caches count, and nothing is asked of anyone."""
         return self.query.device.type == "cpu" and self.score_mod is None
-
-    @property
-    def without_value(self) -> "KernelCall":
-        """The same, and the same softmax; its value may go."""
-        call = replace(self, value=None)
-        call.__dict__["softmax"] = self.softmax
-        return call
 
     @property
     def is_causal(self) -> bool:

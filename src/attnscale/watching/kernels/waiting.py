@@ -1,53 +1,61 @@
 """Kernels that wait to be measured together, while a model runs without gradients on a CPU.
 
-Between its own operations a model leaves no cache with ours in it: measured where it ran, a call takes twice as long as
-right after another one. Nothing may write to what waits, or to what is known of it, so whatever writes is told of first.
+A model's own operations leave none of ours in a core's caches: measured as it runs, a call takes twice as long as right
+after another one. What waits must stay as it is, so all is measured before anything is written to.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from attnscale.watching.call import SeenCall
 from attnscale.watching.kernels.kernel_call import KernelCall, Measured
-from attnscale.watching.kernels.together import measured_of
+from attnscale.watching.kernels.together import measured_together
 
-HELD = 2**24  # bytes of queries and keys that may wait
+HELD = 2**23  # bytes of queries and keys that may wait
 
-Note = Callable[[SeenCall], None]
+
+class Waiting(NamedTuple):
+    """A call in the module at this path, and who is told what was seen of it."""
+
+    path: str
+    kernel: KernelCall
+    rows: int
+    note: Callable[[SeenCall], None]
 
 
 class WaitingKernels:
-    """Calls in the order they ran, each with whom to tell what was seen of it."""
+    """Calls in the order they ran."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[KernelCall, int, Note]] = []
-        self._held: dict[int, int] = {}  # bytes, by the address of what holds them
+        self._waiting: list[Waiting] = []
+        self._held: dict[int, int] = {}  # bytes, by the address where they lie
         self.failures: list[str] = []
 
-    def add(self, call: KernelCall, rows: int, note: Note) -> None:
+    def add(self, call: Waiting) -> None:
         """Have it wait; where much waits, all is measured now."""
-        self._calls.append((call, rows, note))
-        self._held |= map(_memory, (call.query, call.key))
+        self._waiting.append(call)
+        self._held |= map(_memory, (call.kernel.query, call.kernel.key))
         if sum(self._held.values()) > HELD:
             self.measure()
 
     def measure(self) -> None:
-        """Measure all that waits, and tell of it."""
-        calls, self._calls = self._calls, []
+        """Measure all that waits, and tell of it in its order."""
+        waiting, self._waiting = self._waiting, []
         self._held.clear()
-        for (call, rows, note), measured in zip(calls, _measured(calls), strict=True):
+        for call, measured in zip(waiting, _measured(waiting), strict=True):
             try:
-                note(call.seen(rows, keep=False, measured=measured))
+                call.note(call.kernel.seen(call.rows, keep=False, measured=measured))
             except Exception as error:  # a model that runs must go on running
-                self.failures.append(f"{call.kind}: {type(error).__name__}: {error}")
+                self.failures.append(f"{call.path}: {type(error).__name__}: {error}")
 
 
-def _measured(calls: list[tuple[KernelCall, int, Note]]) -> list[Measured | None]:
+def _measured(waiting: list[Waiting]) -> list[Measured | None]:
     try:
-        return measured_of([call for call, _, _ in calls], calls[0][1]) if calls else []
-    except Exception:  # of one of them: by itself it says why
-        return [None] * len(calls)
+        return measured_together([call.kernel for call in waiting], waiting[0].rows) if waiting else []
+    except Exception:  # of one of them, which says so when it is measured by itself
+        return [None] * len(waiting)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
