@@ -204,3 +204,21 @@ def test_half_precision_and_shared_keys():
         model(x)
     assert_alike(some, whole)
     assert {layer.kv_heads for layer in some.layers.values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("what", "undefined"), [("key", True), ("query", True), ("value", False), ("nothing", False), ("mask", False)]
+)
+def test_weights_that_are_no_numbers_are_told(what, undefined):
+    """Also where rows see nothing, which SDPA makes zeros of; values that are infinite are not the softmax's doing."""
+
+    class Odd(Attends):
+        def forward(self, x):
+            given = dict(zip(("query", "key", "value"), self.projected(x), strict=True))
+            if what in given:
+                given[what] = given[what] + torch.full((), torch.inf if what == "value" else torch.nan)
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1) if what == "mask" else None
+            return F.scaled_dot_product_attention(**given, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    (layer,) = seen_of(made(Odd), gradients=False).layers.values()
+    assert any(softmax.undefined is not None and bool(softmax.undefined) for softmax in layer.softmaxes) is undefined

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.numerics import has_nan_of_its_own, is_surely_finite
+from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
@@ -134,8 +134,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
-            is_defined = call.lse is not None and is_surely_finite(call.lse)  # of every row: so are its weights
-            if isinstance(value, Tensor) and not (value.is_nested or is_defined or self.recognition.only_known):
+            is_sure = self.recognition.only_known or call.has_finite_lse
+            if isinstance(value, Tensor) and not (value.is_nested or is_sure):
                 softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 

@@ -14,7 +14,7 @@ from attnscale.measure.engine import measured as stats_of
 from attnscale.measure.lengths import mean_lengths, mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.numerics import is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, grid
 from attnscale.tracing.following import Trail, Way, channels, channels_along, outputs_of_one
 from attnscale.tracing.lineage import Node
@@ -133,6 +133,16 @@ class KernelCall:
     def may_wait(self) -> bool:
         """Whether it can be measured after it ran: where a core's caches count, and nothing is asked of anyone."""
         return self.query.device.type == "cpu" and self.score_mod is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether positions alone say what a row sees, and nothing changes its scores."""
+        return self.visibility.is_plain and self.hidden is None and self.score_mod is None and self.softcap is None
+
+    @property
+    def has_finite_lse(self) -> bool:
+        """Whether the kernel tells of every row that its weights are numbers."""
+        return self.lse is not None and is_surely_finite(self.lse)
 
     @property
     def is_causal(self) -> bool:

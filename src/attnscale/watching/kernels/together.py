@@ -15,7 +15,7 @@ def measured_together(kernels: Sequence[KernelCall], rows: int) -> list[Measured
     found: list[Measured | None] = [None] * len(kernels)
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, kernel in enumerate(kernels):
-        if kernel.score_mod is None and kernel.hidden is None and together.goes_with_others(kernel.scored, rows):
+        if kernel.is_plain and together.goes_with_others(kernel.scored, rows):
             kind = kernel.query.shape, kernel.key.shape, kernel.query.dtype, kernel.visibility
             alike.setdefault(kind, []).append(index)
     for group in alike.values():
