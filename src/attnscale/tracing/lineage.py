@@ -1,6 +1,6 @@
 """Lineage: which operations made a tensor, as far back as the projection or the product it comes from.
 
-Nodes hold shapes and small operands, not activations: watching keeps nothing alive that the model let go of, but the
+Nodes hold shapes and small operands, not activations: the lineage keeps nothing alive that the model let go of, but the
 two operands of a product until its softmax.
 """
 
