@@ -109,9 +109,8 @@ def test_rows_of_several_layers_are_their_own(is_causal):
     assert_alike(sampled, exact)
     for layer, other in zip(sampled.layers.values(), exact.layers.values(), strict=True):
         assert not layer.stats.exact
-        torch.testing.assert_close(
-            layer.stats.std, other.stats.std, rtol=0.5, atol=0.0
-        )  # of others it is ten times that
+        # of another layer it is tenfold
+        torch.testing.assert_close(layer.stats.std, other.stats.std, rtol=0.5, atol=0.0)
         assert (layer.stats.max <= other.stats.max + 1e-4).all()
         assert (layer.stats.max_bound >= other.stats.max).all()
 

@@ -23,6 +23,7 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.again import WrittenAgain
+from attnscale.watching.written.alike import AlikeAxes
 from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.layout import known_written
 from attnscale.watching.written.origins import key_channels
@@ -35,6 +36,7 @@ class Reporter:
 
     def __init__(self, settings: Settings, running: Running, seen: Seen, recognition: Recognition) -> None:
         self._settings, self._running, self._seen, self._recognition = settings, running, seen, recognition
+        self._axes = AlikeAxes()
         self.softmaxes = 0  # of anything
         self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
 
@@ -68,7 +70,7 @@ class Reporter:
         self._recognition.takes_softmax(self._running.stack[-1])
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
-        call = None if product is None else written_call(product, scores, node, axis)
+        call = None if product is None else written_call(self._axes.find(product, node, axis), scores)
         if product is None or call is None:
             if product is not None:  # others, as of a loss, are told of where they mix values
                 self._recognition.give_up()

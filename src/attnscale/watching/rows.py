@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,13 +73,15 @@ def _joined(parts: list[RowSums]) -> RowSums:
     return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
 
 
+@lru_cache(maxsize=16)
 def spread_positions(length: int, most: int) -> Tensor:
-    """At most so many positions, from the first to the last.
+    """At most so many positions, from the first to the last; not to be written to.
 
     >>> spread_positions(100, 4).tolist()
     [0, 33, 66, 99]
     """
-    return torch.linspace(0, length - 1, min(most, length)).round().long()
+    with torch.inference_mode(False):  # they may be used outside it
+        return torch.from_numpy(np.linspace(0, length - 1, min(most, length)).round().astype(np.int64))
 
 
 def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:

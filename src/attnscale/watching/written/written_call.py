@@ -16,7 +16,6 @@ from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import Trail, Way
-from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.product import Product
 from attnscale.tracing.roles import Scores
@@ -26,7 +25,7 @@ from attnscale.watching.gradients import GradientLengths, of_product
 from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
-from attnscale.watching.written.axes import Axes, arrive, find_axes
+from attnscale.watching.written.axes import Axes, arrive
 from attnscale.watching.written.keeping import kept_of
 from attnscale.watching.written.legibility import Fit, fit, inert_fill, reading_of
 from attnscale.watching.written.operands import Operands
@@ -40,9 +39,8 @@ VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them b
 FACTOR_OF_ONE = 1e-6
 
 
-def written_call(product: Product, scores: Tensor, node: Node, axis: int) -> "WrittenCall | None":
+def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
     """The attention this softmax belongs to; None where its input cannot be followed to the product."""
-    axes = find_axes(product, node, axis % max(scores.dim(), 1))
     if axes is None:
         return None
     written = WrittenCall(axes, scores.detach().reshape(axes.shape))
