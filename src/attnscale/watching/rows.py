@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.dense import rows_of
+from attnscale.measure.dense import look_at_scores, rows_of
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
@@ -54,12 +54,14 @@ class Rows:
         """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
         if sample is None:
-            found = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(self._block)])
-            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: found))
+            every = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(self._block)])
+            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: every))
         scores, visible = self.at(sample.positions)
-        found = rows_of(scores, visible)
+        found = look_at_scores(scores, visible)
+        if scores.device.type != "cpu":
+            found()  # while its stream is the one the scores are on
         highest = bound()  # now, while the scores are there
-        return ScoreStats(self.heads, exact=False, pool=Unpooled(lambda: found, lambda: highest, sample))
+        return ScoreStats(self.heads, exact=False, pool=Unpooled(found, lambda: highest, sample))
 
     @property
     def _block(self) -> int:

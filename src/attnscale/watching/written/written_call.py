@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.lengths import mean_lengths
+from attnscale.measure.lengths import mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
@@ -220,14 +220,12 @@ class WrittenCall:
         length, keys, every = self.axes.length, int(self._in_product.sum()), every or rows_are_shared()
         positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
         some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
-
-        def norm(vectors: Tensor, way: Way, left_out: Tensor | None, at: Tensor) -> Tensor:
-            uncounted = None if left_out is None else left_out[:, at.to(left_out.device)]
-            found = mean_lengths(vectors.unflatten(0, self.axes.groups.shape), uncounted)
-            return found.cpu() / torch.from_numpy(np.abs(way.factor).mean(1))
-
-        keys_seen = some.keys(chosen=columns.numpy())
-        return norm(some.queries(), self.ways[0], padding, positions), norm(keys_seen, self.ways[1], hidden, columns)
+        vectors = some.queries(), some.keys(chosen=columns.numpy())
+        queries, keys_seen = (each.unflatten(0, self.axes.groups.shape) for each in vectors)
+        left_out = _chosen(padding, positions), _chosen(hidden, columns)
+        query, key = mean_lengths_of_both(queries, keys_seen, left_out)
+        of_query, of_key = (torch.from_numpy(np.abs(way.factor).mean(1)) for way in self.ways)
+        return query.cpu() / of_query, key.cpu() / of_key
 
     def origins(self) -> Origins:
         """Where queries and keys come from; of a sum of several products, none."""
@@ -290,6 +288,10 @@ class WrittenCall:
         if self._shifted:
             return torch.full((self.heads,), torch.inf, dtype=torch.float64)
         return self._by_row.highest()
+
+
+def _chosen(left_out: Tensor | None, positions: Tensor) -> Tensor | None:
+    return None if left_out is None else left_out[:, positions.to(left_out.device)]
 
 
 def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
