@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -35,11 +35,9 @@ class Overlooked:
         return tuple(told)
 
 
-def unseen_attentions(model: nn.Module, layers: Collection[str]) -> tuple[str, ...]:
+def unseen_attentions(modules: Mapping[str, nn.Module], layers: Collection[str]) -> tuple[str, ...]:
     """Modules whose class is named after attention, and at, around or inside which none was seen; the innermost."""
-    named = [
-        (path, module) for path, module in model.named_modules() if path and ATTENTION.search(type(module).__name__)
-    ]
+    named = [(path, module) for path, module in modules.items() if path and ATTENTION.search(type(module).__name__)]
     untouched = [(path, module) for path, module in named if not any(_touch(path, layer) for layer in layers)]
     unseen = [path for path, module in untouched if any(True for _ in module.parameters())]
     return tuple(path for path in unseen if not any(other.startswith(f"{path}.") for other in unseen))

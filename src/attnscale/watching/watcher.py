@@ -67,7 +67,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.tracer = Tracer(ledger, lambda: tuple(running.stack), self.reporter.softmax)
         self.nested = NestedTensors(self.tracer)
         self.failures: list[str] = []
-        self._model, self._settings = model, settings
+        self._modules, self._settings = modules, settings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
@@ -202,7 +202,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         )
 
     def _unseen(self) -> tuple[str, ...]:
-        return unseen_attentions(self._model, self.seen.modules)
+        return unseen_attentions(self._modules, self.seen.modules)
 
     def _why_nothing(self) -> str:
         if not self.running.called:
