@@ -154,16 +154,19 @@ def test_what_ran_before_an_error_is_seen():
         assert list(seen.layers) == ["0", "1"]
 
 
-def test_no_more_waits_than_a_few_megabytes(monkeypatch):
-    monkeypatch.setattr(waiting, "HELD", 3 * 2 * LENGTH * WIDTH * 4)  # of three layers
+@pytest.mark.parametrize("held", ["query", "mask"])
+def test_no_more_waits_than_a_few_megabytes(monkeypatch, held):
+    size = {"query": 2 * LENGTH * WIDTH, "mask": HEADS * LENGTH**2}[held]
+    monkeypatch.setattr(waiting, "HELD", 3 * size * 4)  # of three layers
     alive, most = [], []
 
     class Counts(Attends):
         def forward(self, x):
             query, key, value = self.projected(x)
-            alive.append(weakref.ref(query))
+            mask = torch.randn(1, HEADS, LENGTH, LENGTH) if held == "mask" else None
+            alive.append(weakref.ref(query if mask is None else mask))
             most.append(sum(each() is not None for each in alive))
-            return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+            return x + F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
 
     model = made(*[Counts] * 9)
     with torch.no_grad(), attnscale.watch(model, rows=8) as seen:
@@ -171,6 +174,15 @@ def test_no_more_waits_than_a_few_megabytes(monkeypatch):
         assert not any(each() is not None for each in alive)  # nothing waits once it has run
     assert 1 < max(most) <= 5
     assert len(seen.layers) == 9
+
+
+def test_modes_around_the_model_do_not_reach_what_waits():
+    """A default device is one: what is made without a device lies there."""
+    model, x = made(Attends, Attends), torch.randn(1, LENGTH + 9, WIDTH)  # a length of which nothing is known yet
+    with torch.no_grad(), torch.device("meta"), attnscale.watch(model, rows=11) as seen:
+        model(x)
+    assert all(layer.stats.std.isfinite().all() for layer in seen.layers.values())
+    assert len(seen.layers) == 2
 
 
 def test_one_call_that_cannot_be_measured_is_told_and_leaves_the_others(monkeypatch):

@@ -7,9 +7,8 @@ work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +16,13 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cpu.room import room_for
 from attnscale.measure.cpu.threads import share
+from attnscale.measure.cut import WORTH_A_THREAD, Cut, Strip, cut_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
-CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
-JOINED_SCORES = 2**18  # for each of torch's own threads: to begin an operation on them takes longer than a nearby cache
-ROW_SCORES = 2**19  # and of one head, where keys are many
-DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
-LEAST_ROWS, MOST_ROWS = 32, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
-WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads hold while they wait for work are missed
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 BITS = math.log2(math.e)  # in a score of one
-
-
-class Strip(NamedTuple):
-    """Some rows of some heads of one batch entry: what a thread takes at a time, and passes over block by block."""
-
-    entry: int
-    heads: slice
-    rows: slice  # of the query, or of the positions given
-
-
-class Cut(NamedTuple):
-    """All rows in strips, and how many rows of one are passed over at once."""
-
-    strips: tuple[Strip, ...]
-    block: int
 
 
 def measure_rows(
@@ -64,14 +43,14 @@ def look_at_rows(
     if positions is not None and entries is not None:
         return _look_at_entries(call, positions, entries)
     visible = visible_rows(call, positions)
-    cut = _cut(call, [(0, visible.shape[-1])] * visible.shape[0])
+    cut = cut_of(call, [(0, visible.shape[-1])] * visible.shape[0])
     return cache(partial(finished, _passed_over(call, positions, visible, cut, output), visible))
 
 
 def look_at_alike(calls: Sequence[Call], positions: Sequence[Tensor]) -> list[Callable[[], RowSums]]:
     """The same of several calls of one shape, each of one batch entry, at as many rows: begun and finished as one."""
     visible = [visible_rows(call, at) for call, at in zip(calls, positions, strict=True)]
-    cut = _cut(calls[0], [(0, visible[0].shape[-1])])
+    cut = cut_of(calls[0], [(0, visible[0].shape[-1])])
     sums = _empty_sums(calls[0], torch.Size((len(calls), *visible[0].shape[1:])), wide_dtype(calls[0].query))
     for each, (call, at) in enumerate(zip(calls, positions, strict=True)):
         _fill(Pass(call, at, cut.block, sums[:, each : each + 1], None), cut)
@@ -91,7 +70,7 @@ def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
-    cut = _cut(call, list(pairwise([0, *ends])))
+    cut = cut_of(call, list(pairwise([0, *ends])))
     sums = _passed_over(call, positions[order], visible, cut, None)
 
     @cache
@@ -142,42 +121,6 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
         counts = counts.expand(batch, *counts.shape[-2:-1] or (1,), q_len)
         return counts.gather(-1, positions.long().unsqueeze(1).expand(-1, counts.shape[1], -1)).expand(-1, heads, -1)
     return (counts if positions is None else counts[..., positions]).expand(batch, heads, -1)
-
-
-def _cut(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
-    """The rows of each batch entry, from one to another."""
-    heads, keys, is_here = call.query.shape[1], call.key.shape[-2], call.query.device.type == "cpu"
-    threads = torch.get_num_threads() if is_here else 0
-    return _cut_of(heads, keys, tuple(entries), threads, call.visibility.is_causal)
-
-
-@lru_cache(maxsize=64)
-def _cut_of(heads: int, keys: int, entries: tuple[tuple[int, int], ...], threads: int, is_causal: bool) -> Cut:
-    """Blocks that stay in a core's cache, or that fill a GPU, and strips of them that are worth a thread.
-
-    `threads` are torch's own on a CPU, and none on a GPU.
-    """
-    rows = max((stop - start for start, stop in entries), default=0)
-    if not min(heads, rows, keys):
-        return Cut((), 1)
-    if threads:
-        is_shared = heads * keys * sum(stop - start for start, stop in entries) >= WORTH_A_THREAD
-        scores = CORE_SCORES if is_shared else JOINED_SCORES * threads
-        block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
-        block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees much less
-    else:
-        scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
-    block = min(block, rows)
-    together = -(-heads // -(-heads * block * keys // scores))  # of one size
-    strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
-    strips = (
-        Strip(entry, slice(head, min(head + together, heads)), slice(row, min(row + strip, stop)))
-        for entry, (start, stop) in enumerate(entries)
-        for head in range(0, heads, together)
-        # the longest of a causal head first: the threads end together
-        for row in reversed(range(start, stop, strip))
-    )
-    return Cut(tuple(strips), block)
 
 
 @dataclass(frozen=True)

@@ -167,13 +167,16 @@ class Design:
     @cached_property
     def stratum(self) -> Tensor:
         """The stratum of each sampled position; those taken for certain are one of their own."""
-        counts = torch.tensor([self.certain, *self.taken])
-        return torch.repeat_interleave(torch.arange(len(counts)), counts)
+        counts = [self.certain, *self.taken]
+        return torch.from_numpy(
+            np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        )  # on a CPU, whatever the default device is
 
     @cached_property
     def sizes(self) -> Tensor:
         """How many positions each stratum has."""
-        return torch.tensor([self.certain, *(stop - start for start, stop in pairwise(self.edges))])
+        sizes = [self.certain, *(stop - start for start, stop in pairwise(self.edges))]
+        return torch.from_numpy(np.array(sizes, dtype=np.int64))
 
     def cumulants(self, values: Tensor) -> Tensor:
         """Of the error in the estimated total of values known of all rows, (heads, rows) by stratum."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured as stats_of
-from attnscale.measure.lengths import mean_lengths, mean_lengths_of_both
-from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, grid
@@ -26,12 +24,13 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
+from attnscale.watching.kernels.norms import before, projected_norm, some_of
 from attnscale.watching.kernels.ways import by_entry, ends_by_position, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
 
-PROBED_ROWS = 64  # for norms and masks
+PROBED_ROWS = 64  # for masks
 MODIFIED_ROWS = 8  # on which a score modification is asked what it does
 
 ScoreMod = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # scores, positions of their rows -> scores, visible
@@ -119,7 +118,7 @@ class KernelCall:
     ) -> tuple[Tensor, Tensor]:
         """Of queries and of the key that each of their heads has, before these factors."""
         if measured is not None:
-            query, key = map(_before, (measured.query_length, measured.key_length), factors)
+            query, key = map(before, (measured.query_length, measured.key_length), factors)
         else:
             query = projected_norm(self.query, factors[0], found.padding, every)
             key = projected_norm(self.key, factors[1], found.hidden_keys, every)
@@ -140,6 +139,13 @@ class KernelCall:
         return self.visibility.is_plain and self.hidden is None and self.score_mod is None and self.softcap is None
 
     @property
+    def memory(self) -> dict[int, int]:
+        """Bytes that it holds on to, by the address where they lie; several tensors may lie in one place."""
+        tensors = (self.query, self.key, self.value, self.visibility.mask, *(self.visibility.documents or ()))
+        stores = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+        return {store.data_ptr(): store.nbytes() for store in stores}
+
+    @property
     def has_finite_lse(self) -> bool:
         """Whether the kernel tells of every row that its weights are numbers."""
         return self.lse is not None and is_surely_finite(self.lse)
@@ -155,7 +161,7 @@ class KernelCall:
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys spread over their positions, and the last queries."""
-        return _some(self.query), _some(self.key), self.query[:, :, -TAIL:]
+        return some_of(self.query), some_of(self.key), self.query[:, :, -TAIL:]
 
     def _origins(self) -> Iterator[Origin | None]:
         """Of queries, keys and values: at the first and the last position."""
@@ -302,44 +308,6 @@ class Found(NamedTuple):
 
 def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
     return torch.from_numpy(factor).to(like)[:, None, None]
-
-
-def projected_norm(tensor: Tensor, factor: Factors, left_out: Tensor | None = None, every: bool = False) -> Tensor:
-    """Of vectors as they left their projection; on their device, since to look at it would be to wait for a GPU.
-
-    Over every position that is not left out, (batch or 1, positions), or over some that are spread evenly. `factor`:
-    one a head, or of each batch entry others.
-    """
-    step = 1 if every or rows_are_shared() else _step(tensor)
-    vectors = tensor.detach()[:, :, ::step]
-    if factor.ndim == 2:  # a row that sees one key is multiplied by ln 1
-        apart = torch.from_numpy(np.where(factor == 0, 1.0, np.abs(factor))).to(vectors)
-        vectors, factor = vectors / apart[..., None, None], np.ones(1)
-    return _before(mean_lengths(vectors, None if left_out is None else left_out[:, ::step]), factor)
-
-
-def projected_norms(call: KernelCall, factors: tuple[Factors, Factors], found: Found, every: bool) -> Iterator[Tensor]:
-    """The same of queries, and of the key that each of their heads has, by a factor a query head; in one go."""
-    steps = (1, 1) if every or rows_are_shared() else (_step(call.query), _step(call.key))
-    both, left_out = (call.query, call.key), (found.padding, found.hidden_keys)
-    query, key = (tensor.detach()[:, :, ::step] for tensor, step in zip(both, steps, strict=True))
-    padding, hidden = (
-        None if positions is None else positions[:, ::step] for positions, step in zip(left_out, steps, strict=True)
-    )
-    return map(_before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
-
-
-def _before(norm: Tensor, factor: Factors) -> Tensor:
-    """What it was before it was multiplied."""
-    return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
-
-
-def _some(tensor: Tensor) -> Tensor:
-    return tensor[:, :, :: _step(tensor)].detach()
-
-
-def _step(tensor: Tensor) -> int:
-    return max(1, tensor.shape[-2] // PROBED_ROWS)
 
 
 def _is_causal(mask: Tensor | None, length: int) -> bool:

@@ -9,7 +9,8 @@ from attnscale.numerics import without_autocast
 from attnscale.torch_internals import version_of
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import Found, projected_norms
+from attnscale.watching.kernels.kernel_call import Found
+from attnscale.watching.kernels.norms import projected_norms
 
 
 class WaitingCall:
@@ -23,9 +24,7 @@ class WaitingCall:
         self.failure: str | None = None
         self._kernel: KernelCall | None = kernel
         self._versions = _versions(kernel)
-        stores = (tensor.untyped_storage() for tensor in (kernel.query, kernel.key))
-        sizes = {store.data_ptr(): store.nbytes() for store in stores}
-        self.held = sum(sizes.values())  # bytes that wait with it
+        self.held = sum(kernel.memory.values())  # bytes that wait with it
 
     def measure(self) -> None:
         """Measure it, once; what was written to since is told as a failure."""
@@ -71,5 +70,6 @@ def measured_again(call: SeenCall, kernel: KernelCall, rows: int | None) -> Seen
     call.batch, call.query_len, call.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
     call.stats, call.padding, call.dtype = found.stats, found.padding, kernel.query.dtype
     call.scales = torch.from_numpy(found.multiplier * abs(query) * abs(key))
-    call.query_norm, call.key_norm = projected_norms(kernel, (query, key), found, every=rows is None)
+    left_out = found.padding, found.hidden_keys
+    call.query_norm, call.key_norm = projected_norms(kernel.query, kernel.key, (query, key), left_out, rows is None)
     return call
