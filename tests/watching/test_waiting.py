@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import attnscale
 from attnscale.errors import NotFollowedWarning
@@ -183,6 +184,19 @@ def test_modes_around_the_model_do_not_reach_what_waits():
         model(x)
     assert all(layer.stats.std.isfinite().all() for layer in seen.layers.values())
     assert len(seen.layers) == 2
+
+
+def test_a_mode_of_functions_sees_the_model_alone():
+    class Tells(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            told.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model, told = made(Attends, Attends), []
+    with torch.no_grad(), attnscale.watch(model, rows=8), Tells():
+        model(torch.randn(1, LENGTH, WIDTH))
+    assert F.scaled_dot_product_attention in told
+    assert not {torch.bmm, torch.amax, torch.exp2}.intersection(told)
 
 
 def test_one_call_that_cannot_be_measured_is_told_and_leaves_the_others(monkeypatch):
