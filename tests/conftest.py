@@ -12,6 +12,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # shared by the workers of this
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes, which import torch to compile
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -40,6 +41,20 @@ def _seeded():
     level = logger.level
     yield
     logger.setLevel(level)  # a page of the documentation silences it
+
+
+@pytest.fixture(autouse=True)
+def _rows_drawn_anew():
+    """The rows that are sampled follow from the test alone, not from which ones ran before it."""
+    sampling, ahead, drawn = (
+        sys.modules.get(f"attnscale.measure.{name}") for name in ("sampling", "ahead", "cuda.drawn")
+    )
+    if sampling is not None:
+        sampling.DRAW.seed(0)
+        sampling.SOURCE.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        ahead.of_design.cache_clear()
+    if drawn is not None:
+        drawn.drawn_ahead.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnscale import attention, attention_with_stats, score_stats
-from attnscale.measure import row_blocks
+from attnscale.measure import cut
 from attnscale.measure.cpu.threads import share
 
 from .oracle import NAMES
@@ -36,9 +36,10 @@ def small_blocks(request, monkeypatch):
     """Many blocks, and so many threads, from few scores."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    for name, value in {"WORTH_A_THREAD": 34 * kv_len, "CORE_SCORES": 34 * kv_len, "ROW_SCORES": 17 * kv_len}.items():
-        monkeypatch.setattr(row_blocks, name, value)
-    monkeypatch.setattr(row_blocks, "LEAST_ROWS", 17)
+    small = {"WORTH_A_THREAD": 34 * kv_len, "CORE_SCORES": 34 * kv_len, "ROW_SCORES": 17 * kv_len, "LEAST_ROWS": 17}
+    for name, value in small.items():
+        monkeypatch.setattr(cut, name, value)
+    monkeypatch.setattr(cut, "_cut_for", cut._cut_for.__wrapped__)  # none that was cut before, none kept for later
     yield
     torch.set_num_threads(before)
 

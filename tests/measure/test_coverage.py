@@ -1,16 +1,14 @@
 """Errors that know when they do not know: the cases of benchmarks/coverage.py, few draws of each."""
 
-import random
 import runpy
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from attnscale import score_stats
-from attnscale.measure import ahead, sampling
+from attnscale.measure import sampling
 from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.sampling import design
@@ -20,13 +18,6 @@ from attnscale.measure.uncertainty import CONCENTRATED, FEW, SKEWED
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "coverage.py"))
 NAMED, coverage = BENCHMARK["NAMED"], BENCHMARK["coverage"]
 SAMPLES = 40  # of four heads that share their rows: 95% comes out between 87 and 100
-
-
-@pytest.fixture(autouse=True)
-def same_draws(monkeypatch):
-    monkeypatch.setattr(sampling, "DRAW", random.Random(0))
-    monkeypatch.setattr(sampling, "SOURCE", np.random.default_rng(0))
-    ahead.of_design.cache_clear()
 
 
 COVERED = {

@@ -25,10 +25,11 @@ class Strip(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """All rows in strips, and how many rows of one are passed over at once."""
+    """All rows in strips, how many rows of one are passed over at once, and by how many threads."""
 
     strips: tuple[Strip, ...]
     block: int
+    threads: int  # that they are worth, on a CPU
 
 
 def cut_of(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
@@ -46,10 +47,10 @@ def _cut_for(heads: int, keys: int, entries: tuple[tuple[int, int], ...], thread
     """
     rows = max((stop - start for start, stop in entries), default=0)
     if not min(heads, rows, keys):
-        return Cut((), 1)
+        return Cut((), 1, 0)
+    worth = heads * keys * sum(stop - start for start, stop in entries) // WORTH_A_THREAD if threads else 0
     if threads:
-        is_shared = heads * keys * sum(stop - start for start, stop in entries) >= WORTH_A_THREAD
-        scores = CORE_SCORES if is_shared else JOINED_SCORES * threads
+        scores = CORE_SCORES if worth else JOINED_SCORES * threads
         block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
         block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees much less
     else:
@@ -64,4 +65,4 @@ def _cut_for(heads: int, keys: int, entries: tuple[tuple[int, int], ...], thread
         # the longest of a causal head first: the threads end together
         for row in reversed(range(start, stop, strip))
     )
-    return Cut(tuple(strips), block)
+    return Cut(tuple(strips), block, worth)

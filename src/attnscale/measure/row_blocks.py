@@ -16,7 +16,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cpu.room import room_for
 from attnscale.measure.cpu.threads import share
-from attnscale.measure.cut import WORTH_A_THREAD, Cut, Strip, cut_of
+from attnscale.measure.cut import Cut, Strip, cut_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
@@ -53,7 +53,7 @@ def look_at_alike(calls: Sequence[Call], positions: Sequence[Tensor]) -> list[Ca
     cut = cut_of(calls[0], [(0, visible[0].shape[-1])])
     sums = _empty_sums(calls[0], torch.Size((len(calls), *visible[0].shape[1:])), wide_dtype(calls[0].query))
     for each, (call, at) in enumerate(zip(calls, positions, strict=True)):
-        _fill(Pass(call, at, cut.block, sums[:, each : each + 1], None), cut)
+        share(Pass(call, at, cut.block, sums[:, each : each + 1], None).measure, cut.strips, cut.threads)
     if past_float32(sums):
         return [look_at_rows(call, at) for call, at in zip(calls, positions, strict=True)]
     every = cache(partial(finished, sums, torch.cat(visible)))
@@ -92,21 +92,13 @@ def _sums(
     call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     sums = _empty_sums(call, visible.shape, dtype)
-    _fill(Pass(call, positions, cut.block, sums, output), cut)
+    share(Pass(call, positions, cut.block, sums, output).measure, cut.strips, cut.threads)
     return sums
 
 
 def _empty_sums(call: Call, rows: torch.Size, dtype: torch.dtype) -> Tensor:
     make = torch.empty if call.key.shape[-2] else torch.zeros
     return make(6, *rows, dtype=dtype, device=call.query.device)
-
-
-def _fill(found: "Pass", cut: Cut) -> None:
-    threads = found.sums[0].numel() * found.call.key.shape[-2] // WORTH_A_THREAD
-    if threads and found.sums.device.type == "cpu":
-        share(found.measure, cut.strips, threads)
-    else:
-        found.measure(iter(cut.strips))
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
