@@ -166,11 +166,12 @@ class Design:
 
     @cached_property
     def stratum(self) -> Tensor:
-        """The stratum of each sampled position; those taken for certain are one of their own."""
+        """The stratum of each sampled position; those taken for certain are one of their own.
+
+        On a CPU, whatever torch's default device is.
+        """
         counts = [self.certain, *self.taken]
-        return torch.from_numpy(
-            np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        )  # on a CPU, whatever the default device is
+        return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -213,9 +214,8 @@ class Design:
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
         for step in range(widest):
-            size = (
-                np.diff(edges) - taken + step
-            )  # the step-th of a stratum comes from so many of its first, and one more
+            # the step-th of a stratum comes from so many of its first, and one more
+            size = np.diff(edges) - taken + step
             picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
             met = (chosen[..., :step] == picked[..., None]).any(-1)
             chosen[..., step] = np.where(step < taken, np.where(met, size, picked), -1)
