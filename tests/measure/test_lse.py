@@ -69,6 +69,15 @@ def test_an_lse_that_is_no_number_is_not_asked(lse):
     torch.testing.assert_close(told, foreseen_variance(call_of(query, key)))
 
 
+@pytest.mark.parametrize("size", [1e18, 1e37])
+def test_rows_of_a_run_that_explodes_are_foreseen_and_nobody_is_warned_of_their_squares(size):
+    query, key = size * torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
+    call = call_of(query, key)
+    told = foreseen_variance(call, (query @ key.mT).logsumexp(-1))
+    torch.testing.assert_close(told, foreseen_variance(call))
+    assert told.isfinite().all()
+
+
 def test_one_key_has_nothing_to_spread():
     query, key = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 1, 8)
     stats = measured(call_of(query, key), 16, (query @ key.mT).logsumexp(-1))

@@ -33,8 +33,9 @@ def foreseen_variances(calls: Sequence[Call], lses: Sequence[Tensor | None]) -> 
     keys = calls[0].key.shape[-2]
     if len(told) < len(calls) or keys < 2 or not all(call.visibility.is_full for call in calls):
         return [_by_covariance(call) for call in calls]
-    found = _told_by(np.stack(told), np.stack([_row_means(call) for call in calls]), keys)
-    are_finite = np.isfinite(found.sum((1, 2, 3)))
+    with np.errstate(over="ignore", invalid="ignore"):  # what is past float32 is worked out otherwise
+        found = _told_by(np.stack(told), np.stack([_row_means(call) for call in calls]), keys)
+        are_finite = np.isfinite(found.sum((1, 2, 3)))
     return [
         torch.from_numpy(each) if is_finite else _by_covariance(call)
         for call, each, is_finite in zip(calls, found, are_finite, strict=True)
