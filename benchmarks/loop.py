@@ -1,18 +1,18 @@
-"""What watching and clipping cost in the loops that people run: `python benchmarks/loop.py --device cuda`
+"""What a Monitor and a QKClip cost in training loops: `python benchmarks/loop.py --device cuda`
 
-GPT-2-small's shape under bfloat16 autocast, 16 × 1,024 tokens, and a Llama of 12 layers of 1,024 with 16 query heads
-and 4 key heads in bfloat16, 8 × 2,048: each eager and compiled, in four loops:
+Each row of CASES is a model, its tokens, and whether it is compiled. Three loops of each are timed in turns, in one run:
 
-- plain, which everything is timed beside, in turns, in one run;
-- one with a Monitor: three steps of which the second is sampled, and what they take longer over a third of the plain
-  ones, so that what begins before a sampled step and ends after it counts. Steps between are timed as the call of
-  monitor.step() alone, since nothing is left in place there. The first sampled step of a compiled model runs
-  uncompiled, the second compiles; both come before the timing and are told apart;
-- one with a QKClip at every step, on a model whose scores are in range;
-- the same with a threshold so low that every head is looked at row by row, and clipped, at every step.
+- plain;
+- with a Monitor: every step sampled, and one step in ten;
+- with a QKClip after every step, on a model whose scores are in range.
 
-Peak memory is that of the step alone with what its own model holds. With `--curves`, 200 steps of each loop from one
-seed, and how far their losses part from the plain one's; `--curves QKClip` takes one of them.
+Every loop is timed twice: with a synchronisation after each step, where nothing that the host does can hide behind the
+GPU, and in groups of ten steps, as people run them. The host's own time is what a step takes to return before the
+synchronisation, with an idle GPU; what a loop adds to that is divided by the attention layers.
+
+The first sampled step runs uncompiled under the tracer and the second compiles the probes; both come before the
+timing, as does QKClip's first step. With `--curves`, 200 steps of each loop from one seed, and how far their losses
+part from those of the plain loop.
 """
 
 import argparse
@@ -21,109 +21,176 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from attnscale import Monitor, QKClip
 from attnscale.models import CausalTransformer
 
-EVERY, STEPS, CALLS = 50, 3, 10_000
-CURVES = ("plain again", "sampled", "QKClip")
+GROUP, EVERY, CALLS = 10, 50, 10_000
+LONG_STEP = 45.0  # ms; on longer steps the host is hidden behind the GPU
 LIMITS = {
-    "compiled, sampled": 1.05, "compiled, every 50th": 1.002, "eager, sampled": 1.03, "compiled, QKClip": 1.03,
-    "eager, QKClip": 1.04,
+    "every step": 1.25, "QKClip": 1.08, "every 50th": 1.01, "sample, host ms a layer": 0.4,
+    "QKClip, host ms a layer": 0.1, "memory, sampled": 1.01, "memory, QKClip": 1.01,
 }  # fmt: skip
+LIMITS_OF_LONG_STEPS = LIMITS | {"QKClip": 1.01}
 
 
-def gpt2(small: bool) -> tuple[torch.nn.Module, Callable, tuple[int, int], int]:
-    """A model, the loss of its tokens, batch and length, and the vocabulary."""
-    model = CausalTransformer(1024, 96, 2, 4) if small else CausalTransformer(50_257, 768, 12, 12)
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
 
-    def loss(run, tokens):
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            logits = run(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    return model, loss, (4, 128) if small else (16, 1024), 1024 if small else 50_257
-
-
-def llama(small: bool) -> tuple[torch.nn.Module, Callable, tuple[int, int], int]:
-    """The same, of Hugging Face."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = (
-        {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1024}
-        if small
-        else {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000}
-    )
-    heads = (
-        {"num_attention_heads": 4, "num_key_value_heads": 2}
-        if small
-        else {"num_attention_heads": 16, "num_key_value_heads": 4}
-    )
-    config = LlamaConfig(**shape, **heads, use_cache=False, attn_implementation="sdpa")
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-
-    def loss(run, tokens):
-        logits = run(input_ids=tokens[:, :-1]).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    return model, loss, (2, 128) if small else (8, 2048), shape["vocab_size"]
+    name: str
+    make: Callable[[str], nn.Module]  # of a size
+    compiled: bool
+    inputs: tuple[int, ...]  # batch and length, or the shape of images
+    dtype: torch.dtype = torch.bfloat16
+    autocast: bool = False
 
 
-MODELS = {"GPT-2 small": gpt2, "Llama 12 × 1,024": llama}
+def gpt2(size: str) -> nn.Module:
+    """GPT-2 small's shape."""
+    return CausalTransformer(1024, 96, 2, 4) if size == "small" else CausalTransformer(50_257, 768, 12, 12)
+
+
+def gpt_on_cpu(size: str) -> nn.Module:
+    """Six layers, for two cores."""
+    return CausalTransformer(1024, 96, 2, 4) if size == "small" else CausalTransformer(4096, 384, 6, 6)
+
+
+def hugging_face(name: str, **settings: object) -> Callable[[str], nn.Module]:
+    """A causal language model of Hugging Face, by the name of its config."""
+
+    def make(size: str) -> nn.Module:
+        import transformers
+
+        small = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024}
+        large = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+        if size == "small":
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        given = (small if size == "small" else large) | heads | settings | {"use_cache": False}
+        given |= {"head_dim": given["hidden_size"] // given["num_attention_heads"]} if "head_dim" in settings else {}
+        if size == "small":
+            given |= small
+            given |= {"head_dim": 24} if "head_dim" in settings else {}
+        config = getattr(transformers, f"{name}Config")(**given)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return make
+
+
+def vit(size: str) -> nn.Module:
+    """ViT-B/16."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**(shape if size == "small" else {}), num_labels=100))
+
+
+SDPA = {"attn_implementation": "sdpa"}
+LLAMA = hugging_face("Llama", **SDPA)
+CASES = [
+    Case("GPT-2 small, compiled, 16 × 1,024", gpt2, True, (16, 1024), torch.float32, autocast=True),
+    Case("GPT-2 small, eager, 16 × 1,024", gpt2, False, (16, 1024), torch.float32, autocast=True),
+    Case("Llama, compiled, 8 × 2,048", LLAMA, True, (8, 2048)),
+    Case("Llama, eager, 8 × 2,048", LLAMA, False, (8, 2048)),
+    Case("Llama, compiled, 4 × 1,024", LLAMA, True, (4, 1024)),
+    Case("Llama, eager, 8 × 1,024", LLAMA, False, (8, 1024)),
+    Case("Qwen3, compiled, 8 × 1,024", hugging_face("Qwen3", head_dim=64, **SDPA), True, (8, 1024)),
+    Case(
+        "Gemma-2, compiled, 8 × 1,024",
+        hugging_face(
+            "Gemma2", hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=12,
+            head_dim=64, sliding_window=512, attn_logit_softcapping=50.0, attn_implementation="eager",
+        ),  # fmt: skip
+        True,
+        (8, 1024),
+    ),
+    Case("GPT-NeoX, compiled, 8 × 1,024", hugging_face("GPTNeoX", **SDPA), True, (8, 1024)),
+    Case("ViT-B, eager, 64 images", vit, False, (64, 3, 224, 224)),
+]
+ON_CPU = [
+    Case("GPT of 6 layers, eager, 4 × 256", gpt_on_cpu, False, (4, 256), torch.float32),
+]
 
 
 class Loop:
     """A model in training, as anyone writes it."""
 
-    def __init__(self, make: Callable, given: argparse.Namespace, compiles: bool, **compiling: str) -> None:
+    def __init__(self, case: Case, given: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.device = given.device
-        gc.collect()  # what is left of a loop before must not be freed while this one is weighed
+        self.device, self._case = given.device, case
+        gc.collect()  # memory of an earlier loop must not be freed while this one is measured
         before = self._allocated()
-        self.model, self._loss, (batch, length), vocabulary = make(given.small)
-        self.model.to(self.device).train()
-        self.run = torch.compile(self.model, **compiling) if compiles else self.model
+        self.model = case.make("small" if given.small else "whole").to(self.device, case.dtype).train()
+        self.run = torch.compile(self.model) if case.compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=self.device == "cuda")
-        self.tokens = torch.randint(0, vocabulary, (batch, length + 1), device=self.device)
-        self.after: Callable = lambda: None
-        self.steps(1)
+        batch, *rest = case.inputs
+        if given.small:
+            batch, rest = 2, rest if len(rest) > 1 else [64]
+        if len(rest) == 1:
+            vocabulary = self.model.get_input_embeddings().num_embeddings if hasattr(self.model, "config") else 1024
+            self.inputs = torch.randint(0, vocabulary, (batch, rest[0] + 1), device=self.device)
+        else:
+            self.inputs = torch.randn(batch, *rest, device=self.device, dtype=case.dtype)
+        self.after: Callable[[], object] = lambda: None
         self.own = self._allocated() - before
 
-    def step(self) -> torch.Tensor:
+    def _loss(self) -> Tensor:
+        if self.inputs.is_floating_point():
+            return self.run(self.inputs).logits.float().square().mean()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self._case.autocast):
+            logits = self.run(self.inputs[:, :-1])
+        logits = logits if isinstance(logits, Tensor) else logits.logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), self.inputs[:, 1:].flatten())
+
+    def step(self) -> Tensor:
         """One step; its loss is not waited for."""
-        loss = self._loss(self.run, self.tokens)
+        loss = self._loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.after()
         return loss.detach()
 
-    def steps(self, count: int) -> float:
-        """Seconds that so many steps take."""
-        self._wait()
+    def timed_step(self) -> tuple[float, float]:
+        """Milliseconds of one step with a synchronisation behind it, and those of the host before that."""
+        self.wait()
         start = time.perf_counter()
-        for _ in range(count):
+        self.step()
+        host = time.perf_counter()
+        self.wait()
+        return 1e3 * (time.perf_counter() - start), 1e3 * (host - start)
+
+    def timed_group(self) -> float:
+        """Milliseconds of a step, in a group of ten."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(GROUP):
             self.step()
-        self._wait()
-        return time.perf_counter() - start
+        self.wait()
+        return 1e3 * (time.perf_counter() - start) / GROUP
 
     def peak(self) -> float:
         """Bytes at the height of one step, with what the model holds."""
         if self.device != "cuda":
-            self.steps(1)
+            self.step()
             return float("nan")
-        self._wait()
+        self.wait()
         before = self._allocated()
         torch.cuda.reset_peak_memory_stats()
-        self.steps(1)
+        self.step()
+        self.wait()
         return torch.cuda.max_memory_allocated() - before + self.own
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -132,85 +199,88 @@ class Loop:
 
 
 class Sampled:
-    """The second of three steps is sampled."""
+    """A loop with a Monitor that samples when told to."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.monitor = loop, Monitor(loop.model, every=EVERY)
+        self._loop, self.monitor = loop, Monitor(loop.model, every=EVERY)
         self.monitor.cancel()
 
-    def seconds(self) -> float:
-        """Of three steps."""
-        self.monitor.steps += EVERY - 1 - self.monitor.steps % EVERY  # the next is due
-        self.loop.after = self.monitor.step
+    def run(self, timed: Callable[[], object], every: int) -> object:
+        """Time the loop with one step in `every` sampled."""
+        self.monitor.every, self.monitor.steps = every, 0
+        self.monitor.begin()
+        self._loop.after = self.monitor.step
         try:
-            return self.loop.steps(STEPS)
+            return timed()
         finally:
-            self.loop.after = lambda: None
+            self._loop.after = lambda: None
+            self.monitor.cancel()
 
     def between(self) -> float:
-        """Seconds of monitor.step() where neither this step nor the next is sampled."""
+        """Milliseconds of monitor.step() where neither this step nor the next is sampled."""
+        self.monitor.every = EVERY
         start = time.perf_counter()
         for _ in range(CALLS):
             self.monitor.steps = 1
             self.monitor.step()
-        return (time.perf_counter() - start) / CALLS
+        return 1e3 * (time.perf_counter() - start) / CALLS
 
 
-def clipped(loop: Loop, threshold: float) -> QKClip:
-    """A QKClip after each step of a loop."""
-    clip = QKClip(loop.model, threshold)
-    loop.after = clip.step
-    loop.steps(4)  # the first is followed from outside, and everything with it
-    return clip
-
-
-def measure(name: str, compiles: bool, given: argparse.Namespace) -> dict[str, float]:
-    """All ratios of one model, eager or compiled."""
-    plain, in_range, over = (Loop(MODELS[name], given, compiles) for _ in range(3))
+def measure(case: Case, given: argparse.Namespace) -> dict[str, object]:
+    """All numbers of one row."""
+    plain, clipped = Loop(case, given), Loop(case, given)
+    plain.step()
     sampled = Sampled(plain)
-    first = [sampled.seconds() for _ in range(2)]
-    clips = [clipped(in_range, 100.0), clipped(over, 1e-3)]
-    found: dict[str, float] = {}
-    assert all(clip.is_inside for clip in clips), "the model is clipped from outside"
-    graphs = counters["stats"]["unique_graphs"]
-    ratios: dict[str, list[float]] = {"sampled": [], "QKClip": [], "QKClip, all over": []}
-    base: list[float] = []
+    clip = QKClip(clipped.model, 100.0)
+    clipped.after = clip.step
+    for _ in range(3):  # the first is traced, the second compiles
+        sampled.run(plain.step, every=1)
+        clipped.step()
+    assert getattr(clip, "is_probed", getattr(clip, "is_inside", None)), "QKClip fell back to the tracer"
+    layers, graphs = len(sampled.monitor.layers), counters["stats"]["unique_graphs"]
+    loops: dict[str, Callable[[Callable[[Loop], object]], object]] = {
+        "plain": lambda timed: timed(plain),
+        "every step": lambda timed: sampled.run(lambda: timed(plain), every=1),
+        "one step in ten": lambda timed: sampled.run(lambda: timed(plain), every=GROUP),
+        "QKClip": lambda timed: timed(clipped),
+    }
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    groups: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(given.rounds):
-        timed = [
-            ("plain", lambda: plain.steps(STEPS)), ("sampled", sampled.seconds),
-            ("QKClip", lambda: in_range.steps(STEPS)), ("QKClip, all over", lambda: over.steps(STEPS)),
-        ]  # fmt: skip
-        times = {kind: seconds() for kind, seconds in (timed if turn % 2 else reversed(timed))}
-        base.append(times["plain"] / STEPS)
-        ratios["sampled"].append(1 + STEPS * (times["sampled"] / times["plain"] - 1))
-        for kind in ("QKClip", "QKClip, all over"):
-            ratios[kind].append(times[kind] / times["plain"])
-    seconds = statistics.median(base)
-    found["plain, ms"] = 1e3 * seconds
-    for kind, each in ratios.items():
-        low, found[kind], high = statistics.quantiles(each, n=4)
-        found[f"{kind}, quartiles"] = [low, high]
-    between = sampled.between() / seconds
-    found["every 50th"] = 1 + ((EVERY - 1) * between + found["sampled"] - 1) / EVERY
-    found["graphs compiled meanwhile"] = counters["stats"]["unique_graphs"] - graphs
-    found["first sampled, second sampled, s"] = first
+        for name in loops if turn % 2 else reversed(loops):
+            if name != "one step in ten":
+                steps[name].append(loops[name](Loop.timed_step))
+            groups[name].append(loops[name](Loop.timed_group))
+    wall = {name: statistics.median(each[0] for each in times) for name, times in steps.items() if times}
+    host = {name: statistics.median(each[1] for each in times) for name, times in steps.items() if times}
+    group = {name: statistics.median(times) for name, times in groups.items()}
+    cost = GROUP * (group["one step in ten"] - group["plain"])
+    found: dict[str, object] = {
+        "plain, ms": group["plain"],
+        "plain, synchronised, ms": wall["plain"],
+        "every step": group["every step"] / group["plain"],
+        "every step, synchronised": wall["every step"] / wall["plain"],
+        "one sample in ten costs, ms": cost,
+        "every 50th": 1 + (cost + (EVERY - 1) * sampled.between()) / (EVERY * group["plain"]),
+        "QKClip": group["QKClip"] / group["plain"],
+        "QKClip, synchronised": wall["QKClip"] / wall["plain"],
+        "sample, host ms a layer": (host["every step"] - host["plain"]) / layers,
+        "QKClip, host ms a layer": (host["QKClip"] - host["plain"]) / layers,
+        "graphs compiled meanwhile": counters["stats"]["unique_graphs"] - graphs,
+    }
     peak = plain.peak()
-    sampled.monitor.steps = 0
-    sampled.monitor.begin()
-    found["memory, sampled"] = plain.peak() / peak
-    sampled.monitor.end()
-    found["memory, QKClip"], found["memory, QKClip, all over"] = in_range.peak() / peak, over.peak() / peak
+    found["memory, sampled"] = sampled.run(plain.peak, every=1) / peak
+    found["memory, QKClip"] = clipped.peak() / peak
     sampled.monitor.close()
-    for clip in clips:
-        clip.close()
+    clip.close()
     return found
 
 
-def curves(name: str, given: argparse.Namespace) -> dict[str, float]:
-    """How far the losses of 200 compiled steps part from those of the plain loop, at most."""
+def curves(case: Case, given: argparse.Namespace) -> dict[str, float]:
+    """How far the losses of 200 steps part from those of the plain loop, at most."""
     losses = {}
-    for kind in ("plain", *(given.curves or CURVES)):
-        loop = Loop(MODELS[name], given, compiles=True)
+    for kind in ("plain", "plain again", "sampled", "QKClip"):
+        loop = Loop(case, given)
         if kind == "sampled":
             loop.after = Monitor(loop.model, every=5).step
         elif kind == "QKClip":
@@ -221,32 +291,33 @@ def curves(name: str, given: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print and record what was measured, with the limits that are passed."""
+    """Print the rows, and what passes its limit."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments.add_argument("--small", action="store_true", help="shapes for a CPU")
-    arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    arguments.add_argument("--ways", nargs="*", choices=("eager", "compiled"), default=["eager", "compiled"])
-    arguments.add_argument("--curves", nargs="*", choices=CURVES, help="losses of 200 steps; of these loops, or of all")
+    arguments.add_argument("--small", action="store_true", help="tiny models, to try the script")
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument("--only", nargs="+", default=[""], help="rows whose names contain one of these")
+    arguments.add_argument("--curves", action="store_true", help="also compare the losses of 200 steps")
     arguments.add_argument("--out", type=Path, default=None)
     given = arguments.parse_args()
     torch.set_float32_matmul_precision("high")
-    recorded, over = {}, []
-    for name in given.models:
-        for way in given.ways:
-            found = measure(name, way == "compiled", given)
-            recorded[f"{name}, {way}"] = found
-            print(f"{name}, {way}", flush=True)
-            for kind, value in found.items():
-                shown = ", ".join(f"{each:.3f}" for each in value) if isinstance(value, list) else f"{value:.4f}"
-                print(f"  {kind}: {shown}", flush=True)
-                limit = LIMITS.get(f"{way}, {kind}", 1.01 if kind.startswith("memory") else None)
-                if limit is not None and value > limit:
-                    over.append(f"{name}, {way}, {kind}: {value:.4f} > {limit}")
-        if given.curves is not None:
-            recorded[f"{name}, losses of 200 compiled steps"] = found = curves(name, given)
-            print(f"{name}, losses of 200 compiled steps part from the plain ones by at most {found}", flush=True)
+    recorded: dict[str, object] = {}
+    over = []
+    for case in CASES if given.device == "cuda" or given.small else ON_CPU:
+        if not any(part in case.name for part in given.only):
+            continue
+        torch._dynamo.reset()
+        recorded[case.name] = found = measure(case, given)
+        print(case.name, flush=True)
+        limits = LIMITS if found["plain, ms"] < LONG_STEP else LIMITS_OF_LONG_STEPS
+        for kind, value in found.items():
+            limit = limits.get(kind)
+            print(f"  {kind}: {value:.4f}{'' if limit is None else f' (at most {limit})'}", flush=True)
+            if limit is not None and value > limit:
+                over.append(f"{case.name}, {kind}: {value:.4f} > {limit}")
+        if given.curves:
+            found["losses of 200 steps part by"] = parted = curves(case, given)
+            print(f"  losses of 200 steps part from the plain ones by at most {parted}", flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     print("Over the limit: " + ("; ".join(over) or "nothing"))
