@@ -12,7 +12,6 @@ from torch import nn
 from attnscale.errors import InputError
 from attnscale.torch_internals import can_watch
 from attnscale.watching.held import WHILE_WATCHING
-from attnscale.watching.pages import keep_pages
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import DEFAULT_ROWS, Settings
 from attnscale.watching.watcher import Watcher
@@ -44,7 +43,6 @@ def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
         raise InputError(f"Expected a torch.nn.Module to watch, got {type(model).__name__}.")
     if not can_watch():
         raise InputError("This version of torch lets nobody see the operations of a model: nothing can be watched.")
-    keep_pages(model)
     watcher = Watcher(model, settings)
     with ExitStack() as stack:
         for change in WHILE_WATCHING:
