@@ -6,7 +6,6 @@ operand does not hold are marked by a row of −1.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ Map = Callable[[Points], Points]
 Shape = tuple[int, ...]
 
 NOWHERE = -1
-MAPS = 1024  # that are remembered
 
 
 def unmoved(points: Points) -> Points:
@@ -25,31 +23,24 @@ def unmoved(points: Points) -> Points:
     return points
 
 
-# The layers of a model are mostly alike: a map is made once for all of them, and known to be the same by that.
-@lru_cache(maxsize=MAPS)
 def reshaped(source: Shape, result: Shape) -> Map:
     """A view, a flatten, an unsqueeze: elements keep their order."""
     sizes = np.maximum(np.array(source, dtype=np.int64), 1)
+    source_steps, result_steps = _steps(source), _steps(result)
 
     def back(points: Points) -> Points:
-        flat = points @ _steps(result)
-        return (flat[:, None] // _steps(source)) % sizes
+        flat = points @ result_steps
+        return (flat[:, None] // source_steps) % sizes
 
     return back
 
 
 def permuted(order: Sequence[int]) -> Map:
     """Dimension `order[k]` of the operand became dimension k."""
-    return _permuted(tuple(axis % len(order) for axis in order))
-
-
-@lru_cache(maxsize=MAPS)
-def _permuted(axes: tuple[int, ...]) -> Map:
-    inverse = np.argsort(np.array(axes, dtype=np.int64))
+    inverse = np.argsort(np.array([axis % len(order) for axis in order], dtype=np.int64))
     return lambda points: points[:, inverse]
 
 
-@lru_cache(maxsize=MAPS)
 def transposed(rank: int, first: int, second: int) -> Map:
     """Two dimensions changed places."""
     order = list(range(rank))
@@ -190,7 +181,6 @@ def grid(*sizes: int) -> Points:
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
 
 
-@lru_cache(maxsize=MAPS)
 def _steps(shape: Shape) -> NDArray[np.int64]:
     """How far apart neighbours along each dimension lie in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

@@ -1,6 +1,5 @@
 """Points of a tensor followed back: to the projection or the product they come from, and what was done on the way."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.tracing.coordinates import NOWHERE, Indices, Map, Points, broadcast
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, broadcast
 from attnscale.tracing.lineage import Node, Step
 from attnscale.tracing.roles import Scores
 
@@ -60,20 +59,6 @@ def follow(node: Node, points: Points, product: "Product | None" = None) -> list
         else:
             ends.append(trail)
     return ends
-
-
-def moves_behind(node: Node) -> tuple[tuple[Map, ...], Node]:
-    """What moved the elements of a node and did nothing else, the last first, and the node they were moved from.
-
-    Only maps that lose no point: of views and transpositions, whose results hold what their operands hold.
-    """
-    maps = list[Map]()
-    while len(node.steps) == 1 and (step := node.steps[0]).moves and step.back is not None:
-        if step.view is None or math.prod(step.parent.shape) != math.prod(node.shape):
-            break
-        maps.append(step.back)
-        node = step.parent
-    return tuple(maps), node
 
 
 def is_image_of(product: "Product", node: Node) -> bool:

@@ -1,7 +1,6 @@
 """Matrix products of the running model: projections, scores, and values mixed by weights."""
 
 import math
-from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
@@ -188,7 +187,6 @@ def _runs_over_heads(node: Node) -> bool:
     return bool(len(moves)) and int(moves[0]) < trails[0].points.shape[1] - 2
 
 
-@lru_cache
 def _zeroed(axis: int) -> Map:
     def back(points: Points) -> Points:
         points = points.copy()

@@ -1,49 +1,35 @@
 """How the queries and keys of a kernel came from their projections, told by the ends of every head."""
 
-from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.tracing.coordinates import Map, Points, grid
-from attnscale.tracing.following import Trail, Way, follow, moves_behind, way_along
+from attnscale.tracing.coordinates import Points, grid
+from attnscale.tracing.following import Trail, Way, follow, way_along
 from attnscale.tracing.lineage import Node
 from attnscale.watching.call import Factors
 
 
-@lru_cache
 def ends(heads: int, length: int) -> Points:
-    """The first feature of every head at the first and the last position, in turns."""
+    """Return the first feature of every head at the first and the last position, in turns."""
     points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
     points[1::2, 2] = length - 1
-    points.flags.writeable = False
     return points
 
 
-@lru_cache
 def ends_by_position(heads: int, length: int) -> Points:
-    """The same, of all heads at the first position, then at the last."""
-    points = np.concatenate([ends(heads, length)[0::2], ends(heads, length)[1::2]])
-    points.flags.writeable = False
-    return points
+    """Return the first feature of all heads at the first position, then of all heads at the last position."""
+    points = ends(heads, length)
+    return np.concatenate([points[0::2], points[1::2]])
 
 
 def trails_of(node: Node | None, tensor: Tensor) -> list[Trail]:
     """From those ends of queries, or keys, back to their projection; none where they cannot be followed."""
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return []
-    maps, beginning = moves_behind(node)
-    return follow(beginning, _ends_before(maps, tensor.shape[1], tensor.shape[2]))
-
-
-@lru_cache
-def _ends_before(maps: tuple[Map, ...], heads: int, length: int) -> Points:
-    """Where those ends were before they were moved: the same in all layers that are alike."""
-    points = reduce(lambda points, back: back(points), maps, ends(heads, length))
-    points.flags.writeable = False
-    return points
+    return follow(node, ends(tensor.shape[1], tensor.shape[2]))
 
 
 def way_of(trails: list[Trail], heads: int) -> tuple[Way, Factors]:
