@@ -61,9 +61,6 @@ _dispatch_mode = Internal(
 _without_modes = Internal(
     "torch.utils._python_dispatch", "_disable_current_modes", "a CausalBias that a watched model makes raises"
 )
-_without_function_modes = Internal(
-    "torch._C", "DisableTorchFunction", "a default device that is not the model's hides its attention from a watcher"
-)
 _modes_in_place = Internal("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "modes are not counted")
 _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes of sharded tensors are read as tensors")
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
@@ -160,11 +157,6 @@ def known_longest(tensor: Tensor) -> int | None:
 def without_modes() -> Any:
     """A context in which no mode sees what runs."""
     return _without_modes(otherwise=nullcontext())
-
-
-def without_function_modes() -> Any:
-    """A context in which torch's functions are what they are: no default device, no mode of a user's."""
-    return _without_function_modes(otherwise=nullcontext())
 
 
 def modes_in_place() -> int:

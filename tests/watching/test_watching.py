@@ -218,6 +218,12 @@ def test_a_model_that_did_not_run_is_an_error_that_says_so():
         pass
 
 
+def test_a_model_of_which_one_linear_layer_ran_has_run():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    with pytest.raises(AttnscaleError, match="saw none"), attnscale.watch(model):
+        model[0](torch.randn(2, 4))
+
+
 def test_the_error_of_the_model_comes_through():
     with pytest.raises(ZeroDivisionError), attnscale.watch(nn.Linear(1, 1)):
         raise ZeroDivisionError

@@ -1,7 +1,7 @@
 """What is known of every row without looking at its scores."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -24,22 +24,13 @@ def foreseen_variance(call: Call, lse: Tensor | None = None) -> Tensor:
     In a unit of its own: what tells rows apart, not what they are. Where a kernel left the lse of rows that see every
     key, σ² is that of Gaussian scores with this lse; else qᵀ Cov(k) q over keys spread evenly, before masks and caps.
     """
-    return foreseen_variances([call], [lse])[0]
-
-
-def foreseen_variances(calls: Sequence[Call], lses: Sequence[Tensor | None]) -> list[Tensor]:
-    """The same of several calls of one shape; those of which a kernel told are worked out at once."""
-    told = [lse.detach().numpy() for lse in lses if lse is not None]
-    keys = calls[0].key.shape[-2]
-    if len(told) < len(calls) or keys < 2 or not all(call.visibility.is_full for call in calls):
-        return [_by_covariance(call) for call in calls]
+    keys = call.key.shape[-2]
+    if lse is None or keys < 2 or not call.visibility.is_full:
+        return _by_covariance(call)
     with np.errstate(over="ignore", invalid="ignore"):  # what is past float32 is worked out otherwise
-        found = _told_by(np.stack(told), np.stack([_row_means(call) for call in calls]), keys)
-        are_finite = np.isfinite(found.sum((1, 2, 3)))
-    return [
-        torch.from_numpy(each) if is_finite else _by_covariance(call)
-        for call, each, is_finite in zip(calls, found, are_finite, strict=True)
-    ]
+        found = _told_by(lse.detach().numpy(), _row_means(call), keys)
+        is_finite = np.isfinite(found.sum())
+    return torch.from_numpy(found) if is_finite else _by_covariance(call)
 
 
 def _by_covariance(call: Call) -> Tensor:
@@ -82,11 +73,11 @@ def _row_means(call: Call) -> Rows:
 def _told_by(lse: Rows, means: Rows, keys: int) -> Rows:
     """Of n Gaussian scores lse − mean − ln n is σ²/2 up to the freezing point, ln n; past it lse − mean is σ √(2 ln n).
 
-    All are (calls, batch, heads, q_len); `means` are written over. Of few numbers torch is slower than numpy.
+    All are (batch, heads, q_len); `means` are written over. Of few numbers torch is slower than numpy.
 
     >>> scores = torch.randn(1, 1, 500, 64) @ torch.randn(1, 1, 500, 64).mT * 0.125
     >>> exact = scores.var(-1) + (scores.mean(-1) - scores.mean()) ** 2
-    >>> told = _told_by(scores.logsumexp(-1).numpy()[None], scores.mean(-1).numpy()[None], keys=500)
+    >>> told = _told_by(scores.logsumexp(-1).numpy(), scores.mean(-1).numpy(), keys=500)
     >>> bool(np.corrcoef(exact.ravel(), told.ravel())[0, 1] > 0.9)
     True
     """
@@ -98,6 +89,6 @@ def _told_by(lse: Rows, means: Rows, keys: int) -> Rows:
     within = np.maximum(above, 0.0, out=above)
     within *= 2.0
     within += frozen * (0.5 / logarithm)
-    means -= means.mean((1, 3), keepdims=True)
+    means -= means.mean((0, 2), keepdims=True)
     within += means * means
     return within

@@ -5,7 +5,7 @@ work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
@@ -47,25 +47,6 @@ def look_at_rows(
     return cache(partial(finished, _passed_over(call, positions, visible, cut, output), visible))
 
 
-def look_at_alike(calls: Sequence[Call], positions: Sequence[Tensor]) -> list[Callable[[], RowSums]]:
-    """The same of several calls of one shape, each of one batch entry, at as many rows: begun and finished as one."""
-    visible = [visible_rows(call, at) for call, at in zip(calls, positions, strict=True)]
-    cut = cut_of(calls[0], [(0, visible[0].shape[-1])])
-    sums = _empty_sums(calls[0], torch.Size((len(calls), *visible[0].shape[1:])), wide_dtype(calls[0].query))
-    for each, (call, at) in enumerate(zip(calls, positions, strict=True)):
-        share(Pass(call, at, cut.block, sums[:, each : each + 1], None).measure, cut.strips, cut.threads)
-    if past_float32(sums):
-        return [look_at_rows(call, at) for call, at in zip(calls, positions, strict=True)]
-    every = cache(partial(finished, sums, torch.cat(visible)))
-    return [cache(partial(_one_of, every, each)) for each in range(len(calls))]
-
-
-def _one_of(every: Callable[[], RowSums], index: int) -> RowSums:
-    """The rows of one call of several."""
-    rows = every()
-    return RowSums(**{each.name: getattr(rows, each.name)[index : index + 1] for each in fields(rows)})
-
-
 def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable[[], RowSums]:
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
@@ -91,14 +72,10 @@ def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut
 def _sums(
     call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    sums = _empty_sums(call, visible.shape, dtype)
+    make = torch.empty if call.key.shape[-2] else torch.zeros
+    sums = make(6, *visible.shape, dtype=dtype, device=call.query.device)
     share(Pass(call, positions, cut.block, sums, output).measure, cut.strips, cut.threads)
     return sums
-
-
-def _empty_sums(call: Call, rows: torch.Size, dtype: torch.dtype) -> Tensor:
-    make = torch.empty if call.key.shape[-2] else torch.zeros
-    return make(6, *rows, dtype=dtype, device=call.query.device)
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.again import WrittenAgain
-from attnscale.watching.written.alike import AlikeAxes
+from attnscale.watching.written.axes import find_axes
 from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.layout import known_written
 from attnscale.watching.written.origins import key_channels
@@ -36,7 +35,6 @@ class Reporter:
 
     def __init__(self, settings: Settings, running: Running, seen: Seen, recognition: Recognition) -> None:
         self._settings, self._running, self._seen, self._recognition = settings, running, seen, recognition
-        self._axes = AlikeAxes()
         self.softmaxes = 0  # of anything
         self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
 
@@ -44,10 +42,6 @@ class Reporter:
         """A kernel ran."""
         path = ".".join(filter(None, (self._running.stack[-1], call.inside)))
         line, depth = self._running.line_within(self._running.stack[-1]), self._running.depth(self._running.stack[-1])
-        rows = self._settings.rows_that_wait
-        if rows is not None and call.may_wait and not torch.is_grad_enabled():
-            self._seen.note_kernel(path, line, replace(call, value=None), rows, depth)
-            return call.softmax
         known_by = signature(call, self._running.stack[-1], line)
         self._recognition.looks_at_kernel()
         if self._recognition.only_known:
@@ -70,7 +64,7 @@ class Reporter:
         self._recognition.takes_softmax(self._running.stack[-1])
         axis %= max(scores.dim(), 1)
         product = node.role.of if isinstance(node.role, Scores) else None
-        call = None if product is None else written_call(self._axes.find(product, node, axis), scores)
+        call = None if product is None else written_call(find_axes(product, node, axis), scores)
         if product is None or call is None:
             if product is not None:  # others, as of a loss, are told of where they mix values
                 self._recognition.give_up()

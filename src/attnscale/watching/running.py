@@ -5,7 +5,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -72,26 +72,22 @@ class Running:
         begins: Callable[[str], bool] = lambda name: True,
         passed_over: Collection[str] = (),
         replaced: Callable[[], None] = lambda: None,
-        plain: Iterable[nn.Module] = (),
         only: Mapping[str, nn.Module] | None = None,
-        left: Callable[[], None] = lambda: None,
     ) -> None:
         """`named` are the modules of the model with their paths.
 
-        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode. Then
-        `left` is called.
+        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
 
-        Modules `passed_over` that hold no others are taken for a part of the one around them, and so are `plain` ones,
-        but that they are told to have run. `replaced` is called where the model turns out to hold a module that it did
-        not hold before. Where `only` some are to be told of, by their paths, the others run as if nobody looked.
+        Modules `passed_over` that hold no others are taken for a part of the one around them. `replaced` is called
+        where the model turns out to hold a module that it did not hold before. Where `only` some are to be told of, by
+        their paths, the others run as if nobody looked.
         """
-        self._root, self._left = type(model).__name__, left
+        self._root = type(model).__name__
         self._model, self._replaced = model, replaced
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): name for name, module in named if name not in passed_over or any(module.children())}
         others = (module for _, module in named if id(module) not in self._names)
         self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
-        self._plain = {id(module): module for module in plain}
         self._only = only
         self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
@@ -168,11 +164,9 @@ class Running:
             return
         self.stack.clear()
         self.began.clear()
-        self._plain.clear()
         self._exit()
         self._unhook()
-        # who is told holds this: both may go now
-        self._ran, self._meanwhile, self._left = lambda name, output: None, nullcontext(), lambda: None
+        self._ran, self._meanwhile = lambda name, output: None, nullcontext()  # who is told holds this: both may go now
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -223,9 +217,6 @@ class Running:
         if self._only is not None and not self.stack and self.is_here and not self._are_in_place():
             self._look_at_all()
         name = self._names.get(id(module))
-        if self.stack and name is not None and id(module) in self._plain and self.is_here:
-            self.called.add(name)
-            return
         if name is None and self.stack and not self._is_passed_over(module) and self.is_here:
             name = self._find(module)
         if name is None or self.is_over:
@@ -249,8 +240,6 @@ class Running:
         name = self._names.get(id(module))
         if name is None or not self.is_here or not self.stack:
             return
-        if id(module) in self._plain and self.stack[-1] != name:  # a part of what is around it
-            return
         if not self.is_over:
             self._ran(name, output)
         self.stack.pop()
@@ -264,4 +253,3 @@ class Running:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
-            self._left()

@@ -13,8 +13,6 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.watching.call import SeenCall
-from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.waiting import Waiting, WaitingKernels
 from attnscale.watching.known.known_model import KnownModel
 from attnscale.watching.known.waiting import WaitingCall
 from attnscale.watching.layer import Layer, Wiring
@@ -59,7 +57,6 @@ class Seen:
         self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
-        self.kernels = WaitingKernels()  # that ran and are not noted yet
         self._unmeasured: list[tuple[str, WaitingCall]] = []
         self._waiting: list[WaitingCall] = []  # those of them that hold on to tensors
         self.left_out: list[str] = []  # calls that could not be measured, and why
@@ -67,14 +64,9 @@ class Seen:
 
     def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
-        self.kernels.measure()  # which ran before
         site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
-
-    def note_kernel(self, path: str, line: Line, kernel: KernelCall, rows: int, depth: int = 0) -> None:
-        """Add one call of a kernel when it has been measured, together with others."""
-        self.kernels.add(Waiting(path, kernel, rows, lambda call: self.note(path, line, call, depth)))
 
     def note_later(self, path: str, line: Line, call: WaitingCall, depth: int = 0) -> None:
         """Add one call that is not measured yet; where many wait, the first are measured now."""
@@ -86,9 +78,6 @@ class Seen:
 
     def settle(self) -> None:
         """Measure what was not measured yet, and leave out what cannot be."""
-        self.kernels.measure()
-        self.left_out += self.kernels.failures
-        self.kernels.failures.clear()
         for path, call in self._unmeasured:
             call.measure()
             if call.failure is not None:
@@ -105,7 +94,6 @@ class Seen:
     @property
     def calls(self) -> int:
         """Attention calls seen."""
-        self.kernels.measure()
         return sum(len(calls) for calls in self._sites.values())
 
     @property

@@ -44,8 +44,3 @@ class Settings:
     def learns(self) -> bool:
         """Whether to learn what a later watcher may know the model by: in training it is watched again and again."""
         return self.training or self.known is not None
-
-    @property
-    def rows_that_wait(self) -> int | None:
-        """How many rows are sampled of a call that may be measured after it ran; None: none may."""
-        return None if self.learns or self.keep or self.seed is not None else self.rows

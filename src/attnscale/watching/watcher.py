@@ -19,7 +19,6 @@ from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
 from attnscale.watching.parameter_names import ParameterNames
-from attnscale.watching.plain_modules import plain_modules
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
 from attnscale.watching.running import Running, named_modules
@@ -56,9 +55,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             self.recognition.begins,
             passed_over=passed_over,
             replaced=self.recognition.forget,
-            plain=() if settings.training else plain_modules(modules, self.norms.built),
             only=known.told_by(modules) if known is not None and settings.reads_graph else None,
-            left=self._left,
         )
         unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
         declare = partial(declared if known is None else known.declared, model)
@@ -71,8 +68,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
-        if traits.is_mutable:
-            self.seen.kernels.measure()  # perhaps of what is written to
         if self.recognition.only_known and not traits.may_attend:
             return func(*args, **kwargs)
         if in_backward() or not self.running.stack or self.running.is_over:
@@ -153,9 +148,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 self.recognition.ran_whole(name, output, began)
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
-
-    def _left(self) -> None:
-        self.seen.kernels.measure()
 
     def _failed(self, what: Any, error: Exception) -> None:
         self.failures.append(f"{what}: {type(error).__name__}: {error}")

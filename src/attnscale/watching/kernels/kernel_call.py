@@ -24,7 +24,7 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kernels.keeping import kept_of
-from attnscale.watching.kernels.norms import before, projected_norm, some_of
+from attnscale.watching.kernels.norms import projected_norm, some_of
 from attnscale.watching.kernels.ways import by_entry, ends_by_position, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
@@ -61,8 +61,8 @@ class KernelCall:
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
-    def seen(self, rows: int | None, keep: bool, measured: "Measured | None" = None) -> SeenCall:
-        """Everything that is reported of this call; `measured` where that was done before."""
+    def seen(self, rows: int | None, keep: bool) -> SeenCall:
+        """Everything that is reported of this call."""
         heads, head_dim = self.query.shape[1], unpadded(self.query, self.query_node)
         query_trails = trails_of(self.query_node, self.query)
         (query_way, by_end), (key_way, _) = way_of(query_trails, heads), self._key_way
@@ -74,8 +74,8 @@ class KernelCall:
             found_by_entry = by_entry(self.query_node, None if call.padding is None else call.padding.cpu().numpy())
             of_query, query_way = found_by_entry.factors, query_way._replace(factor=found_by_entry.mean)
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
-        found = call._plain(rows, measured) if self.score_mod is None else call.modified(self.score_mod, rows)
-        query_norm, key_norm = self._norms((of_query, key_way.factor), found, measured, every=rows is None)
+        found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
+        query_norm, key_norm = self._norms((of_query, key_way.factor), found, every=rows is None)
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return SeenCall(
             kind=self.kind,
@@ -113,15 +113,10 @@ class KernelCall:
             softmax=self.softmax,
         )
 
-    def _norms(
-        self, factors: tuple[Factors, Factors], found: "Found", measured: "Measured | None", every: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _norms(self, factors: tuple[Factors, Factors], found: "Found", every: bool) -> tuple[Tensor, Tensor]:
         """Of queries and of the key that each of their heads has, before these factors."""
-        if measured is not None:
-            query, key = map(before, (measured.query_length, measured.key_length), factors)
-        else:
-            query = projected_norm(self.query, factors[0], found.padding, every)
-            key = projected_norm(self.key, factors[1], found.hidden_keys, every)
+        query = projected_norm(self.query, factors[0], found.padding, every)
+        key = projected_norm(self.key, factors[1], found.hidden_keys, every)
         return query, key if self.group == 1 else key.repeat_interleave(self.group)
 
     def _is_told_by(self, *ways: Way) -> bool:
@@ -129,18 +124,8 @@ class KernelCall:
         return all(way.constant for way in ways)
 
     @property
-    def may_wait(self) -> bool:
-        """Whether it can be measured after it ran: where a core's caches count, and nothing is asked of anyone."""
-        return self.query.device.type == "cpu" and self.score_mod is None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether positions alone say what a row sees, and nothing changes its scores."""
-        return self.visibility.is_plain and self.hidden is None and self.score_mod is None and self.softcap is None
-
-    @property
     def memory(self) -> dict[int, int]:
-        """Bytes that it holds on to, by the address where they lie; several tensors may lie in one place."""
+        """Bytes of memory that the call keeps alive, by storage address; several tensors may share one storage."""
         tensors = (self.query, self.key, self.value, self.visibility.mask, *(self.visibility.documents or ()))
         stores = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
         return {store.data_ptr(): store.nbytes() for store in stores}
@@ -205,11 +190,10 @@ class KernelCall:
         with torch.no_grad(), without_autocast(self.query):
             return stats_of(self.scored, rows, self.lse)
 
-    def _plain(self, rows: int | None, measured: "Measured | None" = None) -> "Found":
-        stats = self.stats(rows) if measured is None else measured.stats
+    def _plain(self, rows: int | None) -> "Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
         bias = highest_added(self.visibility.bias)
-        return Found(stats, self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
+        return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     @cached_property
     def _key_trails(self) -> list[Trail]:
@@ -284,14 +268,6 @@ class KernelCall:
             hidden,
             padding,
         )
-
-
-class Measured(NamedTuple):
-    """What takes a pass over scores or vectors."""
-
-    stats: ScoreStats
-    query_length: Tensor  # root mean square, a value a head
-    key_length: Tensor
 
 
 class Found(NamedTuple):
