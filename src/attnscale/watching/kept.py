@@ -1,19 +1,27 @@
 """Kept: a call as a whole, so that other scales can be tried on what it really did."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, grid
-from attnscale.tracing.following import follow
+from attnscale.tracing.following import Way, follow
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.roles import Softmax, Weights
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.written.axes import Axes
+from attnscale.watching.written.operands import Operands
+
+if TYPE_CHECKING:
+    from attnscale.watching.call import Factors
+    from attnscale.watching.kernels.kernel_call import KernelCall
+    from attnscale.watching.written.written_call import WrittenCall
 
 ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was added to them
 
@@ -41,6 +49,71 @@ class Kept:
         added = seen.added(slice(0, scores.shape[-2]), slice(0, scores.shape[-1]), scores)
         scores = scores if added is None else scores + added.reshape(-1, *added.shape[-2:])[0]
         return scores.softmax(-1).nan_to_num(0.0)
+
+
+def keep_kernel_call(call: "KernelCall", scales: "Factors", ways: tuple[Way, Way], softcap: float | None) -> Kept:
+    """Keep all of a kernel call.
+
+    `scales` multiply the queries and keys as they left their projections; `ways` lead there.
+    """
+    query_factor, key_factor = (np.abs(way.factor) for way in ways)
+    seen = _visibility(call, scales / (query_factor * np.repeat(key_factor, call.group)), softcap)
+    return Kept(
+        call.query.detach() / _by_head(query_factor, call.query),
+        call.key.detach() / _by_head(key_factor, call.key),
+        torch.from_numpy(scales),
+        seen if call.padding is None else seen.without_rows(call.padding),
+        softcap,
+        None if call.value is None else call.value.detach(),
+    )
+
+
+def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None) -> Visibility:
+    """Return what is added to the scores: as the arguments of the kernel say, or as the user's function does."""
+    if call.score_mod is None:
+        seen = call.visibility.with_infinite_mask()
+        return seen if seen.mask is None else replace(seen, mask=seen.mask[(None,) * (4 - seen.mask.dim())])
+    every = torch.arange(call.query.shape[-2])
+    plain = call.scores(every)
+    predicted = plain * _by_head(multiplier / call.scale, plain)
+    predicted = predicted if softcap is None else softcap * torch.tanh(predicted / softcap)
+    return added_to(predicted, *call.score_mod(plain, every))
+
+
+def keep_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | None) -> Kept | None:
+    """Keep all of a call: its visibility holds what its scores have beyond scales · q·k, so that both are exact together.
+
+    None where its softmax runs over more than the keys of a query, or sinks stand among them.
+    """
+    axes, every = call.axes, torch.arange(call.axes.length)
+    if axes.over_pairs or sum(_sinks(axes)) != int((axes.columns == NOWHERE).sum()):
+        return None
+    whole = Operands.of(axes, axes.groups.ravel(), every.numpy())
+    query, key = (
+        vectors.unflatten(0, axes.groups.shape) / _by_head(np.abs(way.factor).mean(1), vectors)
+        for vectors, way in zip((whole.queries(), whole.keys()), call.ways, strict=True)
+    )
+    key = F.pad(key, (0, 0, *_sinks(axes))) if _sinks(axes) != (0, 0) else key
+    predicted = query @ key.mT * _by_head(scales.numpy(), query)
+    predicted = predicted if call.softcap is None else call.softcap * torch.tanh(predicted / call.softcap)
+    scores, visible = call.rows_at(every)
+    seen = added_to(predicted, scores, visible)
+    seen = seen if padding is None else seen.without_rows(padding)
+    return Kept(query, key, scales, seen, call.softcap)
+
+
+def keep_values(axes: Axes, kept: Kept, softmax: Softmax, weights: Node, values: Tensor, side: int) -> None:
+    """Keep the values that the weights of a call met."""
+    found = values_met(axes, softmax, weights, values, side)
+    if found is not None and found.shape[-2] < len(axes.columns):
+        found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
+    kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found
+
+
+def _sinks(axes: Axes) -> tuple[int, int]:
+    """Return how many scores that are no key's stand before the keys, and how many behind them."""
+    shown = np.flatnonzero(axes.columns != NOWHERE)
+    return int(shown[0]), int(len(axes.columns) - 1 - shown[-1])
 
 
 def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visibility:
@@ -76,3 +149,7 @@ def values_met(axes: Axes, softmax: Softmax, weights: Node, values: Tensor, side
         place[other] = points[trail.index, 0]
     found = place[axes.groups]
     return None if (found == NOWHERE).any() else values.detach()[found]
+
+
+def _by_head(factor: "Factors", like: Tensor) -> Tensor:
+    return torch.from_numpy(factor).to(like)[:, None, None]

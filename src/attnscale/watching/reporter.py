@@ -14,6 +14,7 @@ from attnscale.tracing.operations.softmaxes import OF_SDPA, PLAIN
 from attnscale.tracing.roles import Scores, Softmax
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import of_kernel
+from attnscale.watching.kept import keep_values
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.known.known_model import signature
 from attnscale.watching.known.recognition import Recognition, Runs
@@ -23,9 +24,8 @@ from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.again import WrittenAgain
 from attnscale.watching.written.axes import find_axes
-from attnscale.watching.written.keeping import keep_values
 from attnscale.watching.written.layout import known_written
-from attnscale.watching.written.origins import key_channels
+from attnscale.watching.written.operands import key_channels
 from attnscale.watching.written.sdpa import factors_before, own_factors
 from attnscale.watching.written.written_call import WrittenCall, written_call
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
+from attnscale.watching.written.axes import Axes
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -66,6 +67,39 @@ class Rows:
     @property
     def _block(self) -> int:
         return max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """Scores as a model wrote them, in the shape of its axes."""
+
+    axes: Axes
+    scores: Tensor
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The scores of these rows, (batch, heads, rows, keys)."""
+        chosen = self._last.index_select(-2, positions.to(self.scores.device))
+        return self._by_head(chosen.reshape(-1, *chosen.shape[-2:]))
+
+    def highest(self) -> Tensor:
+        """The largest there is, a value a head."""
+        return self._by_head(self._last.amax((-2, -1)).reshape(-1)).amax(0).double()
+
+    @cached_property
+    def _last(self) -> Tensor:
+        """A view of them: (…other axes…, queries, keys)."""
+        axes = self.axes
+        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
+        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
+        view = self.scores.permute(*single, *moving)
+        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
+
+    def _by_head(self, each: Tensor) -> Tensor:
+        """What there is of each combination of the other axes, (batch, heads, …); a view where they are in order."""
+        groups = self.axes.groups
+        if groups.size == len(each) and (np.diff(groups.ravel()) == 1).all():
+            return each.view(*groups.shape, *each.shape[1:])
+        return each[torch.from_numpy(groups).to(each.device)]
 
 
 def _joined(parts: list[RowSums]) -> RowSums:

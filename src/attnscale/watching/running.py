@@ -1,27 +1,30 @@
 """Where in the model an operation happens: the modules that are running, and the line of code."""
 
+import dis
 import os
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from attnscale.torch_internals import called_module, calls_compiled, recorded_operations, refuses_breaks
-from attnscale.watching.hooks import hook_all, hook_some
-from attnscale.watching.loops import is_in_loop
 
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
+Enter = Callable[[nn.Module, Any], None]
+Leave = Callable[[nn.Module, Any, Any], None]
 LIBRARIES = (
     *(str(OWN / file) for file in ("operator.py", "numerics.py")),
     *(
@@ -253,3 +256,58 @@ class Running:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
+
+
+def hook_all(enter: Enter, leave: Leave) -> list[RemovableHandle]:
+    """Register global hooks: a module with hooks of its own would leave torch's fast path."""
+    return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+
+
+def hook_some(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> list[RemovableHandle]:
+    """Register hooks on these modules, before all their others: no other module is then called the slow way."""
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(Hook(enter), prepend=True))
+        handles.append(module.register_forward_hook(Hook(leave), prepend=True, always_call=True))
+    return handles
+
+
+class Hook:
+    """Hook of one module; the copy or the pickle of that module gets a hook that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Take what torch gives a hook."""
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return Hook, (nothing,)
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing: the hook of a copied module."""
+
+
+def is_in_loop(frame: FrameType) -> bool:
+    """Return True if the line that a frame is at is inside a loop of its function.
+
+    Where a graph ends in a loop, Dynamo leaves the whole function uncompiled for good.
+
+    >>> import sys
+    >>> [is_in_loop(sys._getframe()), *(is_in_loop(sys._getframe()) for _ in range(1))]
+    [False, True]
+    """
+    return any(first <= frame.f_lasti <= last for first, last in _loops(frame.f_code))
+
+
+@cache
+def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Return the first and the last offset of each loop: a jump back ends a loop."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    return tuple(
+        (each.argval, each.offset)
+        for each in dis.get_instructions(code)
+        if each.opcode in jumps and each.argval <= each.offset
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from attnscale.tracing.lineage import Ledger
-from attnscale.watching.kernels import fast_path, flash, flex, sdpa, varlen
+from attnscale.watching.kernels import fast_path, flash, flex, sdpa
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 __all__ = ["KernelCall", "is_kernel", "kernel_calls"]
@@ -20,9 +20,9 @@ READERS: dict[str, Reader] = {
     "aten::_transformer_encoder_layer_fwd": fast_path.encoder_layer,
     "flash_attn::_flash_attn_forward": flash.flash,
     "flash_attn::_flash_attn_varlen_forward": flash.flash_varlen,
-    "torch_attn::_varlen_attn": varlen.varlen,
-    "aten::_flash_attention_forward": varlen.varlen,
-    "aten::_efficient_attention_forward": varlen.efficient,
+    "torch_attn::_varlen_attn": flash.varlen,
+    "aten::_flash_attention_forward": flash.varlen,
+    "aten::_efficient_attention_forward": flash.efficient,
     "flex_attention": flex.flex,
 }
 # Of operations that have no schema to tell the names of their arguments.

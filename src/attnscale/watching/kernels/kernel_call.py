@@ -23,7 +23,7 @@ from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
-from attnscale.watching.kernels.keeping import kept_of
+from attnscale.watching.kept import keep_kernel_call
 from attnscale.watching.kernels.norms import projected_norm, some_of
 from attnscale.watching.kernels.ways import by_entry, ends_by_position, trails_of, unpadded, way_of
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
@@ -100,7 +100,9 @@ class KernelCall:
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
-            kept=kept_of(call, found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None,
+            kept=keep_kernel_call(call, found.multiplier * factor, (query_way, key_way), found.softcap)
+            if keep
+            else None,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,

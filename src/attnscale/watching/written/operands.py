@@ -8,9 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype
-from attnscale.tracing.coordinates import NOWHERE, Indices
-from attnscale.tracing.following import Way, way
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points
+from attnscale.tracing.following import Way, channels, way
+from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin
+from attnscale.tracing.product import Product
 from attnscale.watching.written.axes import Arrival, Axes, arrive
 
 
@@ -88,6 +90,23 @@ class Operands:
         whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))
         whole[..., torch.from_numpy(self.axes.columns != NOWHERE)] = scores
         return whole
+
+
+def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
+    """Return the channel that made the key of each point of a softmax's input; empty where a point leads elsewhere."""
+    arrival = arrive(node, points, product)
+    found: list[tuple[object, ...]] = [()] * len(points)
+    at = arrival.at[arrival.found]
+    at[:, -2] = 0
+    for index, key in zip(np.flatnonzero(arrival.found), channels(product.right_node, at), strict=True):
+        found[index] = key
+    return found
+
+
+def channels_of(product: Product) -> list[tuple[object, ...]]:
+    """Return the channels that the first query and the first key of a product come from."""
+    nodes = (product.left_node, product.right_node)
+    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
 
 
 def _taken(tensor: Tensor, axis: int, index: Indices) -> Tensor:

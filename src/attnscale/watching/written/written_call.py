@@ -23,14 +23,12 @@ from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths, of_product
 from attnscale.watching.hiding import hidden_by, hiding_gap, is_bias
-from attnscale.watching.rows import Rows, looks_causal, spread_positions
+from attnscale.watching.kept import keep_written_call
+from attnscale.watching.rows import Rows, ScoreRows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
 from attnscale.watching.written.axes import Axes, arrive
-from attnscale.watching.written.keeping import kept_of
 from attnscale.watching.written.legibility import Fit, fit, inert_fill, reading_of
-from attnscale.watching.written.operands import Operands
-from attnscale.watching.written.origins import channels_of
-from attnscale.watching.written.score_rows import ScoreRows
+from attnscale.watching.written.operands import Operands, channels_of
 
 PROBED_ROWS = 4
 NORMED_ROWS = 64
@@ -95,7 +93,7 @@ class WrittenCall:
         query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
         fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
         scales = self.scales(fitted)
-        kept = kept_of(self, scales, padding) if keep and not self._parts else None
+        kept = keep_written_call(self, scales, padding) if keep and not self._parts else None
         return SeenCall(
             kind="eager",
             heads=self.heads,
