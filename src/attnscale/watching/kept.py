@@ -81,7 +81,7 @@ def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None
 
 
 def keep_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | None) -> Kept | None:
-    """Keep all of a call: its visibility holds what its scores have beyond scales · q·k, so that both are exact together.
+    """Keep all of a call; its visibility holds what its scores have beyond scales · q·k.
 
     None where its softmax runs over more than the keys of a query, or sinks stand among them.
     """

@@ -76,6 +76,7 @@ class KernelCall:
         factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         query_norm, key_norm = self._norms((of_query, key_way.factor), found, every=rows is None)
+        kept = keep_kernel_call(call, found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return SeenCall(
             kind=self.kind,
@@ -100,9 +101,7 @@ class KernelCall:
             biased=found.bias is not None,
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
-            kept=keep_kernel_call(call, found.multiplier * factor, (query_way, key_way), found.softcap)
-            if keep
-            else None,
+            kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
