@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.train.record import LayerRecord
-from attnscale.train.tally import ROWS, Tally, unpack
+from attnscale.train.tally import ROWS, Tally
 
 
 def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
@@ -20,8 +20,8 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     """
     if not layers:
         return {}
-    heads = [len(tally.pooled.mean) for tally in layers.values()]
-    whole = unpack(torch.cat([tally.pack() for tally in layers.values()]))
+    heads = [len(tally.packed) for tally in layers.values()]
+    whole = Tally(torch.cat([tally.packed for tally in layers.values()]))
     stats, rows = whole.stats, whole.pooled.sums[:, ROWS]
     scale, query_norm, key_norm = (whole.weighted / torch.where(rows > 0, rows, torch.nan)[:, None]).unbind(-1)
     query_norm, key_norm = query_norm.sqrt(), key_norm.sqrt()
