@@ -53,8 +53,13 @@ class LayerRecord:
         """
         largest = self.numbers.get("max", ())
         above = self.numbers.get("max_above_mean", largest)
-        seen = [(min(pair), head) for head, pair in enumerate(zip(largest, above, strict=True)) if pair[0] == pair[0]]
-        return max(seen, key=lambda found: found[0], default=(math.nan, 0))
+        seen = [
+            (over if over < score else score, -head)
+            for head, (score, over) in enumerate(zip(largest, above, strict=True))
+            if score == score
+        ]
+        felt, head = max(seen, default=(math.nan, 0))
+        return felt, -head
 
     def whole(self, name: str) -> float:
         """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""
