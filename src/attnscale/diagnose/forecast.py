@@ -142,9 +142,10 @@ def outlooks(steps: Sequence[float], series: Sequence[Sequence[float]]) -> list[
     moved = deviation(moves - middle(np.sort(moves))[:, None])
     spacing = float(middle(np.sort((x[1:] - x[:-1])[-LATEST:])))
     last, seen, reach = float(x[-1]), float(x[-1] - x[-LATEST:][0]), spacing * min(len(x) // 2, FARTHEST)
+    numbers = np.stack([y[:, -1], line.level, line.rate, line.noise, moved], -1)
     found: list[Outlook | None] = []
-    for now, level, rate, *noises in np.stack([y[:, -1], line.level, line.rate, line.noise, moved], -1).tolist():
-        scatter = math.sqrt(LEAST_SCATTER**2 + sum(noise**2 for noise in noises) / 2) * (1 + FEW / len(x))
-        level = min(max(now, level - scatter), level + scatter)
+    for latest, on_line, rate, noise, move in numbers.tolist():
+        scatter = math.sqrt(LEAST_SCATTER**2 + (noise**2 + move**2) / 2) * (1 + FEW / len(x))
+        level = min(max(latest, on_line - scatter), on_line + scatter)
         found.append(Outlook(last, level, rate, scatter, spacing, seen, reach))
     return found

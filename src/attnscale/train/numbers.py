@@ -10,7 +10,7 @@ from attnscale.measure.pooled import SUMS, Known, Pooled
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats
 from attnscale.train.record import LayerRecord
-from attnscale.train.tally import ROWS, Tally
+from attnscale.train.tally import ADDED, POOLED, ROWS, WEIGHTED, Tally
 
 NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
 DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
@@ -28,9 +28,10 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     pooled = _finished(whole.pooled)
     stats, rows = ScoreStats(len(whole.packed), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
     has_rows = rows > 0
-    scale, query_square, key_square = (whole.weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
+    weighted, added = whole.packed[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
+    scale, query_square, key_square = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
     query_norm, key_norm = query_square.sqrt(), key_square.sqrt()
-    query_gradient, key_gradient = (whole.added[:, :2].sqrt() / whole.added[:, 2:]).unbind(-1)
+    query_gradient, key_gradient = (added[:, :2].sqrt() / added[:, 2:]).unbind(-1)
     size = (stats.variance + stats.mean.square()).sqrt()
     of_layer = {
         "scale": scale,

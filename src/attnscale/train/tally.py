@@ -51,16 +51,6 @@ class Tally:
         """The rows of every head in one."""
         return _unpack_pooled(self.packed[:, : len(POOLED_NUMBERS)], self.packed[:, len(POOLED_NUMBERS) : POOLED])
 
-    @property
-    def weighted(self) -> Tensor:
-        """Sums over rows of what WEIGHTED names, (heads, 3)."""
-        return self.packed[:, POOLED : POOLED + len(WEIGHTED)]
-
-    @property
-    def added(self) -> Tensor:
-        """Sums over ranks of what ADDED names, (heads, 3)."""
-        return self.packed[:, POOLED + len(WEIGHTED) :]
-
     def __add__(self, other: "Tally") -> "Tally":
         pooled = _columns([merged([self.pooled, other.pooled])])
         rest = self.packed[:, POOLED:] + other.packed[:, POOLED:]

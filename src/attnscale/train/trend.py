@@ -69,13 +69,7 @@ def latest(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def append(kept: list[Sample], sample: Sample) -> None:
-    """Add a sample to what latest() gave.
-
-    >>> kept = latest([Sample(0, 1.0, 9.0), Sample(5, 2.0, 9.0), Sample(10, 3.0, 9.0)])
-    >>> append(kept, Sample(5, 4.0, 9.0))
-    >>> [(sample.step, sample.largest) for sample in kept]
-    [(0, 1.0), (5, 4.0)]
-    """
+    """Add a sample to what latest() gave."""
     while kept and kept[-1].step >= sample.step:
         kept.pop()
     kept.append(sample)
