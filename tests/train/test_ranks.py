@@ -108,8 +108,8 @@ def test_merging_all_layers_at_once_is_merging_them_one_by_one():
     assert list(at_once) == names
     for key, found in at_once.items():
         one_by_one = parts[0][key] + parts[1][key] + parts[2][key]
-        torch.testing.assert_close(found.pack(), one_by_one.pack(), equal_nan=True)
-        torch.testing.assert_close(from_bytes(to_bytes(at_once))[key].pack(), found.pack(), equal_nan=True)
+        torch.testing.assert_close(found.packed, one_by_one.packed, equal_nan=True)
+        torch.testing.assert_close(from_bytes(to_bytes(at_once))[key].packed, found.packed, equal_nan=True)
 
 
 def test_errors_of_ranks_are_those_of_all_their_rows():

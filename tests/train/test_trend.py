@@ -40,6 +40,14 @@ def test_a_monitor_and_its_log_tell_the_same_growth(name):
     assert run.growth == history.growth("layer") is not None
 
 
+def test_what_softmax_feels_is_told_by_the_first_of_the_heads_that_have_a_score():
+    numbers = {"max": [math.nan, 3.0, 5.0, 5.0, 7.0], "max_above_mean": [1.0, 9.0, 4.0, math.nan, 5.0]}
+    assert LayerRecord(7, numbers).felt == (5.0, 3)
+    largest, head = LayerRecord(7, {"max": [float("nan"), math.nan]}).felt
+    assert math.isnan(largest)
+    assert head == 0
+
+
 def test_growth_is_that_of_the_latest_samples_alone():
     samples = [Sample(step, value, 2 * value) for step, value in RUNS["more than the window"]]
     assert len(latest(samples)) == WINDOW
@@ -68,6 +76,23 @@ def test_a_log_forecasts_what_the_monitor_would_warn_of_unless_a_soft_cap_stops_
         told = [alarm.message for alarm in alarms if "will pass 1,000" in alarm.message]
         assert bool(told) == (crossing is not None)
         assert all("; if this goes on, it will pass 1,000 about step" in message for message in told)
+
+
+def test_layers_raise_together_the_alarms_that_each_raises_alone():
+    runs = {
+        "grows": dict(growing(range(0, 290, 10), rate=0.018)),
+        "grows faster": dict(growing(range(0, 290, 10), rate=0.025)),
+        "seen later": dict(growing(range(50, 290, 10), rate=0.019)),
+        "is no number at first": {0: math.nan} | dict(growing(range(10, 290, 10), rate=0.018)),
+        "stays": dict.fromkeys(range(0, 290, 10), 7.0),
+    }
+    together, alone, expected = History(Thresholds()), {name: History(Thresholds()) for name in runs}, 0
+    for step in range(0, 290, 10):
+        seen = {name: layer(run[step]) for name, run in runs.items() if step in run}
+        apart = [alarm for name in seen for alarm in alone[name].add(step, {name: seen[name]})]
+        assert together.add(step, seen) == apart
+        expected += len(apart)
+    assert expected > len(runs)
 
 
 def test_of_a_trend_only_what_is_asked_for_is_worked_out(monkeypatch):

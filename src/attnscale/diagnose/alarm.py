@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.diagnose.forecast import Ceiling, Crossing, Outlook, forecast
 from attnscale.diagnose.scores import DEAD_GAIN, EXPLODING, threshold_reached
@@ -19,6 +20,7 @@ from attnscale.plain import readable
 ENTROPY_FLOOR = 0.05
 HARMFUL = 1e3  # forecasts are alarms from the threshold on at which losses deteriorate
 WORSE = 1.25  # times where a trained model began: less is no change
+MOVED = 0.1  # of a logarithm: a factor that grew by less is not what moved
 LAPSED = 2.0  # times a threshold or a floor: an alarm stands until its number is as far on the other side
 FLOORS = {
     "entropy_ratio": "of ln n is the mean entropy of its rows",
@@ -54,13 +56,30 @@ class Vital:
     entropy_ratio: float
     gradient_gain: float
     broken_heads: int  # with scores that are NaN or infinite
-    cause: str = ""  # a sentence: which factor moved
     ceiling: Ceiling = field(default_factory=Ceiling)
     error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled
-    moved: str = ""  # the factor that grew most since the beginning: `multiplier`, `norms`, `alignment`
+    change: Callable[[], Change | None] = lambda: None  # of the factors of its scores since it was first seen
     began: Began | None = None  # of a trained model
     clips: bool = False  # QK-Clip is at work on it
     largest: float = math.nan  # the score itself, where softmax feels less of it
+
+    @property
+    def cause(self) -> str:
+        """A sentence: which factor moved."""
+        change = self.change()
+        return "" if change is None or not math.isfinite(change.total) else f"Since it was first seen: {change}."
+
+    @property
+    def moved(self) -> str:
+        """The factor that grew most since the beginning: `multiplier`, `norms`, `alignment`; empty where none did."""
+        change = self.change()
+        if change is None:
+            return ""
+        grown = {
+            "multiplier": change.multiplier, "norms": change.query_norm + change.key_norm, "alignment": change.alignment
+        }  # fmt: skip
+        name = max(grown, key=lambda factor: grown[factor] if math.isfinite(grown[factor]) else -math.inf)
+        return name if grown[name] > MOVED else ""
 
     @property
     def told(self) -> str:

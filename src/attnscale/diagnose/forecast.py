@@ -121,15 +121,31 @@ def outlook(steps: Sequence[float], values: Sequence[float]) -> Outlook | None:
     >>> round(found.passes(100).step), found.passes(1000)
     (1347, None)
     """
-    x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    usable = np.isfinite(y) & (y > 0)
-    x, y = x[usable], np.log(y[usable])
+    return outlooks(steps, [values])[0]
+
+
+def outlooks(steps: Sequence[float], series: Sequence[Sequence[float]]) -> list[Outlook | None]:
+    """The outlook of each of several series over the same steps, in as many array operations as one takes."""
+    x = np.asarray(steps, dtype=np.float64)
+    values = np.asarray(series, dtype=np.float64).reshape(len(series), len(x))
+    usable = np.isfinite(values) & (values > 0)
+    if not usable.all():
+        if len(values) > 1:  # series that lack samples have steps of their own
+            lacking = [not own.all() for own in usable]
+            whole = iter(outlooks(steps, [each for each, lacks in zip(series, lacking, strict=True) if not lacks]))
+            return [outlook(steps, each) if lacks else next(whole) for each, lacks in zip(series, lacking, strict=True)]
+        x, values = x[usable[0]], values[:, usable[0]]
     if len(set(x.tolist())) < LEAST_SAMPLES:
-        return None
-    line, spacing = robust_line(x[-LATEST:], y[-LATEST:]), middle(np.sort((x[1:] - x[:-1])[-LATEST:]))
-    moves = y[1:] - y[:-1]
-    moved = deviation(moves - middle(np.sort(moves)))
-    scatter = math.sqrt(LEAST_SCATTER**2 + (line.noise**2 + moved**2) / 2) * (1 + FEW / len(x))
-    last, seen = float(x[-1]), float(x[-1] - x[-LATEST:][0])
-    level = min(max(float(y[-1]), line.level - scatter), line.level + scatter)
-    return Outlook(last, level, line.rate, scatter, spacing, seen, spacing * min(len(x) // 2, FARTHEST))
+        return [None] * len(values)
+    y = np.log(values)
+    line, moves = robust_line(x[-LATEST:], y[:, -LATEST:]), y[:, 1:] - y[:, :-1]
+    moved = deviation(moves - middle(np.sort(moves))[:, None])
+    spacing = float(middle(np.sort((x[1:] - x[:-1])[-LATEST:])))
+    last, seen, reach = float(x[-1]), float(x[-1] - x[-LATEST:][0]), spacing * min(len(x) // 2, FARTHEST)
+    numbers = np.stack([y[:, -1], line.level, line.rate, line.noise, moved], -1)
+    found: list[Outlook | None] = []
+    for latest, on_line, rate, noise, move in numbers.tolist():
+        scatter = math.sqrt(LEAST_SCATTER**2 + (noise**2 + move**2) / 2) * (1 + FEW / len(x))
+        level = min(max(latest, on_line - scatter), on_line + scatter)
+        found.append(Outlook(last, level, rate, scatter, spacing, seen, reach))
+    return found

@@ -66,50 +66,51 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
     line = robust_line(x, y)
     low, high = _interval(line.slopes, len(x), _inflation(line.residuals))
     lately = line.rate if len(x) <= LATEST else robust_line(x[-LATEST:], y[-LATEST:]).rate
-    last = float(x[-1])
-    return Growth(last, line.level, line.noise, line.rate, low, high, len(x), last - float(x[0]), lately)
+    level, noise, rate, last = float(line.level), float(line.noise), float(line.rate), float(x[-1])
+    return Growth(last, level, noise, rate, low, high, len(x), last - float(x[0]), float(lately))
 
 
 @dataclass(frozen=True)
 class Line:
     """A line that wild samples do not move."""
 
-    rate: float
-    level: float  # at the last sample
+    rate: NDArray[np.float64]
+    level: NDArray[np.float64]  # at the last sample
     residuals: NDArray[np.float64]
     slopes: NDArray[np.float64]  # of all pairs, in order
 
     @property
-    def noise(self) -> float:
+    def noise(self) -> NDArray[np.float64]:
         """Standard deviation about it, by the median."""
         return deviation(self.residuals)
 
 
 def robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> Line:
-    """The line of Theil and Sen through some points."""
+    """The line of Theil and Sen through some points; one for each series where `y` is (series, samples)."""
     slopes = _slopes(x, y)
     rate = middle(slopes)
-    offsets = y - rate * (x - x[-1])
+    offsets = y - rate[..., None] * (x - x[-1])
     level = middle(np.sort(offsets))
-    return Line(rate, level, offsets - level, slopes)
+    return Line(rate, level, offsets - level[..., None], slopes)
 
 
-def deviation(residuals: NDArray[np.float64]) -> float:
+def deviation(residuals: NDArray[np.float64]) -> NDArray[np.float64]:
     """Standard deviation about zero, by the median."""
     return MAD_TO_STD * middle(np.sort(np.abs(residuals)))
 
 
-def middle(ordered: NDArray[np.float64]) -> float:
-    """The median of what is in order; np.median takes longer than all else here."""
-    half = len(ordered) // 2
-    return float(ordered[half]) if len(ordered) % 2 else float(ordered[half - 1] + ordered[half]) / 2
+def middle(ordered: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The median of what is in order along the last axis; np.median takes longer than all else here."""
+    half, is_odd = divmod(ordered.shape[-1], 2)
+    found: NDArray[np.float64] = ordered[..., half]
+    return found if is_odd else (ordered[..., half - 1] + found) / 2
 
 
 def _slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     first, second = _pairs(len(x))
-    run, rise = x[second] - x[first], y[second] - y[first]
+    run, rise = x[second] - x[first], y[..., second] - y[..., first]
     if not run.all():
-        run, rise = run[run != 0], rise[run != 0]
+        run, rise = run[run != 0], rise[..., run != 0]
     slopes: NDArray[np.float64] = np.sort(rise / run)
     return slopes
 

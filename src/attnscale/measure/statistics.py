@@ -74,7 +74,7 @@ class Statistic:
 
     def over_heads(self, values: Iterable[float]) -> float:
         """The number of the layer, from those of its heads; NaN where none is known."""
-        known = [value for value in values if not math.isnan(value)]
+        known = [value for value in values if value == value]  # not NaN
         if not known:
             return math.nan
         return max(known) if self.heads == "max" else sum(known) / (len(known) if self.heads == "mean" else 1)

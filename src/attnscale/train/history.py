@@ -17,10 +17,9 @@ from attnscale.diagnose.maturity import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
-from attnscale.train.trend import Sample, latest, trend
+from attnscale.train.trend import Sample, aheads, append, trend
 
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
-MOVED = 0.1  # of a logarithm: a factor that grew by less is not what moved
 
 
 class History:
@@ -50,16 +49,18 @@ class History:
         """
         new = []
         for name, layer in layers.items():
-            self._series[name] = latest([*self._series.get(name, ()), Sample.of(step, layer)])
+            append(self._series.setdefault(name, []), Sample.of(step, layer))
+        trends = {name: trend(self._series[name], layer.softcap) for name, layer in layers.items()}
+        outlooks = aheads(trends)
+        for name, layer in layers.items():
             if name not in self._began and self.trained:
                 self._baseline[name] = Began(layer.felt[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain"))
             if not all(map(math.isfinite, self._began.get(name, [math.nan]))):  # of a call that was not followed
                 self._began[name] = _factors(layer)
-            found = trend(self._series[name], layer.softcap)
-            vital = self._vital(name, layer, found.ceiling, seen.get(name))
+            ahead, vital = outlooks[name], self._vital(name, layer, trends[name].ceiling, seen.get(name))
             before = {reason for place, reason in self._standing if place == name}
-            after = {reason for reason in before if stands(reason, vital, found.ahead, self.limits)}
-            for alarm in raised(vital, found.ahead, self.limits):
+            after = {reason for reason in before if stands(reason, vital, ahead, self.limits)}
+            for alarm in raised(vital, ahead, self.limits):
                 new += [] if before.issuperset(alarm.reasons) else [alarm.finding]
                 after.update(alarm.reasons)
             self._standing = {entry for entry in self._standing if entry[0] != name}
@@ -90,7 +91,6 @@ class History:
 
     def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: ScoreStats | None) -> Vital:
         largest, head = layer.felt
-        change = Change(*(now - then for now, then in zip(_factors(layer), self._began[name], strict=True)))
         return Vital(
             name,
             largest,
@@ -98,23 +98,17 @@ class History:
             layer.whole("entropy_ratio"),
             layer.whole("gradient_gain"),
             layer.broken,
-            "" if not math.isfinite(change.total) else f"Since it was first seen: {change}.",
             ceiling,
             partial(_error, seen),
-            _moved(change),
+            partial(_change, self._began[name], layer),
             self._baseline.get(name),
             layer.clipped is not None,
             layer.numbers["max"][head],
         )
 
 
-def _moved(change: Change) -> str:
-    """The factor that grew most, where one did."""
-    grown = {
-        "multiplier": change.multiplier, "norms": change.query_norm + change.key_norm, "alignment": change.alignment
-    }  # fmt: skip
-    name = max(grown, key=lambda factor: grown[factor] if math.isfinite(grown[factor]) else -math.inf)
-    return name if grown[name] > MOVED else ""
+def _change(began: list[float], layer: LayerRecord) -> Change:
+    return Change(*(now - then for now, then in zip(_factors(layer), began, strict=True)))
 
 
 def _sample(step: float, largest: float, bound: float = math.nan, lowered: float = 1.0) -> Sample:

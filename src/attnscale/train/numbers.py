@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from attnscale.measure.statistics import STATISTICS, logged
+from attnscale.measure.pooled import SUMS, Known, Pooled
+from attnscale.measure.statistics import logged
+from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats
 from attnscale.train.record import LayerRecord
-from attnscale.train.tally import ROWS, Tally, unpack
+from attnscale.train.tally import ADDED, POOLED, ROWS, WEIGHTED, Tally
+
+NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
+DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
 
 def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
@@ -20,44 +24,50 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     """
     if not layers:
         return {}
-    heads = [len(tally.pooled.mean) for tally in layers.values()]
-    whole = unpack(torch.cat([tally.pack() for tally in layers.values()]))
-    stats, rows = whole.stats, whole.pooled.sums[:, ROWS]
-    scale, query_norm, key_norm = (whole.weighted / torch.where(rows > 0, rows, torch.nan)[:, None]).unbind(-1)
-    query_norm, key_norm = query_norm.sqrt(), key_norm.sqrt()
-    gradients, ranks = whole.added[:, :2].sqrt(), whole.added[:, 2]
+    whole = Tally(torch.cat([tally.packed for tally in layers.values()]))
+    pooled = _finished(whole.pooled)
+    stats, rows = ScoreStats(len(whole.packed), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
+    has_rows = rows > 0
+    weighted, added = whole.packed[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
+    scale, query_square, key_square = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
+    query_norm, key_norm = query_square.sqrt(), key_square.sqrt()
+    query_gradient, key_gradient = (added[:, :2].sqrt() / added[:, 2:]).unbind(-1)
     size = (stats.variance + stats.mean.square()).sqrt()
     of_layer = {
         "scale": scale,
         "query_norm": query_norm,
         "key_norm": key_norm,
         "alignment": size / (scale * query_norm * key_norm).clamp(min=1e-300),
-        "query_gradient": gradients[:, 0] / ranks,
-        "key_gradient": gradients[:, 1] / ranks,
+        "query_gradient": query_gradient,
+        "key_gradient": key_gradient,
     }
-    broken: list[bool] = ((rows > 0) & ~torch.isfinite(stats.std)).tolist()
-    looked_at: list[int] = whole.pooled.rows.tolist()
-    of_head = {name: of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in logged().items()}
-    values = torch.where(rows > 0, torch.stack(list(of_head.values())), torch.nan).tolist()
-    lists = dict(zip(of_head, values, strict=True))
-    places = [slice(end - own, end) for own, end in zip(heads, accumulate(heads), strict=True)]
-    return {
-        layer: LayerRecord(sum(looked_at[at]), _known(lists, at), sum(broken[at]), keys=_mean(keys))
-        for layer, at, keys in zip(layers, places, stats.keys.split(heads), strict=True)
-    }
+    names = logged()
+    optional = [name for name, entry in names.items() if entry.may_be_unknown]
+    of_head = [of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in names.items()]
+    keys, *values = torch.where(has_rows, torch.stack([stats.keys, *of_head]), torch.nan).numpy().tolist()
+    looked_at, broken = torch.stack([pooled.rows, has_rows & ~torch.isfinite(stats.std)]).tolist()
+    found, end = dict[str, LayerRecord](), 0
+    for layer, tally in layers.items():
+        at = slice(end, end := end + len(tally.packed))
+        numbers = {name: every[at] for name, every in zip(names, values, strict=True)}
+        for name in optional:
+            if all(map(math.isnan, numbers[name])):
+                del numbers[name]
+        found[layer] = LayerRecord(sum(looked_at[at]), numbers, sum(broken[at]), keys=_mean(keys[at]))
+    return found
 
 
-def _known(lists: Mapping[str, list[float]], at: slice) -> dict[str, list[float]]:
-    """Of the heads of one layer; what may be unknown, as gradients may, only where a head has it."""
-    values = {name: every[at] for name, every in lists.items()}
-    return {name: found for name, found in values.items() if not STATISTICS[name].may_be_unknown or _any(found)}
+def _finished(pooled: Pooled) -> Pooled:
+    """The same with all statistics divided at once: one by one takes several times as many operations."""
+    sums = pooled.sums.mT.contiguous()
+    above, below = sums.index_select(0, NUMERATORS), sums.index_select(0, DENOMINATORS)
+    ratios = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
+    roots = {name: ratios[square].sqrt() for name, square in ROOT_OF.items()}
+    mean = torch.where(sums[SUMS.index("scores")] > 0, pooled.mean, torch.nan)
+    return replace(pooled, finished=ratios | roots | {"mean": mean})
 
 
-def _mean(keys: Tensor) -> float | None:
+def _mean(keys: list[float]) -> float | None:
     """Over the heads that have rows."""
-    mean = float(keys.nanmean())
-    return mean if math.isfinite(mean) else None
-
-
-def _any(values: list[float]) -> bool:
-    return not all(map(math.isnan, values))
+    known = [own for own in keys if math.isfinite(own)]
+    return math.fsum(known) / len(known) if known else None

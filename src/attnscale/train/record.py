@@ -53,8 +53,9 @@ class LayerRecord:
         """
         largest = self.numbers.get("max", ())
         above = self.numbers.get("max_above_mean", largest)
-        seen = [(min(pair), head) for head, pair in enumerate(zip(largest, above, strict=True)) if pair[0] == pair[0]]
-        return max(seen, key=lambda found: found[0], default=(math.nan, 0))
+        felt = list(map(min, largest, above))  # NaN where the score is
+        highest = max((value for value in felt if value == value), default=math.nan)
+        return highest, felt.index(highest) if highest == highest else 0
 
     def whole(self, name: str) -> float:
         """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""

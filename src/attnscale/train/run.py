@@ -1,7 +1,6 @@
 """Run: a log as a whole. How every layer began, where it is, how fast it grows, and where that leads."""
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from attnscale.errors import InputError
 from attnscale.measure.statistics import logged
 from attnscale.plain import plain
 from attnscale.train.record import LayerRecord, Record
-from attnscale.train.trend import WINDOW, Sample, trend
+from attnscale.train.trend import Sample, append, trend
 
 
 @dataclass(frozen=True)
@@ -149,23 +148,21 @@ class _Following:
 
     def __init__(self) -> None:
         self._first_max: float | None = None
-        self._samples: deque[Sample] = deque(maxlen=WINDOW)
+        self._samples: list[Sample] = []
         self._highest = math.nan
         self._last = LayerRecord(0, {})
 
     def add(self, step: int, layer: LayerRecord) -> None:
         largest = layer.whole("max")
         self._first_max = largest if self._first_max is None else self._first_max
-        while self._samples and self._samples[-1].step >= step:
-            self._samples.pop()
-        self._samples.append(Sample.of(step, layer))
+        append(self._samples, Sample.of(step, layer))
         self._highest = max(largest, self._highest) if self._highest == self._highest else largest
         self._last = layer
 
     def concluded(self, name: str) -> LayerRun:
         assert self._first_max is not None  # it was seen
         last_max, felt = self._last.whole("max"), self._samples[-1].largest
-        found = trend(list(self._samples), self._last.softcap)
+        found = trend(self._samples, self._last.softcap)
         numbers = {number: self._last.whole(number) for number in logged() if number in self._last.numbers}
         crossing = forecast(found.ahead, found.ceiling, next_threshold(felt, self._last.clipped is not None))
         return LayerRun(

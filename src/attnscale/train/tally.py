@@ -15,14 +15,15 @@ from torch import Tensor
 
 from attnscale.measure.pool import pooled_together, tables_of
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.pooled import SUMS, Known, Pooled, merged
+from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats, errors_of, is_near, summed
 from attnscale.watching.layer import Layer
 
 WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares
 ADDED = ("query_gradient", "key_gradient", "ranks")
-WIDTH = len(POOLED_NUMBERS) + len(SUMS) + len(WEIGHTED) + len(ADDED)
+POOLED = len(POOLED_NUMBERS) + len(SUMS)
+WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
 
 
@@ -31,11 +32,9 @@ Key = tuple[str, int, int]  # layer, part (of its heads, where ranks share them 
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over the rows of one layer, (heads, …) in float64."""
+    """Sums over the rows of one layer, all those of a head in one row: (heads, WIDTH) in float64."""
 
-    pooled: Pooled
-    weighted: Tensor
-    added: Tensor
+    packed: Tensor
     errors: Tensor | None = None  # what merged_errors tells; None where a rank does not know it
 
     @classmethod
@@ -43,31 +42,29 @@ class Tally:
         """Rows that were pooled, with the multiplier, ‖q‖² and ‖k‖² of their heads, and the squares of gradients."""
         rows = pooled.sums[:, ROWS]
         nothing = torch.full_like(rows, math.nan)
-        return cls(
-            pooled,
-            torch.stack([torch.where(rows > 0, column.double() * rows, 0.0) for column in columns], dim=-1),
-            torch.stack([nothing if each is None else each for each in gradients] + [torch.ones_like(rows)], dim=-1),
-        )
+        weighted = [torch.where(rows > 0, column.double() * rows, 0.0) for column in columns]
+        added = [nothing if each is None else each for each in gradients] + [torch.ones_like(rows)]
+        return cls(torch.cat([_columns([pooled]), torch.stack(weighted + added, dim=-1)], dim=-1))
+
+    @property
+    def pooled(self) -> Pooled:
+        """The rows of every head in one."""
+        return _unpack_pooled(self.packed[:, : len(POOLED_NUMBERS)], self.packed[:, len(POOLED_NUMBERS) : POOLED])
 
     def __add__(self, other: "Tally") -> "Tally":
-        pooled, weighted, added = merged([self.pooled, other.pooled]), self.weighted + other.weighted, self.added
-        return Tally(pooled, weighted, added + other.added, summed([self.errors, other.errors]))
+        pooled = _columns([merged([self.pooled, other.pooled])])
+        rest = self.packed[:, POOLED:] + other.packed[:, POOLED:]
+        return Tally(torch.cat([pooled, rest], dim=-1), summed([self.errors, other.errors]))
 
     def beside(self, other: "Tally") -> "Tally":
         """These heads and then the other's: how tensor-parallel ranks, each with heads of its own, become one."""
         known = [each for each in (self.errors, other.errors) if each is not None]
-        errors = torch.cat(known) if len(known) == 2 else None
-        return replace(unpack(torch.cat([self.pack(), other.pack()])), errors=errors)
-
-    def pack(self) -> Tensor:
-        """Everything of every head but its errors in one row, (heads, WIDTH)."""
-        numbers = [getattr(self.pooled, name).double() for name in POOLED_NUMBERS]
-        return torch.cat([torch.stack(numbers, dim=-1), self.pooled.sums, self.weighted, self.added], dim=-1)
+        return Tally(torch.cat([self.packed, other.packed]), torch.cat(known) if len(known) == 2 else None)
 
     @property
     def stats(self) -> ScoreStats:
         """The statistics over all ranks."""
-        return MergedStats(len(self.pooled.mean), exact=False, pool=Known(self.pooled), errors=self.errors)
+        return MergedStats(len(self.packed), exact=False, pool=lambda: self.pooled, errors=self.errors)
 
 
 Tallies = dict[Key, Tally]
@@ -117,7 +114,7 @@ class Arriving:
         )
         scales = torch.cat([scales.double().cpu() for scales in self._scales]).abs()
         together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
-        return dict(zip(self._keys, map(unpack, together.pack().split(heads)), strict=True))
+        return dict(zip(self._keys, map(Tally, together.packed.split(heads)), strict=True))
 
 
 def _pooled_columns(many: Sequence[ScoreStats]) -> Iterator[tuple[list[int], Tensor]]:
@@ -130,7 +127,7 @@ def _pooled_columns(many: Sequence[ScoreStats]) -> Iterator[tuple[list[int], Ten
         if tables is None:
             yield here, _columns([pooled[index] for index in here])
         else:
-            yield here, torch.cat([tables[index].columns for index in here])[:, : len(POOLED_NUMBERS) + len(SUMS)]
+            yield here, torch.cat([tables[index].columns for index in here])[:, :POOLED]
 
 
 def _columns(pooled: Sequence[Pooled]) -> Tensor:
@@ -152,12 +149,6 @@ def _known(norm: Tensor | None, layer: Layer, like: Tensor) -> Tensor:
     return like.new_full((layer.heads,), math.nan) if norm is None else norm.to(like.device)
 
 
-def unpack(packed: Tensor) -> Tally:
-    """What pack() gave."""
-    numbers, sums, weighted, added = packed.split([len(POOLED_NUMBERS), len(SUMS), len(WEIGHTED), len(ADDED)], dim=-1)
-    return Tally(_unpack_pooled(numbers, sums), weighted, added)
-
-
 def _unpack_pooled(numbers: Tensor, sums: Tensor) -> Pooled:
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, above, sums, None)
@@ -169,8 +160,8 @@ def merge(parts: Iterable[Tallies]) -> Tallies:
     keys = list(seen[0])
     if keys and all(list(part) == keys for part in seen):  # as ranks mostly do: all heads of all layers at once
         heads = [heads for _, _, heads in keys]
-        total = reduce(lambda a, b: a + b, (unpack(_packed(part)) for part in seen))
-        of_layers = zip(keys, map(unpack, total.pack().split(heads)), strict=True)
+        total = reduce(lambda a, b: a + b, (Tally(_packed(part)) for part in seen))
+        of_layers = zip(keys, map(Tally, total.packed.split(heads)), strict=True)
         return {key: replace(tally, errors=summed([part[key].errors for part in seen])) for key, tally in of_layers}
     found: dict[Key, list[Tally]] = {}
     for part in seen:
@@ -180,7 +171,7 @@ def merge(parts: Iterable[Tallies]) -> Tallies:
 
 
 def _packed(tallies: Tallies) -> Tensor:
-    return torch.cat([tally.pack() for tally in tallies.values()]) if tallies else torch.zeros(0, WIDTH)
+    return torch.cat([tally.packed for tally in tallies.values()]) if tallies else torch.zeros(0, WIDTH)
 
 
 def whole_layers(tallies: Tallies) -> dict[str, Tally]:
@@ -209,7 +200,7 @@ def from_bytes(payload: bytes) -> Tallies:
     numbers = torch.frombuffer(bytearray(body), dtype=torch.float64)
     sizes = [heads * WIDTH for _, _, heads in keys] + [heads * ERRORS for (*_, heads), has in keys.items() if has]
     parts = iter(numbers.split(sizes))
-    found = {key: unpack(part.view(-1, WIDTH)) for key, part in zip(keys, parts, strict=False)}
+    found = {key: Tally(part.view(-1, WIDTH)) for key, part in zip(keys, parts, strict=False)}
     return {
         key: replace(tally, errors=next(parts).view(-1, ERRORS)) if keys[key] else tally for key, tally in found.items()
     }

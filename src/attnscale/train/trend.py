@@ -4,16 +4,16 @@ Growth is what the optimiser does. What QK-Clip took off since is taken off earl
 that is clipped back to its threshold again and again is seen to grow, and is not forecast to pass what holds it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from operator import mul
+from typing import NamedTuple
 
-from attnscale.diagnose.forecast import Ceiling, Outlook, outlook
+from attnscale.diagnose.forecast import Ceiling, Outlook, outlook, outlooks
 from attnscale.diagnose.growth import Growth, growth
 from attnscale.train.record import LayerRecord
 
-Entry = TypeVar("Entry")
 WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
 
 
@@ -62,29 +62,40 @@ class Trend:
 
 def latest(samples: Iterable[Sample]) -> list[Sample]:
     """The last of them in order of steps; those that a resumed run repeats are taken from it."""
-    return without_repeats(samples, lambda sample: sample.step)[-WINDOW:]
-
-
-def without_repeats(entries: Iterable[Entry], step: Callable[[Entry], int]) -> list[Entry]:
-    """In order of steps: those that a resumed run repeats are taken from it.
-
-    >>> without_repeats([(0, "a"), (5, "b"), (10, "c"), (5, "d")], lambda entry: entry[0])
-    [(0, 'a'), (5, 'd')]
-    """
-    kept: list[Entry] = []
-    for entry in entries:
-        while kept and step(kept[-1]) >= step(entry):
-            kept.pop()
-        kept.append(entry)
+    kept: list[Sample] = []
+    for sample in samples:
+        append(kept, sample)
     return kept
+
+
+def append(kept: list[Sample], sample: Sample) -> None:
+    """Add a sample to what latest() gave."""
+    while kept and kept[-1].step >= sample.step:
+        kept.pop()
+    kept.append(sample)
+    del kept[:-WINDOW]
 
 
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     """The trend of what latest() gave, under the soft-cap of the layer."""
-    steps, lowered = [sample.step for sample in samples], _lowered_since(samples)
-    largest = [sample.largest * factor for sample, factor in zip(samples, lowered, strict=True)]
-    bounds = [sample.bound * factor for sample, factor in zip(samples, lowered, strict=True)]
+    steps, largest, bounds, lowered = zip(*samples, strict=True) if samples else ((), (), (), ())
+    if set(lowered) <= {1.0}:  # nothing was clipped, as in most runs
+        return Trend(steps, largest, bounds, softcap, is_clipped=False)
+    since = _lowered_since(samples)
+    largest, bounds = (tuple(map(mul, values, since)) for values in (largest, bounds))
     return Trend(steps, largest, bounds, softcap, is_held(samples))
+
+
+def aheads(trends: Mapping[str, Trend]) -> dict[str, Outlook | None]:
+    """The `ahead` of each layer, worked out at once for layers that were sampled at the same steps."""
+    alike: dict[Sequence[int], list[str]] = {}
+    for name, found in trends.items():
+        if not found.is_clipped:
+            alike.setdefault(found.steps, []).append(name)
+    told: dict[str, Outlook | None] = dict.fromkeys(trends)
+    for steps, names in alike.items():
+        told |= zip(names, outlooks(steps, [trends[name].largest for name in names]), strict=True)
+    return told
 
 
 def is_held(samples: Sequence[Sample]) -> bool:
