@@ -13,8 +13,8 @@ from tests.test_rooms import ROOMS
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src/attnscale"
-READING = (ROOT / "docs/reading-the-code.md").read_text(encoding="utf-8")
-TREE = READING.split("src/attnscale/\n")[1].split("```")[0]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+TREE = ARCHITECTURE.split("src/attnscale/\n")[1].split("```")[0]
 PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks|training)/[\w./-]*|[\w-]+/[\w./-]*\.(?:py|md)")
 HOMES = (ROOT, SRC, ROOT / "docs")  # that a path may be told from
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

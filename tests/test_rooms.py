@@ -16,7 +16,7 @@ SRC = Path(attnscale.__file__).parent
 # A room imports only what stands before it.
 ROOMS = (
     "plain", "errors", "extras", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules",
-    "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "inside",
+    "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "probes",
     "diagnose", "acting", "train", "models", "loading", "checking", "comparing", "bench", "lab", "claims", "show",
     "cli",
 )  # fmt: skip

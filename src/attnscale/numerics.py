@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ParamSpec, TypeVar
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Given = ParamSpec("Given")
@@ -55,3 +58,17 @@ def lengths(vectors: Tensor) -> Tensor:
     if found.device.type == "cpu" and not is_surely_finite(found) and bool(found.isinf().any()):
         found = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
     return found
+
+
+def constant_on(device: torch.device, array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor on a device, copied there once: a training run asks for the same ones at every step.
+
+    Nothing may be written to it.
+    """
+    return _constant_on(device, array.dtype.str, array.shape, array.tobytes())
+
+
+@lru_cache(maxsize=512)
+def _constant_on(device: torch.device, dtype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
+    with torch.inference_mode(False):  # it may be used outside it
+        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)

@@ -74,10 +74,9 @@ _keeps_graph = Internal(
 _current_node = Internal(
     "torch._C", "_current_autograd_node", "gradients of two backwards through a compiled graph are not added"
 )
-_packing_hooks = Internal(
-    "torch._C._autograd", "_top_saved_tensors_default_hooks", "kernels are not read from the autograd graph"
+_sequence_number = Internal(
+    "torch.autograd", "_get_sequence_nr", "gradients of two backwards through a compiled graph are not added"
 )
-_sequence_number = Internal("torch.autograd", "_get_sequence_nr", "kernels are not read from the autograd graph")
 _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
@@ -199,11 +198,6 @@ def node_in_backward() -> int:
     return recorded_as(_current_node())
 
 
-def packs_saved_tensors() -> bool:
-    """Whether a hook packs away what autograd saves, or that cannot be asked."""
-    return _packing_hooks.found is None or _packing_hooks(True) is not None
-
-
 def recorded_operations() -> int:
     """How many operations autograd has recorded on this thread; 0 where it does not tell."""
     return int(_sequence_number(otherwise=0))
@@ -213,19 +207,6 @@ def recorded_as(node: Any) -> int:
     """The number of an operation among those that autograd recorded; -1 where it does not tell."""
     number = getattr(node, "_sequence_nr", None)
     return -1 if number is None else int(number())
-
-
-def saved_by(node: Any, name: str) -> Any | None:
-    """What an operation saved for its backward under this name; None where it saved none."""
-    return getattr(node, f"_saved_{name}", None)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; under inference mode nobody counts."""
-    try:
-        return int(getattr(tensor, "_version", 0))
-    except RuntimeError:
-        return 0
 
 
 def local_part(parameter: Tensor) -> Tensor | None:

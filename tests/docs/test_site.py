@@ -165,9 +165,7 @@ def test_the_one_gradient_story_is_told_alike():
 
 
 def test_every_link_to_the_code_leads_to_the_line_that_defines_its_name(site):
-    links = re.findall(
-        r'<a href="(source/[^"#]+)#(L\d+)"><code>([\w.]+)</code></a>', page(site, "reading-the-code.html")
-    )
+    links = re.findall(r'<a href="(source/[^"#]+)#(L\d+)"><code>([\w.]+)</code></a>', page(site, "architecture.html"))
     assert len(links) > 14
     for target, anchor, name in links:
         line = page(site, target).split(f'<span id="{anchor}"')[1].split('class="line"')[1]
@@ -181,10 +179,10 @@ def test_the_page_of_a_source_file_is_named_for_it_and_stands_in_no_menu(site):
     assert f"<title>{path} - attnscale</title>" in shown
     assert html.unescape(re.sub(r"<[^>]+>", "", shown)).count("class Watcher(DispatchMode):") == 1
     menu = re.findall(r'<a href="([^"]+)" class="md-nav__link', page(site, "index.html"))
-    assert "reading-the-code.html" in menu
+    assert "architecture.html" in menu
     assert not any(target.startswith("source/") for target in menu)
     index = page(site, "search/search_index.json")
-    assert '"location":"reading-the-code.html' in index
+    assert '"location":"architecture.html' in index
     assert '"location":"source/' not in index
 
 
@@ -207,7 +205,7 @@ def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
     "name",
     [
         "index.html", "theory.html", "claims.html", "findings.html", "api.html", "guides/does-not-learn.html",
-        "reading-the-code.html", "source/src/attnscale/watching/watcher.py.html",
+        "architecture.html", "source/src/attnscale/watching/watcher.py.html",
     ],
 )  # fmt: skip
 def test_pages_fit_a_phone(site, open_page, name):

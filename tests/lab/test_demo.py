@@ -81,6 +81,9 @@ def test_the_verdict_follows_the_losses_whichever_way_they_fall(scaled, unscaled
     assert said in verdict(scaled, unscaled)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:At sampled steps the whole model is traced"
+)  # a rotation of one pair looks like a factor
 def test_a_small_head_starts_under_the_freezing_point_and_the_explanation_says_so():
     training = TwinTraining(demo := Demo(head_dim=2, steps=1))
     list(training.steps())
@@ -130,6 +133,7 @@ def test_every_measured_number_of_the_demo_stands_once(shown):
     assert set(measured.values()) == {1}, measured
 
 
+@pytest.mark.filterwarnings("ignore:At sampled steps the whole model is traced")
 def test_torch_has_its_threads_back_after_every_step():
     threads = torch.get_num_threads()
     with one_thread():

@@ -57,6 +57,6 @@ def test_a_batch_that_runs_twice_is_no_pair_of_shards(logs):
 
 
 def test_a_key_group_without_queries_in_common_or_with_parts_of_them_is_told_of(logs):
-    common, parts = torch.load(logs / "told0.pt")
+    common, parts = (told for told in torch.load(logs / "told0.pt") if "At sampled steps" not in told)
     assert "with the same queries and other keys, and found none" in common
     assert "with all of their queries and with the last of them alone" in parts

@@ -78,7 +78,7 @@ def test_a_module_that_begins_to_run_is_clipped_from_its_second_step_on(way, kin
 
 def test_modules_that_run_in_turns_are_followed_at_every_step_and_that_is_told():
     model = towers()
-    with pytest.warns(NotInsideWarning, match="some of them run at some steps alone"):
+    with pytest.warns(NotInsideWarning, match="some of its attentions run at some steps only"):
         found, is_inside = clipped(model, model, [(0, 1), (0, 1), (0, 2), (0, 1), (0, 2)] * 3)
     assert not is_inside
     assert [number for number, (over, done) in enumerate(found) if over != done] == [2]
@@ -103,7 +103,7 @@ def test_a_monitor_inside_tells_of_a_module_that_begins_to_run_and_records_it():
 
     step((0, 1))
     step((0, 1))
-    with pytest.warns(NotFollowedWarning, match=r"blocks\.2: it did not run when the model was followed"):
+    with pytest.warns(NotFollowedWarning, match=r"blocks\.2: it did not run when the model was traced"):
         step((0, 1, 2))
     step((0, 1, 2))
     monitor.close()
@@ -169,7 +169,7 @@ def test_a_module_that_begins_to_attend_twice_is_clipped_by_both_from_the_next_s
 
 def test_a_module_that_attends_twice_at_some_steps_is_followed_at_every_step_and_that_is_told():
     model = towers(Again)
-    with pytest.warns(NotInsideWarning, match="some of them are called more often at some steps"):
+    with pytest.warns(NotInsideWarning, match="some attentions are called more often at some steps"):
         found, is_inside = maxima(model, model, [False, False, True] * 4)
     assert not is_inside
     assert steps_missed(found) == [2, 5]

@@ -65,14 +65,18 @@ class Origin:
         return sources
 
     def settled(self) -> "Origin":
-        """Followed now where the lineage holds activations, that it may let go of them; else when it is asked for."""
-        if not isinstance(self.node.role, Scores):
+        """Resolve it now where the lineage holds activations, so that it lets go of them; else when it is asked for."""
+        return self.resolved() if isinstance(self.node.role, Scores) else self
+
+    def resolved(self) -> "Origin":
+        """Find the sources now, and let go of the lineage."""
+        if self.known is not None:
             return self
         try:
             sources: tuple[Source, ...] | UntraceableError = self.sources()
         except UntraceableError as error:
-            sources = error.with_traceback(None)  # whose frames hold what is let go of
-        return replace(self, node=Node(self.node.shape), known=sources)
+            sources = error.with_traceback(None)  # its frames hold the lineage
+        return replace(self, node=Node(self.node.shape), points=self.points[:0], known=sources)
 
     def _source(self, parts: "list[_Part]") -> Source:
         part, at, index = parts[0], np.concatenate([p.at for p in parts]), np.concatenate([p.index for p in parts])

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnscale.acting.taken import taken_from
 from attnscale.train.record import LayerRecord
-from attnscale.watching import Layer
+from attnscale.watching.seen import LayerFacts
 
 Logs = Mapping[tuple[str, int], float]  # of factors, by layer and head
 
@@ -20,7 +20,7 @@ class Clipped:
     before: Logs
     until: Logs | None
 
-    def told_in(self, record: LayerRecord, name: str, layer: Layer | None, part: int) -> LayerRecord:
+    def told_in(self, record: LayerRecord, name: str, layer: LayerFacts | None, part: int) -> LayerRecord:
         """A record with what this rank knows of its own heads, the `part` of all; NaN for those of other ranks."""
         if layer is None:
             return record
@@ -33,7 +33,7 @@ class Clipped:
             ]
             factors = [math.nan] * heads
             factors[first : first + layer.heads] = [math.exp(log) for log in own]
-        return replace(record, softcap=layer.softcap, clipped=factors, apart=layer.is_apart)
+        return replace(record, softcap=layer.softcap, clipped=factors, apart=layer.is_fallback)
 
 
 class Clips:

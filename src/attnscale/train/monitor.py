@@ -4,9 +4,10 @@ import atexit
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from attnscale.train.sampling import Sampling
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
+from attnscale.watching.seen import LayerFacts, LayerNumbers
 from attnscale.watching.settings import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
@@ -51,9 +53,9 @@ class Monitor:
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
     the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
-    forwards in training mode are watched, every micro-batch of it, and recomputation is not counted again. A compiled
-    model runs uncompiled for the first, and is measured inside its graphs from then on where that can be. Nothing
-    that goes wrong here stops training: it is warned of.
+    forwards in training mode are measured, every micro-batch of it, and recomputation is not counted again. The first
+    is traced, uncompiled; from then on probes measure inside the model's own run, compiled or not. Nothing that goes
+    wrong here stops training: a warning says so.
 
     What was seen on a GPU is not waited for, so its record is written, and its alarms raised, when the next step is
     over; by `last`, `growth()`, `state_dict()` and `close()`, or as the process ends, at once.
@@ -108,7 +110,7 @@ class Monitor:
         self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
-        self.layers: dict[str, Layer] = {}  # of the last sampled step, with the statistics of all ranks
+        self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
         self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, every, vars(limits), self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
@@ -130,6 +132,11 @@ class Monitor:
         """The record of the last sampled step."""
         self.flush()
         return self._last
+
+    @property
+    def layers(self) -> Mapping[str, Layer]:
+        """The layers of the last sampled step, with the statistics of all ranks."""
+        return self._layers()
 
     @property
     def history(self) -> History:
@@ -176,9 +183,9 @@ class Monitor:
         """A training step is over."""
         self.flush()
         if self._watch is not None or (self.is_due and self._merging.is_needed):
-            layers: list[dict[str, Layer]] = []
-            self._try(lambda: layers.append(self._leave()))
-            self._try(lambda: self._record(layers[0] if layers else {}))  # the others wait for this rank
+            steps: list[Seen | None] = []
+            self._try(lambda: steps.append(self._leave()))
+            self._try(lambda: self._record(steps[0] if steps else None))  # the others wait for this rank
         self.steps += 1
 
     def flush(self) -> None:
@@ -237,51 +244,67 @@ class Monitor:
         self.history.load_state_dict(state["history"])
         self.begin()
 
-    def _leave(self) -> dict[str, Layer]:
-        self._sampling.begins_to_leave()
+    def _leave(self) -> Seen | None:
+        self._sampling.begin_conclusion()
         leaving, seen, self._watch, self._seen = self._watch, self._seen, None, None
-        if leaving is None or seen is None:  # watching could not begin, or was broken off
-            return {}
+        if leaving is None or seen is None:  # the step could not begin, or was cancelled
+            return None
         try:
             leaving.__exit__(None, None, None)
         except InputError as error:  # raised where nothing was seen
-            self._sampling.saw_nothing(seen)
+            self._sampling.note_nothing_seen(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
-            return {}
+            return None
         for notice in self._sampling.notices(seen):
             self._tell(notice)
-        self._sampling.saw(seen)
-        return dict(seen.layers)
+        self._sampling.note(seen)
+        return seen
 
-    def _record(self, layers: dict[str, Layer]) -> None:
+    def _record(self, seen: Seen | None) -> None:
         at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
         learning, self._learning = self._learning, Learning()
         if not self._merging.is_needed:
-            self.layers, arriving = layers, Arriving(layers, part)
+            if seen is None:
+                return
+            self._layers = partial(getattr, seen, "layers")
+            numbers = seen.numbers()
+            arriving, facts = Arriving(numbers, part), seen.facts()
             self._unwritten = lambda: self._conclude(
-                at, layers, Merged(arriving.tallies(), learning=learning.values()), clipped
+                at, facts, Merged(arriving.tallies(), learning=learning.values()), clipped, numbers
             )
             if arriving.is_here and learning.is_here:
                 self.flush()
             else:
                 atexit.register(self.flush)
             return
+        layers = {} if seen is None else dict(seen.layers)
         merged = self._merging.merged(self._moment, layers, learning.values())  # at once: ranks wait for each other
-        mine = {name: (name, part, layer.heads) for name, layer in layers.items()}
-        self.layers = {
-            name: replace(layers[name], stats=merged.tallies[key].stats, measured=())
-            for name, key in mine.items()
-            if key in merged.tallies
+        own = {
+            name: replace(layer, stats=merged.tallies[key].stats, measured=())
+            for name, layer in layers.items()
+            if (key := (name, part, layer.heads)) in merged.tallies
         }
-        self._conclude(at, self.layers, merged, clipped)
+        self._layers = lambda: own
+        facts = {} if seen is None else {name: fact for name, fact in seen.facts().items() if name in own}
+        self._conclude(at, facts, merged, clipped, None)
 
-    def _conclude(self, at: tuple[int, float], layers: dict[str, Layer], merged: Merged, clipped: Clipped) -> None:
-        """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks."""
+    def _conclude(
+        self,
+        at: tuple[int, float],
+        facts: Mapping[str, LayerFacts],
+        merged: Merged,
+        clipped: Clipped,
+        numbers: Mapping[str, LayerNumbers] | None,
+    ) -> None:
+        """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks.
+
+        `numbers` are those of this rank; None where ranks were merged.
+        """
         if not merged.tallies:
             return
         whole, part = whole_layers(merged.tallies), self._merging.part
-        found = {name: clipped.told_in(own, name, layers.get(name), part) for name, own in records(whole).items()}
-        known = whole if self._merging.is_needed else layers
+        found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in records(whole).items()}
+        known = whole if numbers is None else numbers
         alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
         self._last = record = Record(*at, found, alarms, *whose, None, self.run, self._part, loss, lr)

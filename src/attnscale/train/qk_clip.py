@@ -1,9 +1,7 @@
-"""QKClip: QK-Clip after every step of the optimiser, for what measuring inside the model's own run costs."""
+"""QKClip: QK-Clip after every step of the optimiser, by probes inside the model's own run."""
 
 import warnings
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -13,44 +11,36 @@ from torch.utils.hooks import RemovableHandle
 
 from attnscale.acting.clip import ClipReport, check_threshold, clip_qk_
 from attnscale.acting.replicas import Axis, axes_of
-from attnscale.acting.taken import arrives_by, note_taken
+from attnscale.acting.taken import arrives_by
 from attnscale.errors import InputError, NotInsideWarning
-from attnscale.inside.places import Places
 from attnscale.plain import printable
+from attnscale.probes.late_modules import LateModules
+from attnscale.probes.placement import Placement
 from attnscale.torch_internals import never_compiled
-from attnscale.train.clipped_apart import ClippedApart, together, why_not_apart
-from attnscale.train.clipped_inside import ClippedInside
-from attnscale.train.coverage import Coverage
-from attnscale.watching.known.known_model import KnownModel
+from attnscale.train.probed_clip import Coverage, ProbedClip, TracedLayers, why_not_probed
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
 
 
-class _BrokenOffError(Exception):
-    """A step that is not watched to its end."""
-
-
-@dataclass(frozen=True)
-class _Seen:
-    layers: dict[str, Layer]
+class _InterruptedError(Exception):
+    """Ends a traced step without concluding anything from it."""
 
 
 class QKClip:
     """Hold the scores of a model in training under a threshold, after every step of its optimiser.
 
-    Call step() after each, or attach() it to the optimiser. The first step is followed from outside, uncompiled, and
-    tells which parameters make which heads. After that maxima are exact over every row of every micro-batch, taken
-    where the model attends, compiled or not, and recomputation is not counted again. On a GPU nothing is waited for:
-    parameters are multiplied by factors that are computed there, and the report of what was clipped comes with a
-    later step. A module that attends only later is followed when it does. An attention that cannot be measured inside
-    is followed at every step, uncompiled: its module alone, or the whole model where that cannot run apart; that is
-    told once.
+    Call step() after each, or attach() it to the optimiser. The first step is traced, uncompiled, and finds out which
+    parameters make which heads. From then on probes take the maxima inside the model's own run, compiled or not:
+    exact, over every row of every micro-batch; recomputation is not counted again. On a GPU nothing is waited for:
+    factors are computed and applied there, and the report of what was clipped comes with a later step. A module that
+    attends only later is traced when it does. Where no probe can be placed, the module runs uncompiled under the
+    tracer at every step, or the whole model does where that is impossible; one warning says so.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
-    over those that hold the same model, or parts of it. Ranks that are not found, copies without DDP or ranks that
-    share out keys, are told by their `group`. What clip_qk_ promises holds.
+    over those that hold the same model, or parts of it. Name ranks that are not found, copies without DDP or ranks
+    that share out keys, by their `group`. What clip_qk_ promises holds.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -74,25 +64,23 @@ class QKClip:
         self.model, self._threshold, self._group = model, float(threshold), group
         self.steps = 0
         self._last: ClipReport | None = None
-        self._outside: tuple[AbstractContextManager[Seen], Seen] | None = None
-        self._inside: ClippedInside | None = None
-        self._apart: ClippedApart | None = None  # beside what is inside
-        self._known: KnownModel | None = None
-        self._coverage = Coverage()
-        self._warned: set[str] = set()
-        self._goes_inside, self._is_closed = True, False
+        self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
+        self._probed: ProbedClip | None = None  # instead of a trace
+        self._coverage, self._late = Coverage(), LateModules(None)
+        self._told: set[str] = set()
+        self._may_probe, self._is_closed = True, False
         arrives_by(model, self.flush)
-        self._watch()
+        self._begin_trace()
 
     @property
     def threshold(self) -> float:
-        """What no score is to pass; another one needs another QKClip, or load_state_dict()."""
+        """Largest score that is left as it is; another one needs another QKClip, or load_state_dict()."""
         return self._threshold
 
     @property
     def is_inside(self) -> bool:
-        """Whether maxima are taken where the model attends, and nothing runs uncompiled for them."""
-        return self._inside is not None
+        """True if probes take the maxima inside the model's own run; False while the model is traced."""
+        return self._probed is not None
 
     @property
     def last(self) -> ClipReport | None:
@@ -106,23 +94,21 @@ class QKClip:
         if self._is_closed:
             raise InputError("Expected a QKClip that is open, got one that was closed.")
         self.steps += 1
-        if self._inside is None:
-            return self._clip_outside()
-        if not self._inside.is_current:  # a part was replaced, or it was moved or converted: followed anew
+        if self._probed is None:
+            return self._clip_traced()
+        if not self._probed.is_current:  # a part was replaced, moved or converted
             self.flush()
             self._forget()
-            self._watch()
+            self._begin_trace()
             return None
-        if not self._inside.misses():
-            found = self._arrived(self._inside.clip())
-            if self._apart is not None:
-                found = self._told(together(found, self._apart.clip()))
-            self._follow_more()
-            return found
-        self._leave()
-        self._stay_outside("some of them did not run where they ran before")
-        self._watch()
-        return None
+        if self._probed.misses_calls():
+            self._remove()
+            self._stay_traced("some attentions did not run where they ran in the trace")
+            self._begin_trace()
+            return None
+        report = self._deliver(self._probed.clip())
+        self._trace_late_modules(self._probed)
+        return report
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Call step() after every step of this optimiser; remove() of what is returned ends it."""
@@ -134,7 +120,7 @@ class QKClip:
 
     def flush(self) -> ClipReport | None:
         """Wait for what is on its way from a device; the last report that this brought."""
-        return None if self._inside is None else self._arrived(self._inside.arrived(waits=True))
+        return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
 
     def close(self) -> None:
         """Stop, and leave nothing in place."""
@@ -153,7 +139,7 @@ class QKClip:
         self.flush()
         self._forget()
         self.steps, self._threshold = int(state["steps"]), threshold
-        self._watch()
+        self._begin_trace()
 
     def __enter__(self) -> "QKClip":
         return self
@@ -161,131 +147,108 @@ class QKClip:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _watch(self) -> None:
-        """Watch the next step from outside."""
-        known = None if self._known is None or self._coverage.is_uneven else self._known.from_outside
-        watch = watched(self.model, Settings(None, training=True, known=known, may_be_empty=True))
-        self._outside = watch, watch.__enter__()
+    def _begin_trace(self) -> None:
+        """Trace the next step."""
+        trace = watched(self.model, Settings(None, training=True, may_be_empty=True))
+        self._trace = trace, trace.__enter__()
 
-    def _leave(self) -> None:
-        outside, inside, self._outside, self._inside = self._outside, self._inside, None, None
-        if self._apart is not None:
-            self._apart.leave()
-            self._apart = None
-        if outside is not None:
-            outside[0].__exit__(_BrokenOffError, _BrokenOffError(), None)
-        if inside is not None:
-            inside.leave()
+    def _remove(self) -> None:
+        """Take everything out of the model but the counts of late modules."""
+        (trace, probed), self._trace, self._probed = (self._trace, self._probed), None, None
+        if trace is not None:
+            trace[0].__exit__(_InterruptedError, _InterruptedError(), None)
+        if probed is not None:
+            probed.close()
 
     def _forget(self) -> None:
-        """Leave the model, and know nothing of it any more."""
-        self._leave()
-        self._coverage.leave()
-        self._known, self._coverage = None, Coverage()
+        """Leave the model, and forget what was found out about it."""
+        self._remove()
+        self._late.close()
+        self._coverage = Coverage()
 
-    def _follow_more(self) -> None:
-        """Follow the model again where modules attend, or may, that did not when it was followed, or not as often."""
-        assert self._inside is not None  # or all of them are followed
-        noticed, exceeds = self._coverage.noticed(), self._inside.exceeds
-        if not noticed and not exceeds:
+    def _trace_late_modules(self, probed: ProbedClip) -> None:
+        """Trace the model again where modules attend that did not in the trace, or attend more often."""
+        ran = self._late.ran()
+        if not ran and not probed.has_unplanned:
             return
-        if self._inside.axes:  # other ranks do not know of it
-            self._tell_not_clipped(noticed)
+        self._coverage.await_(ran)
+        if probed.axes:  # other ranks do not know of it
+            which = ", ".join(map(printable, sorted(ran))) or "a module attends more often than in the trace"
+            self._warn_once(
+                "QK-Clip leaves some attentions of this model as they are: they did not run when it was traced, and "
+                f"one rank cannot trace it again by itself: {which}."
+            )
             return
         self.flush()
-        self._leave()
-        self._known = None
-        if exceeds and self._coverage.exceeded():
-            self._stay_outside("some of them are called more often at some steps")
-        self._watch()
+        self._remove()
+        if probed.has_unplanned and self._coverage.exceeds_again():
+            self._stay_traced("some attentions are called more often at some steps")
+        self._begin_trace()
 
-    def _clip_outside(self) -> ClipReport | None:
-        assert self._outside is not None  # or inside
-        (watch, seen), self._outside = self._outside, None
+    def _clip_traced(self) -> ClipReport | None:
+        assert self._trace is not None  # or probed
+        (trace, seen), self._trace = self._trace, None
         try:
-            watch.__exit__(None, None, None)
+            trace.__exit__(None, None, None)
             layers: dict[str, Layer] = dict(seen.layers)
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
-        self._known = seen.known_model if layers else None
-        report = clip_qk_(self.model, _Seen(layers), self.threshold, group=self._group)
-        axes = axes_of(self.model, self._group) if self._goes_inside else []
-        if not self._goes_inside or not self._go_inside(layers, axes):
-            self._watch()
-        return self._told(report if report.heads or report.left else None)
-
-    def _told(self, report: ClipReport | None) -> ClipReport | None:
-        self._last = report or self._last
+        report = clip_qk_(self.model, TracedLayers(layers), self.threshold, group=self._group)
+        axes = axes_of(self.model, self._group) if self._may_probe else []
+        if not self._may_probe or not self._install(seen, layers, axes):
+            self._begin_trace()
+        if not report.heads and not report.left:
+            return None
+        self._last = report
         return report
 
-    def _go_inside(self, layers: dict[str, Layer], axes: list[Axis]) -> bool:
-        """Measure inside from now on, where all ranks can."""
-        places = None if self._known is None else Places(self.model, self._known)
-        why = why_not_inside(places, layers)
-        why = why or ("" if places is None else why_not_apart(places, layers, axes))
-        heads = {name: layer.heads for name, layer in layers.items()}
-        ran, differ = bool(layers), False
-        if self._known is not None and self._coverage.lacks(self._known):
-            why, self._known = why or self._coverage.why_not_inside, None
+    def _install(self, seen: Seen, layers: dict[str, Layer], axes: list[Axis]) -> bool:
+        """Install probes, where all ranks can; return False where the next step is to be traced as well."""
+        placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
+        why, ran, differs = seen.obstacle, bool(layers), False
+        if placement is not None:
+            why = why_not_probed(placement, layers, axes)
+        if placement is not None and self._coverage.is_incomplete(self._late.ran(), placement.plan.attending):
+            why = why or self._coverage.why_not_probed
             ran = bool(why)
+        heads = {name: layer.heads for name, layer in layers.items()}
         for axis in axes:
             told = axis.gathered((why, heads, ran))
             why = next((theirs for theirs, _, _ in told if theirs), "")
             ran = all(each for *_, each in told)
-            differ |= not axis.cut and any(theirs != heads for _, theirs, _ in told)
-        if not ran or (differ and not why):
+            differs |= not axis.cut and any(theirs != heads for _, theirs, _ in told)
+        if not ran or (differs and not why):
             return False  # nothing ran on some rank, or not all that attends; perhaps the next time
-        if why or places is None:
-            self._stay_outside(why)
+        if why or placement is None:
+            self._stay_traced(why)
             return False
-        inside = {name: layer for name, layer in layers.items() if layer.module not in places.apart}
-        self._coverage.begin(places)
-        self._inside = ClippedInside(self.model, places, inside, self.threshold, axes)
-        if places.apart:
-            self._apart = ClippedApart(places, self.threshold)
-            self._tell_apart(places.apart)
+        self._coverage.begin()
+        self._late.close()
+        self._late = LateModules(placement, self._coverage.known)
+        self._probed = ProbedClip(placement, layers, self.threshold, axes)
+        if placement.fallbacks:
+            which = "; ".join(f"{printable(path)}: {placement.reason(path)}" for path in placement.fallbacks)
+            self._warn_once(
+                "QK-Clip runs some modules of this model uncompiled at every step and traces them, because no probe "
+                f"can be placed in them: {which}."
+            )
         return True
 
-    def _stay_outside(self, why: str) -> None:
-        self._goes_inside = False
-        self._coverage.leave()
-        warnings.warn(
-            "QK-Clip watches this model from outside at every step, uncompiled, since its attentions cannot be "
-            f"measured inside its run: {why}.",
-            NotInsideWarning,
-            stacklevel=4,
+    def _stay_traced(self, why: str) -> None:
+        self._may_probe = False
+        self._late.close()
+        self._warn_once(
+            "QK-Clip runs this model uncompiled at every step and traces it, because no probes can be placed in it: "
+            f"{why}."
         )
 
-    def _tell_not_clipped(self, modules: Iterable[str]) -> None:
-        which = ", ".join(map(printable, sorted(modules))) or "it attends more often than then"
-        told = (
-            "QK-Clip leaves some attentions of this model as they are, since they did not run when it was followed, "
-            f"and no rank follows it again by itself: {which}."
-        )
-        if told not in self._warned:
-            self._warned.add(told)
-            warnings.warn(told, NotInsideWarning, stacklevel=4)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, NotInsideWarning, stacklevel=5)
 
-    def _tell_apart(self, modules: Iterable[str]) -> None:
-        warnings.warn(
-            "QK-Clip watches some modules of this model from outside at every step, uncompiled, since their attentions "
-            f"cannot be measured inside its run: {', '.join(map(printable, modules))}.",
-            NotInsideWarning,
-            stacklevel=5,
-        )
-
-    def _arrived(self, reports: list[ClipReport]) -> ClipReport | None:
-        for report in reports:
-            self._last = report
-            note_taken(self.model, report.factors)
-        return reports[-1] if reports else None
-
-
-def why_not_inside(places: Places | None, layers: dict[str, Layer]) -> str:
-    """Why what passes a threshold cannot be told inside a model's run; empty where it can."""
-    if places is None or not places.are_complete:
-        return "not all of them are called alike at every step, by functions that are known"
-    for name, layer in layers.items():
-        if layer.module not in places.apart and (layer.highest_bias or layer.sinks is not None):
-            return f"more than products of queries and keys is in the scores of {name}"
-    return ""
+    def _deliver(self, reports: list[ClipReport]) -> ClipReport | None:
+        if not reports:
+            return None
+        self._last = reports[-1]
+        return self._last

@@ -19,6 +19,7 @@ from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats, errors_of, is_near, summed
 from attnscale.watching.layer import Layer
+from attnscale.watching.seen import LayerNumbers
 
 WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares
 ADDED = ("query_gradient", "key_gradient", "ranks")
@@ -70,7 +71,7 @@ class Tally:
 Tallies = dict[Key, Tally]
 
 
-def seen_tallies(layers: Mapping[str, Layer], part: int, floors: Floors = NO_FLOORS) -> Tallies:
+def seen_tallies(layers: Mapping[str, LayerNumbers | Layer], part: int, floors: Floors = NO_FLOORS) -> Tallies:
     """What one rank saw, with errors where a number is so low that an alarm is near."""
     found = Arriving(layers, part).tallies()
     return {
@@ -82,7 +83,7 @@ def seen_tallies(layers: Mapping[str, Layer], part: int, floors: Floors = NO_FLO
 class Arriving:
     """What one rank saw, on its way to the host: what lies on a GPU is fetched in one copy, behind all it has to do."""
 
-    def __init__(self, layers: Mapping[str, Layer], part: int) -> None:
+    def __init__(self, layers: Mapping[str, LayerNumbers | Layer], part: int) -> None:
         self._keys = [(name, part, layer.heads) for name, layer in layers.items()]
         seen = list(layers.values())
         self._scales = [layer.scales for layer in seen]
@@ -135,7 +136,7 @@ def _columns(pooled: Sequence[Pooled]) -> Tensor:
     return torch.cat([torch.stack(numbers, dim=-1), torch.cat([each.sums for each in pooled])], dim=-1)
 
 
-def _squares(layers: Sequence[Layer], like: Tensor) -> Tensor:
+def _squares(layers: Sequence[LayerNumbers | Layer], like: Tensor) -> Tensor:
     """‖q‖², ‖k‖² and those of their gradients, (heads of all, 4); NaN where one is not known."""
     each = (
         [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
@@ -145,7 +146,7 @@ def _squares(layers: Sequence[Layer], like: Tensor) -> Tensor:
     return torch.cat(found).to(like).square().view(len(each), -1).mT
 
 
-def _known(norm: Tensor | None, layer: Layer, like: Tensor) -> Tensor:
+def _known(norm: Tensor | None, layer: LayerNumbers | Layer, like: Tensor) -> Tensor:
     return like.new_full((layer.heads,), math.nan) if norm is None else norm.to(like.device)
 
 

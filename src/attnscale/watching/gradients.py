@@ -6,14 +6,14 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attnscale.measure.lengths import head_lengths, lengths_of_both, lengths_of_sums
-from attnscale.numerics import wide_dtype
+from attnscale.numerics import constant_on, wide_dtype
 from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
 
@@ -102,34 +102,6 @@ def of_kernel(query: Learning, key: Learning, owners: Indices | None) -> Gradien
     return lengths
 
 
-def of_recorded(node: Any, heads: int, owners: Indices | None, meanwhile: Callable[[], None]) -> GradientLengths:
-    """The same of a kernel that autograd recorded, whose first operands they are; then `meanwhile` is called.
-
-    What reaches a tensor that is key and value at once comes by both.
-    """
-    lengths, edges = GradientLengths(), node.next_functions[:3]
-    query_parts, key_parts = ([at for at, edge in enumerate(edges) if edge == own] for own in edges[:2])
-
-    def passed(gradients: Sequence[Tensor | None], _: object) -> None:
-        with torch.no_grad():
-            query, key = _sum(gradients, query_parts), _sum(gradients, key_parts)
-            if query is not None and key is not None:
-                lengths.add_both(query, key, owners)
-            elif query is not None:
-                lengths.add("query", query, head_lengths)
-            elif key is not None:
-                lengths.add("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
-        meanwhile()
-
-    node.register_hook(passed)
-    return lengths
-
-
-def _sum(gradients: Sequence[Tensor | None], parts: Sequence[int]) -> Tensor | None:
-    found = [gradient.detach() for at in parts if (gradient := gradients[at]) is not None]
-    return sum(found[1:], found[0]) if found else None
-
-
 def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices, factor: float = 1.0) -> GradientLengths:
     """Follow operands (entries, …, …) of a product, of which `entries` (batch, heads) says whose they are.
 
@@ -141,16 +113,24 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices, fa
 
     def by_entry(gradient: Tensor) -> Tensor:
         each = torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=wide_dtype(gradient))
-        each = each[_on(gradient.device, entries)]  # (batch, heads)
+        each = each[constant_on(gradient.device, entries)]  # (batch, heads)
         return factor * torch.linalg.vector_norm(each, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
 
     def of_copies(gradient: Tensor) -> Tensor | None:
-        found = by_shared_key(gradient[_on(gradient.device, entries)], entries.shape[1], owners)
+        found = by_shared_key(gradient[constant_on(gradient.device, entries)], entries.shape[1], owners)
         return None if found is None else factor * found
 
     lengths.follow("query", query, by_entry)
     lengths.follow("key", key, of_copies if owners.max() + 1 < len(owners) else by_entry)
     return lengths
+
+
+class _Sharing(NamedTuple):
+    """How query heads share keys: `distinct` keys, each of which stands in `copies` places."""
+
+    order: str  # "own": a key for each group of neighbours; "repeated", "tiled": copies; "irregular"; "unknown"
+    distinct: int = 0
+    copies: int = 1
 
 
 def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
@@ -160,49 +140,50 @@ def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tenso
     have several.
     """
     keys = gradient.shape[1]
-    group = heads // max(keys, 1)
-    if owners is None or shares_as_kernels_do(heads, keys, owners):
-        lengths = head_lengths(gradient)
-        return lengths if group == 1 else lengths.repeat_interleave(group)
-    own = owners[::group]
-    if len(own) != keys or (np.repeat(own, group) != owners).any():
+    sharing = _sharing(heads, keys, None if owners is None else tuple(owners.tolist()))
+    if sharing.order == "unknown":
         return None
-    lengths = _lengths_of_copied(gradient, own, int(own.max()) + 1)
-    return lengths[_on(gradient.device, owners)]
+    if sharing.order == "own":
+        lengths = head_lengths(gradient)
+        return lengths if keys == heads else lengths.repeat_interleave(heads // max(keys, 1))
+    if sharing.order == "repeated":
+        lengths = lengths_of_sums(gradient.unflatten(1, (sharing.distinct, sharing.copies)))
+        return lengths.repeat_interleave(heads // sharing.distinct)
+    assert owners is not None
+    if sharing.order == "tiled":
+        lengths = lengths_of_sums(gradient.unflatten(1, (sharing.copies, sharing.distinct)).transpose(1, 2))
+    else:
+        dtype, own = wide_dtype(gradient), owners[:: heads // keys]
+        of_keys = gradient.new_zeros(len(gradient), sharing.distinct, *gradient.shape[2:], dtype=dtype)
+        lengths = head_lengths(of_keys.index_add_(1, constant_on(gradient.device, own), gradient.to(dtype)))
+    return lengths[constant_on(gradient.device, owners)]
 
 
 def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
-    """Whether each of so many keys is one, shared by as many heads that stand side by side.
+    """Return True if each of so many keys is one, shared by as many heads that stand side by side.
 
     >>> shares_as_kernels_do(4, 2, np.array([0, 0, 1, 1])), shares_as_kernels_do(4, 4, np.array([0, 0, 1, 1]))
     (True, False)
     """
-    return owners is None or _are_side_by_side(heads, keys, tuple(owners.tolist()))
+    return _sharing(heads, keys, None if owners is None else tuple(owners.tolist())).order == "own"
 
 
 @lru_cache(maxsize=64)
-def _are_side_by_side(heads: int, keys: int, owners: tuple[int, ...]) -> bool:
+def _sharing(heads: int, keys: int, owners: tuple[int, ...] | None) -> _Sharing:
     """Asked of every call of every sampled step, which are alike."""
+    if owners is None:
+        return _Sharing("own")
     group = heads // max(keys, 1)
     own = owners[::group]
-    return len(own) == keys == len(set(own)) and owners == tuple(key for key in own for _ in range(group))
-
-
-def _lengths_of_copied(gradient: Tensor, own: Indices, distinct: int) -> Tensor:
-    """Of what reaches each of so many keys by its copies, of which `own` tells whose they are."""
-    copies = len(own) // distinct
-    if np.array_equal(own, np.repeat(np.arange(distinct), copies)):
-        return lengths_of_sums(gradient.unflatten(1, (distinct, copies)))
-    if np.array_equal(own, np.tile(np.arange(distinct), copies)):
-        return lengths_of_sums(gradient.unflatten(1, (copies, distinct)).transpose(1, 2))
-    dtype = wide_dtype(gradient)
-    of_keys = gradient.new_zeros(len(gradient), distinct, *gradient.shape[2:], dtype=dtype)
-    return head_lengths(of_keys.index_add_(1, _on(gradient.device, own), gradient.to(dtype)))
-
-
-def _on(device: torch.device, indices: Indices) -> Tensor:
-    """There, without waiting for what the device does."""
-    return torch.from_numpy(indices).to(device, non_blocking=True)
+    if len(own) != keys or owners != tuple(key for key in own for _ in range(group)):
+        return _Sharing("unknown")
+    if len(set(own)) == keys:
+        return _Sharing("own")
+    distinct = max(own) + 1
+    copies = keys // distinct
+    if own == tuple(key for key in range(distinct) for _ in range(copies)):
+        return _Sharing("repeated", distinct, copies)
+    return _Sharing("tiled" if own == tuple(range(distinct)) * copies else "irregular", distinct, copies)
 
 
 def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:

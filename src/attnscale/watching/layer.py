@@ -68,7 +68,7 @@ class Layer:
     left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
-    is_apart: bool = False  # its module ran uncompiled in a model that was measured inside its own run
+    is_fallback: bool = False  # its module ran uncompiled under the tracer, where others had probes
     gradients: tuple[GradientLengths, ...] = field(default=(), repr=False)  # of its calls, where they were followed
     shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
     measured: tuple[ScoreStats, ...] = field(default=(), repr=False)  # a call each; together they are `stats`

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.torch_internals import called_module, calls_compiled, recorded_operations, refuses_breaks
+from attnscale.torch_internals import called_module, calls_compiled, refuses_breaks
 
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ LIBRARIES = (
         str(room) + os.sep
         for room in (
             Path(torch.__file__).parent,
-            *(OWN / room for room in ("attending", "measure", "watching", "tracing", "inside")),
+            *(OWN / room for room in ("attending", "measure", "watching", "tracing", "probes")),
         )
     ),
 )
@@ -56,7 +56,7 @@ class Compiled(NamedTuple):
     """How a module is called."""
 
     is_compiled: bool
-    is_bound: bool  # nothing in its graph can run uncompiled: it is to be whole, or would not be made at all
+    is_pinned: bool  # nothing in its graph can run uncompiled: it is to be whole, or would not be made at all
 
 
 class Running:
@@ -72,29 +72,17 @@ class Running:
         ran: Callable[[str, Any], None],
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
-        begins: Callable[[str], bool] = lambda name: True,
-        passed_over: Collection[str] = (),
-        replaced: Callable[[], None] = lambda: None,
-        only: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """`named` are the modules of the model with their paths.
 
-        `meanwhile` is entered when a module `begins` it and left with that module: lexically, like any mode.
-
-        Modules `passed_over` that hold no others are taken for a part of the one around them. `replaced` is called
-        where the model turns out to hold a module that it did not hold before. Where `only` some are to be told of, by
-        their paths, the others run as if nobody looked.
+        `meanwhile` is entered with the outermost module and left with it: lexically, like any mode.
         """
-        self._root = type(model).__name__
-        self._model, self._replaced = model, replaced
+        self._root, self._model = type(model).__name__, model
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
-        self._names = {id(module): name for name, module in named if name not in passed_over or any(module.children())}
-        others = (module for _, module in named if id(module) not in self._names)
-        self._others = {id(module): weakref.ref(module) for module in others}  # that are passed over
-        self._only = only
-        self._begins, self._entered = begins, 0  # the length of the stack at which `meanwhile` was entered; 0: not
+        self._names = {id(module): name for name, module in named}
+        self._strangers: dict[int, weakref.ref[nn.Module]] = {}  # modules that run inside and are none of the model's
+        self._entered = 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
-        self.began: list[int] = []  # of each, how many operations autograd had recorded
         self.called: set[str] = set()
         self._entries: Counter[str] = Counter()  # of each module, in this run of the outermost
         self._handles: list[RemovableHandle] = []
@@ -106,11 +94,6 @@ class Running:
     def is_here(self) -> bool:
         """Whether this is the thread whose modules are followed."""
         return getattr(self._own, "here", False)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether `meanwhile` lasts."""
-        return self._entered > 0
 
     def depth(self, path: str) -> int:
         """How often the module at this path ran before, in this run of the outermost: 11 in ALBERT's last layer."""
@@ -143,19 +126,20 @@ class Running:
             if module is not None and self._names.get(id(module)) == self.stack[-1]:
                 break
             frame = frame.f_back
-        is_compiled, is_bound, inner = False, False, list[FrameType]()
+        is_compiled, is_pinned, inner = False, False, list[FrameType]()
         while frame is not None:
             inner.append(frame)
             if calls_compiled(frame):
-                is_compiled, is_bound = True, is_bound or any(map(is_in_loop, inner)) or refuses_breaks(frame)
+                is_compiled, is_pinned = True, is_pinned or any(map(is_in_loop, inner)) or refuses_breaks(frame)
             frame = frame.f_back
-        return Compiled(is_compiled, is_bound)
+        return Compiled(is_compiled, is_pinned)
 
     def attach(self) -> None:
         """Begin to follow."""
         self._own.here = True
-        some = () if self._only is None else self._only.values()
-        self._handles = hook_some(some, self._enter, self._leave) if some else hook_all(self._enter, self._leave)
+        # global hooks: a module with hooks of its own would leave torch's fast path
+        enter, leave = self._enter, self._leave
+        self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
     def detach(self) -> None:
         """Stop following, also where an interrupt left modules behind.
@@ -166,7 +150,6 @@ class Running:
         if self._entered and not self.is_here:
             return
         self.stack.clear()
-        self.began.clear()
         self._exit()
         self._unhook()
         self._ran, self._meanwhile = lambda name, output: None, nullcontext()  # who is told holds this: both may go now
@@ -188,39 +171,21 @@ class Running:
             self._unhook()
         return output
 
-    def _look_at_all(self) -> None:
-        """Some of those that were to be told of are not where they were: from here on all are."""
-        self._unhook()
-        self._only = None
-        self._handles = hook_all(self._enter, self._leave)
-        self._names |= {id(each): name for name, each in named_modules(self._model)}
-        self._replaced()
-
-    def _are_in_place(self) -> bool:
-        """Whether the model holds those that are told of where it held them."""
-        try:
-            return all(self._model.get_submodule(name) is module for name, module in (self._only or {}).items())
-        except AttributeError:
-            return False
-
-    def _is_passed_over(self, module: nn.Module) -> bool:
-        known = self._others.get(id(module))
-        return known is not None and known() is module
-
     def _find(self, module: nn.Module) -> str | None:
-        """A module that is not known runs inside the model: one put there since, perhaps in another's place."""
-        self._others[id(module)] = weakref.ref(module)
+        """Find the path of a module that the model did not hold when this was made."""
+        stranger = self._strangers.get(id(module))
+        if stranger is not None and stranger() is module:
+            return None
         named = named_modules(self._model)
         if any(each is module for _, each in named):
             self._names |= {id(each): name for name, each in named}
-            self._replaced()
+        else:
+            self._strangers[id(module)] = weakref.ref(module)
         return self._names.get(id(module))
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if self._only is not None and not self.stack and self.is_here and not self._are_in_place():
-            self._look_at_all()
         name = self._names.get(id(module))
-        if name is None and self.stack and not self._is_passed_over(module) and self.is_here:
+        if name is None and self.stack and self.is_here:
             name = self._find(module)
         if name is None or self.is_over:
             return
@@ -233,9 +198,8 @@ class Running:
                 self._entries.clear()
             self._entries[name] += 1
             self.stack.append(name)
-            self.began.append(recorded_operations())
             self.called.add(name)
-            if not self._entered and self._begins(name):
+            if not self._entered:
                 self._entered = len(self.stack)
                 self._meanwhile.__enter__()
 
@@ -246,7 +210,6 @@ class Running:
         if not self.is_over:
             self._ran(name, output)
         self.stack.pop()
-        self.began.pop()
         if len(self.stack) < self._entered:
             self._exit()
             if self.is_over:
@@ -256,38 +219,6 @@ class Running:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
-
-
-def hook_all(enter: Enter, leave: Leave) -> list[RemovableHandle]:
-    """Register global hooks: a module with hooks of its own would leave torch's fast path."""
-    return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-
-
-def hook_some(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> list[RemovableHandle]:
-    """Register hooks on these modules, before all their others: no other module is then called the slow way."""
-    handles = []
-    for module in modules:
-        handles.append(module.register_forward_pre_hook(Hook(enter), prepend=True))
-        handles.append(module.register_forward_hook(Hook(leave), prepend=True, always_call=True))
-    return handles
-
-
-class Hook:
-    """Hook of one module; the copy or the pickle of that module gets a hook that does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Take what torch gives a hook."""
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return Hook, (nothing,)
-
-
-def nothing(*_: Any) -> None:
-    """Do nothing: the hook of a copied module."""
 
 
 def is_in_loop(frame: FrameType) -> bool:

@@ -2,27 +2,30 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
-from attnscale.measure.stats import merged_when_read
+from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.watching.call import SeenCall
-from attnscale.watching.known.known_model import KnownModel
-from attnscale.watching.known.waiting import WaitingCall
+from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.overlooked import Overlooked
 from attnscale.watching.reading import Reading
 from attnscale.watching.running import Line
 
+if TYPE_CHECKING:
+    from attnscale.watching.plan import Plan
+
 COLUMNS = ("layer", "kind", "heads", "d_k", "scale", "expected")  # and then those of Place.SEEN
 DEEPEST = 128  # runs of one module in one forward; what runs more often runs over time
-HELD = 2**30  # bytes of queries and keys that may wait: autograd holds them as well, but lets them go with its graph
 
 
 class Layers(dict[str, Layer]):
@@ -50,16 +53,13 @@ class Seen:
         self.unused_norms = unused_norms
         self.without_gradients = False  # in training some calls ran with gradients off
         self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
-        self.is_inside = False  # what it tells was measured inside the model's own run
-        self.was_left_out = False  # some attention of a known model, where nobody looked
-        self.apart: tuple[str, ...] = ()  # modules of which that is not so: they ran uncompiled
-        self.known_model: KnownModel | None = None  # what a later watcher may know the model by
+        self.is_probed = False  # probes measured it inside the model's own run
+        self.fallbacks: Mapping[str, str] = {}  # modules that take no probe and ran uncompiled, and the reason
+        self.plan: Plan | None = None  # where probes can be placed at the next step
+        self.obstacle = "some of its operations could not be followed"  # why there is no plan
         self.overlooked = Overlooked()  # told when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
-        self._unmeasured: list[tuple[str, WaitingCall]] = []
-        self._waiting: list[WaitingCall] = []  # those of them that hold on to tensors
-        self.left_out: list[str] = []  # calls that could not be measured, and why
         self._built: tuple[int, Layers] = (0, Layers())
 
     def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
@@ -68,25 +68,8 @@ class Seen:
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
 
-    def note_later(self, path: str, line: Line, call: WaitingCall, depth: int = 0) -> None:
-        """Add one call that is not measured yet; where many wait, the first are measured now."""
-        self.note(path, line, call.call, depth)
-        self._unmeasured.append((path, call))
-        self._waiting = [*(each for each in self._waiting if each.held), call]
-        while sum(each.held for each in self._waiting) > HELD:
-            self._waiting.pop(0).measure()
-
     def settle(self) -> None:
-        """Measure what was not measured yet, and leave out what cannot be."""
-        for path, call in self._unmeasured:
-            call.measure()
-            if call.failure is not None:
-                self.left_out.append(f"{path}: {call.failure}")
-                self._sites = {
-                    site: [each for each in calls if each is not call.call] for site, calls in self._sites.items()
-                }
-        self._unmeasured.clear()
-        self._waiting.clear()
+        """Wait for no further backward pass."""
         for seen in (seen for calls in self._sites.values() for seen in calls):
             if seen.gradients is not None:
                 seen.gradients.settle()
@@ -111,15 +94,31 @@ class Seen:
         """
         self.settle()
         if self._built[0] != self.calls:
-            layers = Layers()
-            for (path, *_), calls in filter(itemgetter(1), self._sites.items()):
-                name, number = self._shown(str(path)), 2
-                while name in layers or f"{name}[0]" in layers:
-                    name, number = f"{self._shown(str(path))}#{number}", number + 1
-                for suffix, some in by_depth(calls).items():
-                    layers[name + suffix] = self._layer(name + suffix, str(path), some)
-            self._built = (self.calls, layers)
+            layers = {name: self._layer(name, path, calls) for name, (path, calls) in self._calls_by_layer().items()}
+            self._built = (self.calls, Layers(layers))
         return self._built[1]
+
+    def numbers(self) -> "dict[str, LayerNumbers]":
+        """What a record holds of each layer; a sampled step is recorded without building layers."""
+        return {name: LayerNumbers.of(calls) for name, (_, calls) in self._calls_by_layer().items()}
+
+    def facts(self) -> "dict[str, LayerFacts]":
+        """What a record says of each layer beside its numbers."""
+        return {
+            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks)
+            for name, (path, calls) in self._calls_by_layer().items()
+        }
+
+    def _calls_by_layer(self) -> dict[str, tuple[str, list[SeenCall]]]:
+        """The path and the calls of each layer, by its name."""
+        found: dict[str, tuple[str, list[SeenCall]]] = {}
+        for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
+            path, number = str(site), 2
+            name = self._shown(path)
+            while name in found or f"{name}[0]" in found:
+                name, number = f"{self._shown(path)}#{number}", number + 1
+            found |= {name + suffix: (path, some) for suffix, some in by_depth(calls).items()}
+        return found
 
     def _layer(self, name: str, path: str, calls: list[SeenCall]) -> Layer:
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
@@ -160,7 +159,7 @@ class Seen:
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
             highest_bias=max(call.highest_bias for call in calls),
-            is_apart=path in self.apart,
+            is_fallback=path in self.fallbacks,
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
             shards=tuple(call.shard for call in calls if call.shard is not None),
             measured=tuple(call.stats for call in calls),
@@ -168,6 +167,41 @@ class Seen:
 
     def __str__(self) -> str:
         return table(self.layers.values())
+
+
+class LayerFacts(NamedTuple):
+    """What a record says of a layer beside its numbers."""
+
+    heads: int
+    softcap: float | None
+    is_fallback: bool
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """The numbers of one layer over all its calls: fields of Layer that a record needs."""
+
+    heads: int
+    stats: ScoreStats
+    scales: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    query_gradient: Tensor | None
+    key_gradient: Tensor | None
+
+    @classmethod
+    def of(cls, calls: list[SeenCall]) -> "LayerNumbers":
+        """Merge the calls of a layer."""
+        gradients = [call.gradients for call in calls if call.gradients is not None]
+        return cls(
+            calls[-1].heads,
+            merged_when_read([call.stats for call in calls]),
+            _over_rows(calls, lambda call: call.scales),
+            _root_over_rows(calls, lambda call: call.query_norm),
+            _root_over_rows(calls, lambda call: call.key_norm),
+            norm_over(gradients, "query"),
+            norm_over(gradients, "key"),
+        )
 
 
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:

@@ -1,12 +1,8 @@
 """Settings: what a watcher is asked for; users set the first two."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attnscale.errors import SettingError
-
-if TYPE_CHECKING:
-    from attnscale.watching.known.known_model import KnownModel
 
 DEFAULT_ROWS = 64
 
@@ -16,31 +12,19 @@ class Settings:
     """How a model is watched.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
-    of all calls. With `training`, calls in evaluation mode without gradients are left out. With a `seed` the rows
+    of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is
+    recorded for probes. With a `seed` the rows
     sampled depend on it and on the length of the queries alone, and each call is kept by itself: for ranks that share
     out keys.
-    With `known`, the `known_model` of an earlier watch of this model, only kernels that it tells of are looked at, and
-    what is new is followed.
     """
 
     rows: int | None = DEFAULT_ROWS
     keep: bool = False
     training: bool = False
     seed: int | None = None
-    known: "KnownModel | None" = None
     may_be_empty: bool = False  # a model that ran and showed no attention is a result, not an error
 
     def __post_init__(self) -> None:
         rows = self.rows
         if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
-
-    @property
-    def reads_graph(self) -> bool:
-        """Whether kernels may be read from the autograd graph, and not only as a mode sees them."""
-        return self.training and self.seed is None and not self.keep
-
-    @property
-    def learns(self) -> bool:
-        """Whether to learn what a later watcher may know the model by: in training it is watched again and again."""
-        return self.training or self.known is not None

@@ -15,10 +15,10 @@ from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
 from attnscale.tracing.roles import Mixed
 from attnscale.tracing.tracer import Tracer
 from attnscale.watching.kernels import KernelCall, kernel_calls, nested
-from attnscale.watching.known.recognition import Recognition
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
 from attnscale.watching.parameter_names import ParameterNames
+from attnscale.watching.plan import PlanRecorder
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
 from attnscale.watching.running import Running, named_modules
@@ -41,26 +41,13 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
         """What is seen is noted in `seen`, where others note too; in one of its own where none is given."""
         super().__init__()
-        ledger, known, named = Ledger(ParameterNames(model)), settings.known, named_modules(model)
+        ledger, named = Ledger(ParameterNames(model)), named_modules(model)
         modules = dict(named)
         self.norms = QueryKeyNorms(modules, ledger)
-        self.recognition = Recognition(settings)
-        passed_over = () if known is None else known.called - known.attending
-        running = self.running = Running(
-            model,
-            named,
-            self._ran,
-            self,
-            settings.training,
-            self.recognition.begins,
-            passed_over=passed_over,
-            replaced=self.recognition.forget,
-            only=known.told_by(modules) if known is not None and settings.reads_graph else None,
-        )
-        unused = self.norms.unused if known is None else lambda path: known.unused_norms.get(path, ())
-        declare = partial(declared if known is None else known.declared, model)
-        self.seen = Seen(self.running.shown, declare, unused) if seen is None else seen
-        self.reporter = Reporter(settings, self.running, self.seen, self.recognition)
+        running = self.running = Running(model, named, self._ran, self, settings.training)
+        self.seen = Seen(running.shown, partial(declared, model), self.norms.unused) if seen is None else seen
+        self.plan_recorder = PlanRecorder()
+        self.reporter = Reporter(settings, running, self.seen, self.plan_recorder)
         self.tracer = Tracer(ledger, lambda: tuple(running.stack), self.reporter.softmax)
         self.nested = NestedTensors(self.tracer)
         self.failures: list[str] = []
@@ -68,8 +55,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
-        if self.recognition.only_known and not traits.may_attend:
-            return func(*args, **kwargs)
         if in_backward() or not self.running.stack or self.running.is_over:
             return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
         if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
@@ -105,8 +90,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             found = dict(zip(traits.results, results, strict=False))
             for call in kernel_calls(self.tracer.ledger, traits.full_name, found | given):
                 self._report(call, given.get("value"), result)
-        elif self.recognition.only_known:
-            self.recognition.takes_softmax(self.running.stack[-1])
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
@@ -122,30 +105,23 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.nested.read(traits.name, args, kwargs, result)
         output = result[0] if isinstance(result, (tuple, list)) else result
         for call in calls:
-            self.recognition.give_up()  # what is known of a model are its kernels
+            self.plan_recorder.give_up("it attends to nested tensors, which no probe takes")
             self.nested.mixed(output, self.reporter.kernel(call))
 
     def _report(self, call: KernelCall, value: Any, result: Any) -> None:
         softmax = self.reporter.kernel(call)
         output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
-            is_sure = self.recognition.only_known or call.has_finite_lse
-            if isinstance(value, Tensor) and not (value.is_nested or is_sure):
+            if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
                 softmax.measured(None, has_nan_of_its_own(output, value))
             self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
         """A module has run."""
         try:
-            if self.recognition.known is None:
-                self.norms.ran(name, output)
-            if not self._settings.learns:
-                return
-            began, depth = self.running.began[-1], self.running.depth(name)
-            for line, call in self.recognition.ran(name, output, began, depth, self.running.is_watched):
-                self.seen.note_later(name, line, call, depth)
-            if len(self.running.stack) == 1:
-                self.recognition.ran_whole(name, output, began)
+            self.norms.ran(name, output)
+            if not in_backward():  # which runs modules again
+                self.plan_recorder.ran(name, self.running.depth(name))
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 
@@ -157,23 +133,14 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def conclude(self) -> None:
         """Say what could not be followed; where nothing was seen at all, refuse."""
         self.seen.settle()
-        self.failures += self.seen.left_out
         unfollowed = self.tracer.unfollowed
-        if not self.failures and not unfollowed:
-            self.seen.known_model = self.recognition.concluded(self.running.called, self.seen.unused_norms)
+        if self._settings.training and not self.failures and not unfollowed:
+            self.seen.plan = self.plan_recorder.plan(self.running.called, self.seen.unused_norms)
+            self.seen.obstacle = self.plan_recorder.obstacle
         self.seen.unfollowed = [path for path in map(self.running.shown, unfollowed) if path not in self.seen.layers]
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}",
-                NotFollowedWarning,
-                stacklevel=4,
-            )
-        self.seen.was_left_out = self.recognition.left_out
-        if self.recognition.otherwise:
-            (name, what), others = next(iter(self.recognition.otherwise.items())), len(self.recognition.otherwise) - 1
-            warnings.warn(
-                f"{self.running.shown(name)}{f' and {others} other modules' if others else ''} did not run as when the "
-                f"model was followed: {what}. All of it is followed the next time.",
                 NotFollowedWarning,
                 stacklevel=4,
             )
@@ -189,12 +156,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.seen.overlooked = Overlooked(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
-            self._unseen() if self._settings.known is None else (),  # of a known model that was told before
+            unseen_attentions(self._modules, self.seen.modules),
             "" if self.seen.calls else f"N{self._nothing[1:]}.",
         )
-
-    def _unseen(self) -> tuple[str, ...]:
-        return unseen_attentions(self._modules, self.seen.modules)
 
     def _why_nothing(self) -> str:
         if not self.running.called:

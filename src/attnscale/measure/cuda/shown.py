@@ -60,6 +60,11 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
     table = triton.finish_sampled(
         sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, BOUND_SLACK, kind
     )
+    return stats_of_sample(sums, sample, table)
+
+
+def stats_of_sample(sums: Tensor, sample: Sample, table: Tensor) -> ScoreStats:
+    """The statistics that a pass over sampled rows left."""
     pool = Unpooled(
         partial(rows_of, sums),
         lambda: table[:, NUMBERS.index("max_bound")],
@@ -67,7 +72,7 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
         in_shards=True,
         known=Table(table, partial(_errors, sums, sample, table)),
     )
-    return ScoreStats(heads, exact=False, pool=pool, refreshed=capturing())
+    return ScoreStats(sums.shape[3], exact=False, pool=pool, refreshed=capturing())
 
 
 def rows_of(sums: Tensor) -> RowSums:

@@ -8,7 +8,10 @@ PARTS = 264  # spans of all heads, two a multiprocessor of an H200: fewer leave 
 
 def key_span(query: Tensor, key: Tensor) -> int:
     """How many keys one program of the sampling kernel takes: as many as fill the GPU; on a CPU, all."""
-    if query.device.type == "cpu":
-        return key.shape[2]
-    parts = max(1, PARTS // (query.shape[0] * query.shape[1]))
-    return -(-key.shape[2] // (parts * LEAST_SPAN)) * LEAST_SPAN
+    return key.shape[2] if query.device.type == "cpu" else span_of(query.shape[0], query.shape[1], key.shape[2])
+
+
+def span_of(batch: int, heads: int, kv_len: int) -> int:
+    """How many keys of a head one program takes on a GPU."""
+    parts = max(1, PARTS // (batch * heads))
+    return -(-kv_len // (parts * LEAST_SPAN)) * LEAST_SPAN

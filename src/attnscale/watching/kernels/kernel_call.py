@@ -125,13 +125,6 @@ class KernelCall:
         return all(way.constant for way in ways)
 
     @property
-    def memory(self) -> dict[int, int]:
-        """Bytes of memory that the call keeps alive, by storage address; several tensors may share one storage."""
-        tensors = (self.query, self.key, self.value, self.visibility.mask, *(self.visibility.documents or ()))
-        stores = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
-        return {store.data_ptr(): store.nbytes() for store in stores}
-
-    @property
     def has_finite_lse(self) -> bool:
         """Whether the kernel tells of every row that its weights are numbers."""
         return self.lse is not None and is_surely_finite(self.lse)

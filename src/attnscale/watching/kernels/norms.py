@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.measure.lengths import mean_lengths, mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
+from attnscale.numerics import constant_on
 from attnscale.watching.call import Factors
 
 NORMED_ROWS = 64
@@ -39,7 +40,7 @@ def projected_norms(
 
 def before(norm: Tensor, factor: Factors) -> Tensor:
     """What it was before it was multiplied."""
-    return norm if (factor == 1).all() else norm / torch.from_numpy(np.abs(factor)).to(norm.device, non_blocking=True)
+    return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
 
 
 def some_of(vectors: Tensor) -> Tensor:

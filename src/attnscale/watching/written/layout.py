@@ -1,6 +1,6 @@
-"""Layout: where a known attention, written out, has its heads, queries and keys; numbers alone, which a graph can hold.
+"""Where an attention that is written out has its heads, queries and keys, as numbers alone, which a graph can hold.
 
-It is learned while a model is followed. Batch and lengths may change from step to step, the order of axes may not.
+Batch and lengths may change from step to step; the order of axes may not.
 """
 
 from dataclasses import dataclass
@@ -74,8 +74,8 @@ def layout_from(code: str) -> Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class KnownWritten:
-    """An attention written out that is known again: nothing but the numbers of its tensors changes."""
+class WrittenPlan:
+    """What a plan says of an attention that is written out: nothing but the numbers of its tensors may change."""
 
     layout: Layout
     multiplier: "Factors"  # of the product on its way to the softmax, a value a head
@@ -83,8 +83,8 @@ class KnownWritten:
     is_uneven: bool  # some rows see less than others
 
 
-def known_written(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> KnownWritten | None:
-    """What to know a call by that was followed, its scores of this shape; None where it must be followed every time."""
+def written_plan(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> WrittenPlan | None:
+    """Return the plan of a call whose scores have this shape; None where no probe can be placed."""
     if not all(way.constant for way in call.ways) or not is_only_a_product(call, seen):
         return None
     layout = layout_of(call.axes) if call.axes.shape == shape else None
@@ -95,7 +95,7 @@ def known_written(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> KnownW
     if (at[:, 0, 0] != call.axes.groups[0]).any() or (row != call.probe.numpy()).any():
         return None  # the product has its entries, or its rows, in another order
     _, visible = call.rows_at(call.probe)
-    return KnownWritten(layout, call.probed.multiplier.mean(1), call.trail.constant, visible is not None)
+    return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trail.constant, visible is not None)
 
 
 def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:

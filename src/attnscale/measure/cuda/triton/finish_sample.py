@@ -7,15 +7,18 @@ import triton.language as tl
 from attnscale.measure.cuda.triton.finish import SATURATED, TABLE, largest_of, show, show_number
 
 
-@triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span"])
+@triton.jit(do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span", "bound_places"])
 def finish_sample_kernel(
     sums_at: tl.tensor,
     rows_at: tl.tensor,
     weights_at: tl.tensor,
     bounds_at: tl.tensor,
     table_at: tl.tensor,
-    lse_batch: tl.tensor,
-    lse_head: tl.tensor,
+    bound_batch: tl.tensor,
+    bound_head: tl.tensor,
+    bound_place: tl.tensor,
+    bound_places: tl.tensor,
+    bound_keys: tl.tensor,
     batch: tl.tensor,
     heads: tl.tensor,
     count: tl.tensor,
@@ -120,16 +123,16 @@ def finish_sample_kernel(
     bound = tl.full([BOUND_BLOCK], float("-inf"), tl.float32)
     for entry in range(batch):
         if GIVEN_LSE:  # no score of a row is above its ln Σ eˢ
-            at = bounds_at + entry * lse_batch + head * lse_head
+            at = bounds_at + entry * bound_batch + head * bound_head
             for start in range(0, q_len, BOUND_BLOCK):
                 row = start + tl.arange(0, BOUND_BLOCK)
                 lse = tl.load(at + row, mask=row < q_len, other=float("-inf"))
                 bound = tl.maximum(bound, lse, propagate_nan=tl.PropagateNan.ALL)
         else:  # Cauchy–Schwarz: nor above |a| · max‖q‖ · max‖k‖
             place = tl.arange(0, BOUND_BLOCK)
-            at = bounds_at + (place * batch + entry) * heads + head
-            query = tl.max(tl.load(at, mask=place < spans, other=0.0), 0)
-            key = tl.max(tl.load(at + spans * batch * heads, mask=place < spans, other=0.0), 0)
+            at = bounds_at + place * bound_place + entry * bound_batch + head * bound_head
+            query = tl.max(tl.load(at, mask=place < bound_places, other=0.0).to(tl.float32), 0)
+            key = tl.max(tl.load(at + bound_keys, mask=place < bound_places, other=0.0).to(tl.float32), 0)
             bound = tl.maximum(bound, tl.sqrt(query) * tl.sqrt(key) * bound_scale, propagate_nan=tl.PropagateNan.ALL)
     wide_bound = largest_of(bound.to(tl.float64))
     if GIVEN_LSE:

@@ -55,8 +55,9 @@ def finish_sampled(
         finish_sample_kernel,
         (heads,),
         (
-            *(sums, rows, weights, bounds, table, *(bounds.stride()[:2] if given_lse else (0, 0)), batch, heads, count),
-            *(q_len, kv_len, spans, span, abs(scale) * (1 + slack), slack),
+            *(sums, rows, weights, bounds, table),
+            *(*(bounds.stride()[:2] if given_lse else (heads, 1)), batch * heads, spans, spans * batch * heads),
+            *(batch, heads, count, q_len, kv_len, spans, span, abs(scale) * (1 + slack), slack),
         ),
         (is_causal, planes == WITH_VISIBLE, given_lse, SAMPLED_ROWS, BOUNDS),
         (4, 1),

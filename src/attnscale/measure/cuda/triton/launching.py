@@ -84,6 +84,11 @@ def precision(tensor: Tensor) -> str:
 
     Each half has the 11 bits of tf32, so that both have all but two of float32's.
     """
-    if tensor.dtype != torch.float32:
+    return precision_of(tensor.dtype, tensor.device.index)
+
+
+def precision_of(dtype: torch.dtype, device: int | None) -> str:
+    """The same by the dtype and the device of operands."""
+    if dtype != torch.float32:
         return "tf32"  # of no effect on narrower operands
-    return "tf32x3" if capability(tensor.device.index) >= TENSOR_CORES else "ieee"
+    return "tf32x3" if capability(device) >= TENSOR_CORES else "ieee"

@@ -1,0 +1,171 @@
+"""Install probes in a module: while they are installed the module has a probed class, on which Dynamo guards.
+
+So a compiled model has one more graph for the probed class, and goes back and forth between the two without compiling
+again. The probed forward brackets the plain one by two calls that Dynamo puts into the graph as they are; when
+autograd and the compiler trace the graph, attention calls between the brackets are intercepted.
+"""
+
+import copyreg
+from collections.abc import Callable
+from functools import cache, partial, update_wrapper
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from attnscale.probes.intercept import FRAMES, NO_LAYOUT, Carried, Frame
+from attnscale.torch_internals import is_exporting, is_fake
+
+PREFIX = "_attnscale_"
+FALLBACK = "fallback"  # the kind of a probe that runs the module uncompiled under the tracer
+
+
+class Follower(Protocol):
+    """Traces a module that takes no probe."""
+
+    def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Trace one run of it."""
+        ...
+
+
+def install(module: nn.Module, kind: str, carried: "Carried | Follower", layouts: str | None = None) -> str:
+    """Install a probe; return the name by which it is removed.
+
+    `layouts` are those of the module's planned calls, as Frame takes them; None leaves those that are there.
+    """
+    names = _names(module)
+    layouts = getattr(type(module), "_attnscale_layouts", NO_LAYOUT) if layouts is None else layouts
+    name = next(f"{kind}{number}" for number in range(len(names) + 1) if f"{kind}{number}" not in names)
+    module.__dict__[PREFIX + name] = carried
+    _set_probes(module, (*names, name), layouts)
+    return name
+
+
+def remove(module: nn.Module, name: str) -> None:
+    """Remove a probe."""
+    layouts = getattr(type(module), "_attnscale_layouts", "")
+    _set_probes(module, tuple(each for each in _names(module) if each != name), layouts)
+    module.__dict__.pop(PREFIX + name, None)
+
+
+def can_install(module: nn.Module) -> bool:
+    """Return True if the module's class says what it does: its forward was not replaced, and it has a __dict__."""
+    return "forward" not in vars(module) and hasattr(module, "__dict__")
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without probes."""
+    plain: type[nn.Module] = getattr(type(module), "_attnscale_plain", type(module))
+    return plain
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return getattr(type(module), "_attnscale_probes", ())
+
+
+def _set_probes(module: nn.Module, names: tuple[str, ...], layouts: str) -> None:
+    own = type(module)
+    if "_attnscale_plain" in vars(own):
+        own = vars(own)["_attnscale_plain"]
+    elif _names(module):
+        return  # somebody wrapped it in a class since; a probe that carries nothing does nothing
+    module.__class__ = _probed_class(own, names, layouts) if names else own  # type: ignore[arg-type]
+
+
+def enter_in_graph(names: str, layouts: str, *carried: Carried) -> None:
+    """Begin a run of a module in a graph that is traced."""
+    if not _is_dynamo_asking(carried):
+        FRAMES.enter(Frame(names, layouts, carried, is_traced=True))
+
+
+def exit_in_graph(*carried: Carried) -> None:
+    """End it."""
+    if not _is_dynamo_asking(carried) and FRAMES.innermost is not None:
+        FRAMES.exit()
+
+
+def _is_dynamo_asking(carried: tuple[Carried, ...]) -> bool:
+    """Return True if Dynamo runs a bracket for its shapes alone."""
+    first = carried[0][0] if isinstance(carried[0], tuple) else carried[0]
+    return is_fake((type(first),))
+
+
+def close_frames() -> None:
+    """Close what an error in the middle of a trace left open."""
+    while FRAMES.innermost is not None:
+        FRAMES.exit()
+
+
+@cache
+def _allow_in_graphs() -> None:
+    for bracket in (enter_in_graph, exit_in_graph):
+        torch.fx.node.has_side_effect(bracket)
+        torch.compiler.allow_in_graph(bracket)  # loads Dynamo, which takes a second
+
+
+def _run_uncompiled(
+    module: nn.Module, followers: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run a module under its followers, each around the next."""
+    call = partial(forward, module, *args, **kwargs)
+    for name in followers:
+        follower = module.__dict__.get(name)
+        call = call if follower is None else partial(follower.run, module, call)
+    return call()
+
+
+def _is_written_down() -> bool:
+    """Return True if what runs becomes a program, which must not contain probes."""
+    return is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def new_plain(kind: type, *args: Any) -> Any:
+    """Make an object as copyreg.__newobj__ does, which pickle takes for objects of their own class alone."""
+    return kind.__new__(kind, *args)
+
+
+@cache
+def _probed_class(plain: type[nn.Module], names: tuple[str, ...], layouts: str) -> type[nn.Module]:
+    """Return a class of modules that run as before, between two brackets; copies and pickles are of the plain one."""
+    _allow_in_graphs()
+    probes = [name for name in names if not name.startswith(FALLBACK)]
+    joined, attributes = " ".join(probes), tuple(PREFIX + name for name in probes)
+    followers = tuple(PREFIX + name for name in names if name.startswith(FALLBACK))
+    run_uncompiled = torch.compiler.disable(_run_uncompiled) if followers else None
+
+    has_slots = plain.__basicsize__ != nn.Module.__basicsize__  # bases of another layout cannot be set later
+    root: Any = plain if has_slots else nn.Module
+
+    class Probed(root, metaclass=type(plain)):  # type: ignore[misc, metaclass]
+        _attnscale_plain, _attnscale_probes, _attnscale_layouts = plain, names, layouts
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if not (self.training or torch.is_grad_enabled()) or _is_written_down():
+                return plain.forward(self, *args, **kwargs)
+            if run_uncompiled is not None:
+                return run_uncompiled(self, followers, plain.forward, args, kwargs)
+            carried: list[Any] = [getattr(self, name, None) for name in attributes]
+            if any(each is None for each in carried):
+                return plain.forward(self, *args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                enter_in_graph(joined, layouts, *carried)
+                output = plain.forward(self, *args, **kwargs)
+                exit_in_graph(*carried)
+                return output
+            FRAMES.enter(Frame(joined, layouts, tuple(carried), is_traced=False))
+            try:
+                return plain.forward(self, *args, **kwargs)
+            finally:
+                FRAMES.exit()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            make, given, state, *rest = super().__reduce_ex__(protocol)
+            state = {key: value for key, value in state.items() if not key.startswith(PREFIX)}
+            make = new_plain if make is copyreg.__newobj__ else make  # type: ignore[attr-defined]
+            return make, tuple(plain if each is type(self) else each for each in given), state, *rest
+
+    update_wrapper(Probed.forward, plain.forward, assigned=(), updated=())  # for whoever inspects its arguments
+    Probed.__bases__ = (plain,)  # set later, so that __init_subclass__, which may keep a register, is not called
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Probed, name, getattr(plain, name))
+    return Probed

@@ -1,1 +1,0 @@
-"""A model that was followed once, known again by its kernels alone."""

@@ -1,0 +1,72 @@
+"""The fast path of probes on a GPU measures what score_stats measures."""
+
+import pytest
+import torch
+
+import attnscale
+from attnscale.measure.cuda.probe import probe
+from attnscale.measure.cuda.probe_max import probe_max
+
+pytestmark = pytest.mark.gpu
+BATCH, HEADS, Q_LEN, KV_LEN, HEAD_DIM = 3, 6, 331, 331, 40
+
+
+def tensors(dtype, kv_heads):
+    generator = torch.Generator("cuda").manual_seed(0)
+    query = torch.randn(BATCH, Q_LEN, HEADS, HEAD_DIM, device="cuda", generator=generator).to(dtype).transpose(1, 2)
+    key = torch.randn(BATCH, KV_LEN, kv_heads, HEAD_DIM, device="cuda", generator=generator).to(dtype).transpose(1, 2)
+    return query, key
+
+
+def masks():
+    causal = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool, device="cuda").tril()
+    shown = torch.arange(KV_LEN, device="cuda") < torch.tensor([[331], [200], [97]], device="cuda")
+    return {
+        "none": None,
+        "causal": causal[None, None],
+        "padding": shown[:, None, None, :],
+        "both": causal[None, None] & shown[:, None, None, :],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("name", ["none", "causal", "padding", "both"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_probe_measures_what_score_stats_measures(dtype, kv_heads, name, is_causal):
+    (query, key), mask = tensors(dtype, kv_heads), masks()[name]
+    hidden = None if mask is None else ~mask.any(-2)[:, 0]
+    padding = None if hidden is None else hidden.expand(BATCH, -1)
+    if is_causal and mask is not None:
+        pytest.skip("SDPA takes one of the two")
+    found = [probe(query, key, mask, padding, hidden, 0.3, is_causal, 128) for _ in range(40)]
+    seen = mask if padding is None else mask & ~padding[:, None, :, None]
+    exact = attnscale.score_stats(query, key, scale=0.3, attn_mask=seen, is_causal=is_causal, enable_gqa=True)
+    for statistic in ("mean", "std", "entropy", "top1", "effective_keys"):
+        sampled = torch.stack([getattr(each.stats, statistic) for each in found])
+        error = sampled.double().std(0) / len(found) ** 0.5
+        assert bool(((sampled.double().mean(0) - getattr(exact, statistic)).abs() <= 5 * error + 1e-6).all()), statistic
+    largest = torch.stack([each.stats.max for each in found]).amax(0)
+    assert bool((largest <= exact.max + 1e-3).all())
+    assert bool((exact.max <= found[0].stats.max_bound).all())
+    counted = query.double() if padding is None else query.double()[(~padding).nonzero(as_tuple=True)[0][:0]]
+    if padding is None:
+        expected = counted.square().sum(-1).mean((0, 2)).sqrt()
+        torch.testing.assert_close(found[0].lengths[0], expected, rtol=1e-5, atol=0)
+    assert found[0].lengths.shape == (2, HEADS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("name", ["none", "causal", "padding", "both"])
+def test_a_max_probe_finds_the_largest_score_of_heads_over_the_limit(dtype, kv_heads, name):
+    (query, key), mask = tensors(dtype, kv_heads), masks()[name]
+    query[:, 1] *= 7
+    exact = attnscale.score_stats(query, key, scale=0.3, attn_mask=mask, enable_gqa=True).max
+    limit = float(exact.sort().values[-2])
+    row = torch.full((HEADS + 3,), -torch.inf, device="cuda")
+    row[-3], row[-1] = limit, 0.0
+    assert probe_max(row[:HEADS], row[-3], row[-1], query, key, mask, None, 0.3, False)
+    over = exact > limit
+    torch.testing.assert_close(row[:HEADS][over].double(), exact[over].double(), rtol=1e-4, atol=1e-4)
+    assert row[-1] == 1
