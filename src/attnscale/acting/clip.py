@@ -16,10 +16,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
+from attnscale.acting.clip_history import fresh_maxima, note_changed, note_taken
 from attnscale.acting.folding import Folding, Head, Left
-from attnscale.acting.freshness import fresh_maxima, note_changed
 from attnscale.acting.replicas import Maxima, agreed_maxima, axes_of, device_of
-from attnscale.acting.taken import note_taken
 from attnscale.acting.writing import Touched
 from attnscale.errors import SettingError
 from attnscale.plain import printable

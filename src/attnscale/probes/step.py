@@ -16,10 +16,9 @@ from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.measure.cuda.probe import Probed, probe
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import without_autocast
-from attnscale.probes.fallback import Fallback
-from attnscale.probes.late_modules import LateModules
 from attnscale.probes.placement import Placement
 from attnscale.probes.stats import KIND, Measurable, slot_of
+from attnscale.probes.unprobed import Fallback, LateModules
 from attnscale.probes.written import WrittenOperands
 from attnscale.torch_internals import (
     backward_number,
@@ -32,7 +31,7 @@ from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.kernel_call import Found
-from attnscale.watching.kernels.norms import before, projected_norms
+from attnscale.watching.kernels.projected import before, projected_norms
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.reporter import measured
 from attnscale.watching.sdpa_names import STATE

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from attnscale.acting.clip import ClipReport, clip_qk_
+from attnscale.acting.clip_history import note_taken
 from attnscale.acting.clipper import Clipper
 from attnscale.acting.folding import Folding
 from attnscale.acting.replicas import Axis, device_of
-from attnscale.acting.taken import note_taken
 from attnscale.plain import printable
-from attnscale.probes.fallback import Fallback
 from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Placement, Structure
+from attnscale.probes.unprobed import Fallback
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings

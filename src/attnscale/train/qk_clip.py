@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from attnscale.acting.clip import ClipReport, check_threshold, clip_qk_
+from attnscale.acting.clip_history import arrives_by
 from attnscale.acting.replicas import Axis, axes_of
-from attnscale.acting.taken import arrives_by
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
-from attnscale.probes.late_modules import LateModules
 from attnscale.probes.placement import Placement
+from attnscale.probes.unprobed import LateModules
 from attnscale.torch_internals import never_compiled
 from attnscale.train.probed_clip import Coverage, ProbedClip, TracedLayers, why_not_probed
 from attnscale.watching.layer import Layer

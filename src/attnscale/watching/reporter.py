@@ -23,9 +23,8 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 from attnscale.watching.shards import Shard
 from attnscale.watching.written.axes import find_axes
-from attnscale.watching.written.layout import written_plan
+from attnscale.watching.written.layout import factors_before, own_factors, written_plan
 from attnscale.watching.written.operands import key_channels
-from attnscale.watching.written.sdpa import factors_before, own_factors
 from attnscale.watching.written.written_call import WrittenCall, written_call
 
 

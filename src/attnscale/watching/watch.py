@@ -4,18 +4,57 @@ One mode between the model and torch's kernels sees each operation after it ran,
 to products to softmaxes. Nothing is replaced, so outputs stay as they are to the last bit.
 """
 
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from attnscale.errors import InputError
-from attnscale.torch_internals import can_watch
-from attnscale.watching.held import WHILE_WATCHING
+from attnscale.torch_internals import can_watch, causal_bias_under_modes
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import DEFAULT_ROWS, Settings
 from attnscale.watching.watcher import Watcher
+
+
+class Held(AbstractContextManager[None]):
+    """A context that is entered with its first holder and left with its last."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._holders, self._lock = make, 0, threading.RLock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._inner = self._make()
+                self._inner.__enter__()
+            self._holders += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._inner.__exit__(None, None, None)
+
+
+@contextmanager
+def _quiet_about_hooks() -> Iterator[None]:
+    """A compiled module warns of global hooks; the filter is taken out again, whatever was put before it meanwhile."""
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+    own = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if own in warnings.filters:
+            warnings.filters.remove(own)  # type: ignore[attr-defined]
+
+
+UNDER_A_MODE = (Held(_quiet_about_hooks), Held(causal_bias_under_modes))
+WHILE_WATCHING = (Held(lambda: torch.compiler.set_stance("force_eager")), *UNDER_A_MODE)
 
 
 def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> AbstractContextManager[Seen]:

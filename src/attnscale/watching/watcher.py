@@ -1,6 +1,7 @@
 """Watcher: the mode that sees every operation of a model, and hands each on: kernels, and all else to be traced."""
 
 import warnings
+import weakref
 from functools import partial
 from typing import Any
 
@@ -9,15 +10,15 @@ from torch import Tensor, nn
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.numerics import has_nan_of_its_own
-from attnscale.torch_internals import DispatchMode, in_backward, is_fake
+from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
 from attnscale.tracing.roles import Mixed
 from attnscale.tracing.tracer import Tracer
-from attnscale.watching.kernels import KernelCall, kernel_calls, nested
+from attnscale.watching.kernels import KernelCall, kernel_calls
+from attnscale.watching.kernels.sdpa import NESTED_OPERATIONS, multiplied, sequences
 from attnscale.watching.op_traits import OpTraits, traits_of
 from attnscale.watching.overlooked import Overlooked, unseen_attentions
-from attnscale.watching.parameter_names import ParameterNames
 from attnscale.watching.plan import PlanRecorder
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
@@ -82,7 +83,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
             self.norms.took(args)
-        if (not traits.is_kernel or traits.name in nested.OPERATIONS) and (is_nested(result) or any_nested(args)):
+        if (not traits.is_kernel or traits.name in NESTED_OPERATIONS) and (is_nested(result) or any_nested(args)):
             self._hand_on_nested(traits, args, kwargs, result)
         elif traits.is_kernel:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
@@ -96,12 +97,12 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def _hand_on_nested(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         """Nested tensors are followed sequence by sequence."""
         ledger, calls = self.tracer.ledger, list[KernelCall]()
-        if traits.name in nested.OPERATIONS:
+        if traits.name in NESTED_OPERATIONS:
             given = dict(zip(traits.arguments, args, strict=False)) | kwargs
             parts = [self.nested.of(given[name]).tensors for name in ("query", "key", "value")]
-            calls = list(nested.sequences(ledger, given, parts))
+            calls = list(sequences(ledger, given, parts))
         elif traits.name == "matmul" and all(map(is_nested, args[:2])):
-            calls = list(nested.multiplied(ledger, self.nested.of(args[0]), self.nested.of(args[1])))
+            calls = list(multiplied(ledger, self.nested.of(args[0]), self.nested.of(args[1])))
         self.nested.read(traits.name, args, kwargs, result)
         output = result[0] if isinstance(result, (tuple, list)) else result
         for call in calls:
@@ -187,3 +188,34 @@ def _is_fused(traits: OpTraits, args: Any) -> bool:
         return False
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
     return tensor is not None and tensor.device.type in traits.fused_on
+
+
+class ParameterNames:
+    """Parameters of a model -> their names; under FSDP2 a running module holds others than one at rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._has_parts = model, False
+        self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
+        self._others: dict[int, weakref.ref[Tensor]] = {}  # tensors that were looked for and are none
+
+    def _now(self) -> dict[int, tuple[Tensor, str]]:
+        named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
+        # a rank that holds some heads of a layer multiplies by its own part of the parameter
+        local = [(name, part) for name, parameter in named if (part := local_part(parameter)) is not None]
+        self._has_parts |= bool(local)
+        return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
+
+    def __call__(self, tensor: Tensor) -> str | None:
+        """The name, the first of several; None for what is no parameter of the model."""
+        if not self._known or (id(tensor) not in self._known and self._may_be_one(tensor)):
+            self._known = self._now() | self._known
+            if id(tensor) not in self._known and self._has_parts:
+                self._others[id(tensor)] = weakref.ref(tensor)
+        return self._known.get(id(tensor), (tensor, None))[1]
+
+    def _may_be_one(self, tensor: Tensor) -> bool:
+        """Whether to look again: also for a plain tensor where parameters have local parts, which FSDP2 makes anew."""
+        if isinstance(tensor, nn.Parameter) or not self._has_parts:
+            return isinstance(tensor, nn.Parameter)
+        refused = self._others.get(id(tensor))
+        return tensor.is_leaf and (refused is None or refused() is not tensor)

@@ -24,8 +24,15 @@ from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import Learning, owners_told
 from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.kept import keep_kernel_call
-from attnscale.watching.kernels.norms import projected_norm, some_of
-from attnscale.watching.kernels.ways import by_entry, ends_by_position, trails_of, unpadded, way_of
+from attnscale.watching.kernels.projected import (
+    by_entry,
+    ends_by_position,
+    projected_norm,
+    some_of,
+    trails_of,
+    unpadded,
+    way_of,
+)
 from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL

@@ -1,12 +1,108 @@
-"""torch's scaled_dot_product_attention, by any of its kernels, and attnscale's own."""
+"""torch's scaled_dot_product_attention, by any of its kernels, and attnscale's own.
 
-from collections.abc import Iterator
+Of strided nested tensors it runs as one operation, or in products of them where torch has no kernel.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from attnscale.tracing.lineage import Ledger
+from torch import Tensor
+
+from attnscale.tracing.coordinates import transposed
+from attnscale.tracing.lineage import Ledger, Node, moved
+from attnscale.tracing.nested import Operand, Parts
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
-from attnscale.watching.kernels.nested import sequences
+
+NESTED_OPERATIONS = (
+    "scaled_dot_product_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class LearningPart:
+    """One sequence of a nested tensor as who follows gradients sees it: they pass through the whole of it."""
+
+    operand: Operand
+    number: int
+    part: Tensor
+    given: Callable[[Tensor], Tensor] = lambda gradient: gradient  # that of what SDPA was given
+
+    @property
+    def shape(self) -> Any:
+        """(1, heads, length, features)."""
+        return self.part.shape
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient will pass."""
+        return self.operand.nested.requires_grad
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Have the hook called with the gradient of this sequence."""
+        self.operand.tell(self.number, lambda gradient: hook(self.given(gradient)))
+
+
+def sequences(ledger: Ledger, given: dict[str, Any], parts: Sequence[Sequence[Tensor]]) -> Iterator[KernelCall]:
+    """An operation with these arguments: of query, key and value, one sequence after the other."""
+    scale, operands = given.get("scale"), [Operand(given[name], Parts(())) for name in ("query", "key")]
+    for at, (query, key, value) in enumerate(zip(*parts, strict=True)):
+        learning = LearningPart(operands[0], at, query), LearningPart(operands[1], at, key)
+        yield from _call(
+            *(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)),
+            *(ledger.node(query), ledger.node(key), ledger.node(value)),
+            is_causal=bool(given.get("is_causal")),
+            drops=bool(given.get("dropout_p")),
+            learning=learning,
+        )
+
+
+def multiplied(ledger: Ledger, weights: Parts, value: Parts) -> Iterator[KernelCall]:
+    """A product of the softmax of a product with values; what was a scale is in its operands."""
+    if not weights.is_weights or weights.product is None:
+        return
+    queries, turned = weights.product
+    factors = (queries.factor, turned.factor) if weights.by_sdpa else (1.0, 1.0)
+    for at, (query, key, values) in enumerate(
+        zip(queries.parts.tensors, turned.parts.tensors, value.tensors, strict=True)
+    ):
+        nodes = ledger.node(query), _turned(ledger.node(key)), ledger.node(values)
+        learning = (
+            LearningPart(queries, at, query, lambda gradient: gradient * factors[0]),
+            LearningPart(turned, at, key.mT, lambda gradient: gradient.mT * factors[1]),
+        )
+        yield from _call(query, key.mT, values, 1.0, *nodes, is_causal=False, drops=False, learning=learning)
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    query_node: Node,
+    key_node: Node,
+    value_node: Node,
+    *,
+    is_causal: bool,
+    drops: bool,
+    learning: "tuple[LearningPart, LearningPart]",
+) -> Iterator[KernelCall]:
+    if query.dim() == 4 and query.numel() and key.numel():
+        seen = Visibility.of(None, is_causal)
+        yield KernelCall(
+            *("sdpa", query, key, scale, query_node, key_node, seen),
+            value_node=value_node,
+            value=value,
+            drops=drops,
+            learning=learning,
+        )
+
+
+def _turned(node: Node) -> Node:
+    rank, shape = len(node.shape), (*node.shape[:-2], node.shape[-1], node.shape[-2])
+    return moved(node, shape, transposed(rank, rank - 2, rank - 1))
 
 
 def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
