@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,6 +55,16 @@ def is_redirected() -> bool:
     return F.scaled_dot_product_attention is scaled_dot_product_attention
 
 
+def all_names_of_sdpa() -> list[Name]:
+    """Return every name under which a module imported SDPA, torch's own first."""
+    return _all_names_of_sdpa(len(sys.modules))  # searched again only after another import
+
+
+@lru_cache(maxsize=1)
+def _all_names_of_sdpa(_: int) -> list[Name]:
+    return names_of_sdpa()
+
+
 def names_of_sdpa(files: Collection[str] | None = None) -> list[Name]:
     """Return torch's own name of SDPA, and names under which modules of these files, or all, imported it."""
     imported = (
@@ -62,7 +73,7 @@ def names_of_sdpa(files: Collection[str] | None = None) -> list[Name]:
         if module is not F and (files is None or getattr(module, "__file__", None) in files)
         for name, value in list(getattr(module, "__dict__", {}).items())
         if value is SDPA or value is scaled_dot_product_attention
-        if module_name != __name__ and not module_name.startswith("attnscale.")
+        if not module_name.startswith(("attnscale.", "torch._C"))  # what runs SDPA itself
     )
     return [*TORCH_NAMES, *imported]
 

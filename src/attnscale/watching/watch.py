@@ -15,7 +15,7 @@ from torch import nn
 
 from attnscale.errors import InputError
 from attnscale.torch_internals import can_watch, causal_bias_under_modes
-from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
+from attnscale.watching.sdpa_names import Redirected, all_names_of_sdpa
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import DEFAULT_ROWS, Settings
 from attnscale.watching.watcher import Watcher
@@ -88,7 +88,7 @@ def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
         for change in WHILE_WATCHING:
             stack.enter_context(change)
         if settings.training:
-            stack.enter_context(Redirected(names_of_sdpa()))
+            stack.enter_context(Redirected(all_names_of_sdpa()))
         watcher.running.attach()
         stack.callback(watcher.running.detach)
         yield watcher.seen
