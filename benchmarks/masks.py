@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnscale import attention, attention_with_stats
-from attnscale.bench.clocks import CALLS, clocks
+from attnscale.bench.costs import CALLS, clocks
 from attnscale.measure.statistics import of_scores
 
 SHAPES = {"cuda": [(8, 12, 1024, 64), (4, 16, 4096, 128)], "cpu": [(2, 8, 512, 64)]}

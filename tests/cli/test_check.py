@@ -99,7 +99,7 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         (["--device", "tpu"], "Expected a device that this machine has"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
         (["--html", "."], "Expected a file to write, and . is a folder."),
-        (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is no folder."),
+        (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is not a folder."),
         ([""], "Expected a model, got an empty name"),
         (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
     ],
@@ -296,14 +296,18 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check,
 
 def test_a_model_without_attention_is_a_result_that_says_so(check):
     status, out, err = check(f"{BROKEN}without_attention")
-    assert (status, err) == (0, "")
+    assert (status, err) == (2, "attnscale: No attention layer was checked, so the exit status is 2.\n")
     assert "No fused attention kernel ran, and no softmax." in out
     assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
 
 
 def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(check, tmp_path):
     status, out, err = check(f"{BROKEN}linear", "--html", tmp_path / "report.html")
-    assert (status, err) == (0, "")
+    assert status == 2
+    assert err.splitlines() == [
+        f"attnscale: The report is in {tmp_path / 'report.html'}.",
+        "attnscale: No attention layer was checked, so the exit status is 2.",
+    ]
     assert "No attention was seen in 0, named after it." in out
     assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
     found = json.loads(check(f"{BROKEN}linear", "--json")[1])

@@ -92,8 +92,8 @@ def test_bench_prints_ratios_and_writes_them_with_the_machine(tmp_path):
     assert {"attnscale, every row", "attnscale, 64 rows", "eager with statistics"} <= ratios.keys()
     assert ratios["plain SDPA, as many tokens, flash"] == 1.0
     assert {f"attnscale, {way}, every row" for way in ("packed", "jagged")} | {"padded, with a mask"} <= ratios.keys()
-    assert "3 sequences of 8 to 128, 2 heads of 64, float32, causal, forward" in result.stdout
-    assert "| 3 sequences of 8 to 128" in ragged_table(recorded["costs"])
+    assert "4 sequences of 32 to 512, 4 heads of 64, float32, causal, forward" in result.stdout
+    assert "| 4 sequences of 32 to 512" in ragged_table(recorded["costs"])
 
 
 @pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])
@@ -128,7 +128,7 @@ def test_every_commands_help_has_an_example_and_no_ragged_line():
         (["predict", "--length", "1"], "Expected length of at least 2, got 1."),
         (["claims", "--verdict", "maybe"], "Unknown verdict 'maybe'. Expected one of: confirmed, qualified, refuted."),
         (["bench", "--kind", "sparse"], "Expected a kind of case, dense or ragged, got 'sparse'."),
-        (["bench", "--device", "tpu"], "Expected a device that is here, cpu or cuda, got 'tpu'."),
+        (["bench", "--device", "tpu"], "Expected a device that this machine has, cpu or cuda, got 'tpu'."),
         (["predict", "--init", "normal:1e200"], "weights by normal:1e+200 on inputs of variance 1 give none"),
         (["predict", "--init", "normal:1e-200"], "weights by normal:1e-200 on inputs of variance 1 give none"),
         (["predict", "--input-variance", "1e308"], "Expected scores of a finite spread above zero"),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from attnscale.cli import NOBODY_READS
+from attnscale.cli import CLOSED_PIPE
 
 BROKEN = "tests.checking.broken:unscaled"
 FULL = "/dev/full"
@@ -52,7 +52,7 @@ def test_a_full_stderr_changes_no_status():
 @posix
 def test_a_reader_that_left_is_no_finding():
     result = shell(f"{{ sleep 1; $attnscale check {BROKEN}; echo status $? >&2; }} | true")
-    assert result.stderr == f"status {NOBODY_READS}\n"
+    assert result.stderr == f"status {CLOSED_PIPE}\n"
 
 
 def test_bench_refuses_a_folder_before_it_times_anything(tmp_path):

@@ -46,7 +46,7 @@ def baseline(tmp_path_factory):
 def test_what_did_not_change_passes(run, baseline):
     status, out, err = run("check", *SHORT, "--against", baseline)
     assert (status, err) == (0, "")
-    assert out.splitlines()[-1] == "No head of 16 changed beyond its error."
+    assert out.splitlines()[-1] == "No head of 16 changed by more than its error."
 
 
 def test_what_got_worse_fails_and_names_the_head(run, baseline, monkeypatch):
@@ -80,7 +80,7 @@ def test_compare_prints_writes_and_fits(run, baseline, tmp_path, monkeypatch):
     monkeypatch.setenv("FACTOR", "2")
     page = tmp_path / "report.html"
     status, out, err = run("compare", baseline, CHANGED, *SHORT, "--html", page)
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, f"attnscale: The report is in {page}.\n")
     assert max(map(len, out.splitlines())) <= 80
     assert "blocks.1.attention, head 2" in out
     assert "spread" in out
@@ -101,12 +101,14 @@ HEAD = '{"kind": "attnscale check", "version": 1, "title": "", "fed": "", "input
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("{", "no JSON"),
-        ("[]", "as an object"),
+        ("{", "damaged"),
+        ("[]", "there is no kind"),
         ('{"kind": "attnscale check", "version": 9}', "version"),
         (HEAD + '{"a": {}}}', "samples"),
-        (HEAD + '{"a": {"samples": {"spread": [[1, 2], [1]]}}}}', "as many numbers"),
-        (HEAD + '{"a": {"samples": {"spread": [[1e999]]}}}}', "numbers of at most"),
+        (HEAD + '{"a": {"samples": {"spread": [[1, 2], [1]]}}}}', "inhomogeneous"),
+        (HEAD + '{"a": {"samples": {"spread": [[1]], "scale": [[1, 2]]}}}}', "(samples, heads) for every statistic"),
+        (HEAD + '{"a": {"samples": {"spread": [[1e999]]}}}}', "infinite"),
+        (HEAD + '{}, "findings": [{"layer": "a"}]}', "missing"),
     ],
 )
 def test_a_damaged_baseline_is_one_sentence(run, tmp_path, content, reason):
@@ -154,3 +156,13 @@ def test_runs_are_compared_by_their_latest_records(run, tmp_path):
     assert again["changed"] == []
     assert run("compare", before, f"{before}#7")[0] == 2
     assert run("compare", before, tmp_path / "none.jsonl")[0] == 2
+
+
+def test_two_without_a_common_layer_end_with_status_two(run, baseline, tmp_path):
+    saved = json.loads(baseline.read_text(encoding="utf-8"))
+    saved["layers"] = {f"other.{name}": layer for name, layer in saved["layers"].items()}
+    (tmp_path / "other.json").write_text(json.dumps(saved), encoding="utf-8")
+    status, out, err = run("compare", baseline, tmp_path / "other.json")
+    assert status == 2
+    assert out.splitlines()[-1] == "Nothing to compare: the two have no layer in common."
+    assert err == "attnscale: No layer was compared, so the exit status is 2.\n"

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import attnscale
-from attnscale.comparing.between import portrait_of
-from attnscale.comparing.student import standing_out, tail
+from attnscale.comparing.sides import portrait_of
 from attnscale.errors import SettingError
-from attnscale.lab.bands import student_quantile
 from tests.comparing.models import bundled, encoder, texts, with_a_head
 
 LENGTH = 96
@@ -35,18 +33,7 @@ def named(comparison):
 
 def unknown(portrait):
     """The same where nothing is known of parameters, as in a log."""
-    return replace(portrait, layers={name: replace(layer, made=()) for name, layer in portrait.layers.items()})
-
-
-@pytest.mark.parametrize(("freedom", "level"), [(1, 0.95), (5, 0.99), (7, 1 - 1e-5), (200, 0.999)])
-def test_the_tail_is_what_lies_beyond_the_quantile(freedom, level):
-    assert tail(student_quantile(freedom, level), freedom) == pytest.approx(1 - level, rel=1e-3)
-
-
-def test_the_first_that_does_not_stand_out_ends_it():
-    assert standing_out([0.9, 0.001, 0.02, 0.012], 0.05).tolist() == [False, True, True, True]
-    assert standing_out([0.9, 0.001, 0.03, 0.02], 0.05).tolist() == [False, True, False, False]
-    assert standing_out([], 0.05).tolist() == []
+    return replace(portrait, layers={name: replace(layer, digests=()) for name, layer in portrait.layers.items()})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +67,7 @@ def test_the_same_model_names_none(model, batch):
     assert not found.changed
     assert not found.carried
     assert not found.worse
-    assert found.conclusion == "No head of 16 changed beyond its error."
+    assert found.conclusion == "No head of 16 changed by more than its error."
 
 
 def test_two_samples_of_one_model_name_none_even_where_parameters_are_unknown(model):
@@ -176,7 +163,7 @@ def test_layers_that_only_one_has_are_told(model, batch):
 
 
 def test_what_cannot_be_compared_is_said_in_a_sentence(model):
-    with pytest.raises(SettingError, match="what to run the models on"):
+    with pytest.raises(SettingError, match="inputs to run the models on"):
         attnscale.compare(model, model)
     with pytest.raises(SettingError, match="a model, its name, or a file"):
         attnscale.compare(3, model)

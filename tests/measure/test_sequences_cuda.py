@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attnscale.attending.call import Call
-from attnscale.bench.clocks import _captured
+from attnscale.bench.costs import _captured
 from attnscale.measure import attention_varlen_with_stats
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.visibility import Visibility

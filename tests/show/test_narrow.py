@@ -8,7 +8,7 @@ import attnscale
 from attnscale.checking import Checked
 from attnscale.claims import Claim
 from attnscale.comparing import compare_portraits
-from attnscale.comparing.between import portrait_of
+from attnscale.comparing.sides import portrait_of
 from attnscale.show.check import show_check
 from attnscale.show.compare import show_comparison
 from attnscale.show.costs import show_costs

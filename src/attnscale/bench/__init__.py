@@ -1,7 +1,6 @@
-"""What measuring costs: plain attention, attention with statistics, and what people do today, timed in turns."""
+"""Timings of attention: plain, with statistics, and with what people use today."""
 
-from attnscale.bench.cases import Case
-from attnscale.bench.costs import Cost, machine, measure_case, to_dict
-from attnscale.bench.kinds import KINDS, cases
+from attnscale.bench.costs import KINDS, Cost, cases, machine, measure_case, to_dict
+from attnscale.bench.dense import Case
 
 __all__ = ["KINDS", "Case", "Cost", "cases", "machine", "measure_case", "to_dict"]

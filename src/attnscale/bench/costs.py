@@ -1,11 +1,15 @@
-"""What every variant of a case costs, as multiples of plain SDPA.
+"""Costs of variants of attention, as multiples of plain SDPA.
 
-Machines are noisy, and a GPU's clock follows the power of what ran just before; so each timing of a variant stands
-beside one of plain SDPA's best backend, before it and after it in turns, and a cost is the median of their ratios.
+Machines are noisy, and a GPU's clock depends on the power of what ran just before. So each timing of a variant stands
+beside one of the fastest plain SDPA, before it and after it in turns, and a cost is the median of their ratios.
+
+A step is timed as called from Python, and on a GPU also as a CUDA graph, which leaves out the host's time: in training
+the host runs ahead of the GPU, and its time matters only if it takes longer than the GPU.
 """
 
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,17 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.bench.cases import OURS, PLAIN, Case
-from attnscale.bench.clocks import CALLS, GRAPH, HOST, Clock, Step, clocks
-from attnscale.bench.kinds import KINDS
+from attnscale.bench import dense, ragged
+from attnscale.bench.dense import OURS, PLAIN, Case
 
-ROUNDS = {"cpu": 9, "cuda": 9}
+Step = Callable[[], None]
+Clock = Callable[[], float]  # milliseconds per step
+KINDS = {"dense": dense, "ragged": ragged}
+CALLS, GRAPH, HOST = "calls", "graph", "host"
+QUEUED = 50  # calls that fit into the GPU's queue
+TIMED = 20.0  # milliseconds of steps in one timing on a GPU: long enough for the host to run ahead
+CAPTURED = 4.0  # milliseconds of steps in one graph: long against its launch, too short for the GPU's clock to change
+LONGEST_CAPTURED = 20.0  # milliseconds; a longer step hides the host's time anyway, and a graph holds its memory
+ROUNDS = 9
 TRIALS = 3  # of each plain backend, to find the fastest
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one variant, and how it compares with plain SDPA's best backend: median and quartiles of rounds."""
+    """Time of one variant, and its ratio to the fastest plain SDPA: median and quartiles over rounds."""
 
     milliseconds: float
     ratio: float
@@ -33,21 +44,26 @@ class Timing:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one variant cost in one case."""
+    """Cost of one variant in one case."""
 
     case: Case
     variant: str
     calls: Timing  # called from Python
-    graph: Timing | None  # replayed as a CUDA graph: the device's time alone; None where it was not captured
-    peak_bytes: int | None  # above the tensors given, where the device tells
-    host_microseconds: float | None = None  # of a call from Python; None where the host is the device
+    graph: Timing | None  # as a CUDA graph: the device's time alone; None if it was not captured
+    peak_bytes: int | None  # above the inputs; None on a CPU
+    host_microseconds: float | None = None  # of a call from Python; None on a CPU
+
+
+def cases(device: str, quick: bool = False, kind: str | None = None) -> list[Case]:
+    """Return the cases of a device, of one kind or of all: those of docs/speed.md, or one small case of each kind."""
+    return [case for name, each in KINDS.items() if kind in (None, name) for case in each.cases(device, quick)]
 
 
 def measure_case(case: Case, device: str, progress: Callable[[str], None] = lambda name: None) -> list[Cost]:
-    """Time every variant of one case in turns, plain SDPA's best backend first."""
+    """Time every variant of one case; the fastest plain SDPA comes first."""
     ways, memory = {}, {}
-    for name, (forward, given) in KINDS[case.kind].variants(case, device).items():
-        step = partial(_step, forward, given, case.backward)
+    for name, (forward, inputs) in KINDS[case.kind].variants(case, device).items():
+        step = partial(_step, forward, inputs, case.backward)
         progress(name)
         try:
             step()
@@ -58,22 +74,21 @@ def measure_case(case: Case, device: str, progress: Callable[[str], None] = lamb
             continue  # a backend that does not take this case, or a matrix that does not fit
         ways[name] = clocks(step, device)
     timed = {
-        way: _compared({name: found[way] for name, found in ways.items() if way in found}, ROUNDS[device])
-        for way in (CALLS, GRAPH)
+        way: _compare({name: found[way] for name, found in ways.items() if way in found}) for way in (CALLS, GRAPH)
     }
     hosts = {name: found[HOST]() * 1e3 if HOST in found else None for name, found in ways.items()}
     costs = [Cost(case, name, timed[CALLS][name], timed[GRAPH].get(name), memory[name], hosts[name]) for name in ways]
     return sorted(costs, key=lambda cost: (cost.graph or cost.calls).ratio != 1.0)
 
 
-def _compared(timers: dict[str, Clock], rounds: int) -> dict[str, Timing]:
-    """Each variant's timing, against the plain backend that is fastest when timed this way."""
+def _compare(timers: dict[str, Clock]) -> dict[str, Timing]:
+    """Time every variant beside the plain backend that is fastest when timed this way."""
     plain = [name for name in timers if name.startswith(PLAIN)]
     if not plain:
         return {}
     base = min(plain, key=lambda name: statistics.median(timers[name]() for _ in range(TRIALS)))
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in timers if name != base}
-    for turn in range(rounds):
+    for turn in range(ROUNDS):
         for name, readings in pairs.items():
             if turn % 2:
                 own, reference = timers[name](), timers[base]()
@@ -89,7 +104,7 @@ def _compared(timers: dict[str, Clock], rounds: int) -> dict[str, Timing]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine that the timings come from."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -101,14 +116,14 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def to_dict(costs: Sequence[Cost], device: str) -> dict[str, Any]:
-    """The figures and the machine, as JSON takes them."""
+    """Return the timings and the machine as JSON takes them."""
     return {"machine": machine(device), "device": device, "costs": [asdict(cost) for cost in costs]}
 
 
-def _step(forward: Callable[..., Tensor], given: list[Tensor], backward: bool) -> None:
-    output = forward(*given)
+def _step(forward: Callable[..., Tensor], inputs: list[Tensor], backward: bool) -> None:
+    output = forward(*inputs)
     if backward:
-        torch.autograd.grad(output, given, output)
+        torch.autograd.grad(output, inputs, output)
 
 
 def _peak(step: Step, device: str) -> int | None:
@@ -119,3 +134,64 @@ def _peak(step: Step, device: str) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+def clocks(step: Step, device: str) -> dict[str, Clock]:
+    """Return the clocks of a step: calls, and a CUDA graph if the step is short and can be captured."""
+    if device == "cpu":
+        return {CALLS: lambda: _wall(step)}
+    _events(step, 1)  # the first call after another kind of work is slower
+    duration = _events(step, 1)
+    found: dict[str, Clock] = {CALLS: lambda: _events(step, max(1, round(TIMED / duration))), HOST: lambda: _host(step)}
+    steps = max(1, round(CAPTURED / duration))
+    graph = _captured(step, steps) if duration < LONGEST_CAPTURED else None
+    if graph is not None:
+        replay = graph.replay
+        found[GRAPH] = lambda: _events(replay, 1) / steps
+    return found
+
+
+def _captured(step: Step, steps: int) -> torch.cuda.CUDAGraph | None:
+    torch.cuda.init()  # or there is no generator yet
+    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+    numbers = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(steps):
+                step()
+    except RuntimeError:  # the step waits for the GPU
+        torch.cuda.synchronize()
+        generator.graphsafe_set_state(numbers)  # a failed capture leaves it waiting for its end
+        return None
+    return graph
+
+
+def _wall(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _host(step: Step) -> float:
+    """Time a call until it returns, on an idle GPU: the least of five rounds."""
+
+    def repeat() -> None:
+        for _ in range(QUEUED):
+            step()
+
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        found.append(_wall(repeat) / QUEUED)
+    torch.cuda.synchronize()
+    return min(found)
+
+
+def _events(step: Step, times: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        step()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / times

@@ -1,20 +1,45 @@
-"""A batch of sequences of one length: plain attention, attention with statistics, and what people do today."""
+"""Batches of sequences of one length: plain SDPA, attention with statistics, and eager code for the same."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnscale.bench.cases import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name
 from attnscale.measure import ScoreStats, attention_with_stats
 from attnscale.measure.statistics import of_scores
 
-# What people run: long sequences, shared key heads, a very long one, GPT-2's shape, a length that fits no tile, the
-# head dimensions beside 128, a step of decoding, and float32.
+PLAIN, OURS = "plain SDPA", "attnscale"
+SAMPLED_ROWS = 64  # what watching and monitoring sample by default
+BACKENDS = {
+    "cpu": (SDPBackend.FLASH_ATTENTION,),
+    "cuda": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention to time; key and value have kv_heads, which query heads share."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    is_causal: bool
+    backward: bool
+    dtype: str
+    kind: str = "dense"
+    lengths: tuple[int, ...] = ()  # of the sequences of a ragged batch, whose longest is q_len
+
+
+# Common shapes: long sequences, shared key heads, a very long one, GPT-2's shape, a length that fits no tile, other
+# head dimensions than 128, a step of decoding, and float32.
 H200 = (
     (4, 16, 16, 4096, 4096, 128, "bfloat16"),
     (2, 32, 8, 8192, 8192, 128, "bfloat16"),
@@ -26,36 +51,48 @@ H200 = (
     (32, 32, 8, 1, 8192, 128, "bfloat16"),
     (2, 8, 8, 2048, 2048, 64, "float32"),
 )
-TRAINED = [(4, 4096, 128)]  # batch, length and head dimension of what is timed with a backward too
+TRAINED = [(4, 4096, 128)]  # batch, length and head dimension of those that are timed with a backward pass too
 CPU = tuple((1, 8, 8, length, length, 64, "float32") for length in (512, 1024, 4096))
 FLEX = Case(4, 16, 16, 4096, 4096, 128, False, False, "bfloat16")  # compiling it takes longer than all timings
-LARGEST_MATRIX = 2**31  # scores, of those that are formed all at once: half a dozen such matrices in float32
+LARGEST_MATRIX = 2**31  # scores of eager code, which forms half a dozen such matrices in float32
+
+
+class Variant(NamedTuple):
+    """One way to compute a case, with its query, key and value."""
+
+    forward: Callable[..., Tensor]
+    inputs: list[Tensor]
+
+
+def backend_name(backend: SDPBackend) -> str:
+    """Return the common name of a backend."""
+    return backend.name.lower().removesuffix("_attention")
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Those of the table in docs/speed.md, or one small one."""
+    """Return the cases of the table in docs/speed.md, or one small case."""
     if quick:
-        return [Case(1, 2, 2, 256, 256, 64, False, False, "float32" if device == "cpu" else "bfloat16")]
+        return [Case(1, 4, 4, 1024, 1024, 64, False, False, "float32" if device == "cpu" else "bfloat16")]
     return [
         Case(batch, heads, kv_heads, q_len, kv_len, head_dim, is_causal, backward, dtype)
         for batch, heads, kv_heads, q_len, kv_len, head_dim, dtype in (CPU if device == "cpu" else H200)
-        for is_causal in ((False, True) if q_len > 1 else (False,))  # a causal query alone would see one key
+        for is_causal in ((False, True) if q_len > 1 else (False,))  # one query alone would see one key
         for backward in ((False, True) if (batch, q_len, head_dim) in TRAINED else (False,))
     ]
 
 
 def variants(case: Case, device: str) -> dict[str, Variant]:
-    """By name, what takes query, key and value to the output, with statistics or without."""
+    """Return the variants of a case by name."""
     dtype = getattr(torch, case.dtype)
     shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
-    given = [
+    inputs = [
         torch.randn(case.batch, *shape, case.head_dim, device=device, dtype=dtype, requires_grad=case.backward)
         for shape in shapes
     ]
-    return {name: Variant(forward, given) for name, forward in _ways(case, device).items()}
+    return {name: Variant(forward, inputs) for name, forward in _functions(case, device).items()}
 
 
-def _ways(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
+def _functions(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
     plain = {f"{PLAIN}, {backend_name(backend)}": partial(sdpa, backend, case) for backend in BACKENDS[device]}
     ours = {
         f"{OURS}, every row": partial(_ours, case, None),
@@ -63,7 +100,7 @@ def _ways(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
     }
     others: dict[str, Callable[..., Tensor]] = {}
     whole = case.batch * case.heads * case.q_len * case.kv_len
-    if not case.backward and whole <= LARGEST_MATRIX:  # where it is kept for a backward, it no longer fits
+    if not case.backward and whole <= LARGEST_MATRIX:  # with a backward pass it does not fit
         others["eager with statistics"] = partial(_eager, case.is_causal)
     if device == "cuda" and case == FLEX:
         others["FlexAttention, lse and max"] = _flex()
@@ -71,7 +108,7 @@ def _ways(case: Case, device: str) -> dict[str, Callable[..., Tensor]]:
 
 
 def sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's own, by one of its kernels."""
+    """Run torch's SDPA on one backend."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads
@@ -79,7 +116,6 @@ def sdpa(backend: SDPBackend, case: Case, query: Tensor, key: Tensor, value: Ten
 
 
 def _ours(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output, and every statistic read: a tensor of each on the device, as eager code has them."""
     output, stats = attention_with_stats(
         query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads, rows=rows
     )
@@ -88,13 +124,13 @@ def _ours(case: Case, rows: int | None, query: Tensor, key: Tensor, value: Tenso
 
 
 def read(stats: ScoreStats) -> None:
-    """Every statistic, as a tensor on the device."""
+    """Read every statistic, as a tensor on the device, as eager code has them."""
     for name in of_scores():
         getattr(stats, name)
 
 
 def _eager(is_causal: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What one writes by hand: the full matrix, its softmax, and the same statistics from it."""
+    """Form the full matrix, its softmax, and the same statistics by hand."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.mT).float() * query.shape[-1] ** -0.5

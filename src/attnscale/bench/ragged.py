@@ -1,6 +1,6 @@
-"""Sequences of many lengths: packed, jagged or padded, beside a plain batch with as many tokens.
+"""Batches of sequences of many lengths, packed, jagged or padded, beside a plain batch of as many tokens.
 
-That batch has sequences of the length with which it has about as many scores, too.
+The sequences of the plain batch are of a length that gives about as many scores too.
 """
 
 import math
@@ -11,19 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.bench.cases import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name
-from attnscale.bench.dense import read, sdpa
+from attnscale.bench.dense import BACKENDS, OURS, PLAIN, SAMPLED_ROWS, Case, Variant, backend_name, read, sdpa
 from attnscale.measure import attention_varlen_with_stats, attention_with_stats
 from attnscale.operator import attention_varlen
 
 # Sequences, heads, length of the longest, head dimension: long documents, and GPT-2's shape.
 SHAPES = {"cuda": ((16, 16, 4096, 128), (64, 12, 1024, 64)), "cpu": ((8, 8, 512, 64),)}
-QUICK = (3, 2, 128, 64)
-SHORTEST = 16  # times that the longest is as long
+QUICK = (4, 4, 512, 64)
+SHORTEST = 16  # the longest sequence is this many times as long
 
 
 def cases(device: str, quick: bool) -> list[Case]:
-    """Lengths are spread evenly."""
+    """Return cases whose lengths are spread evenly."""
     dtype = "float32" if device == "cpu" else "bfloat16"
     return [
         Case(
@@ -39,7 +38,7 @@ def _lengths(count: int, longest: int) -> tuple[int, ...]:
 
 
 def variants(case: Case, device: str) -> dict[str, Variant]:
-    """By name, what takes packed tokens, or those of a plain batch, to the output."""
+    """Return the variants of a case by name, on packed tokens or on those of a plain batch."""
     draw = partial(torch.randn, device=device, dtype=getattr(torch, case.dtype), requires_grad=case.backward)
     total, scores = sum(case.lengths), sum(length**2 for length in case.lengths)
     alike = round(scores / total)
@@ -71,7 +70,7 @@ def _of_nested(case: Case, device: str) -> Mapping[str, Callable[..., Tensor]]:
     ours = {
         f"{OURS}, jagged, every row": partial(_jagged_with_stats, case, None),
         f"{OURS}, jagged, {SAMPLED_ROWS} rows": partial(_jagged_with_stats, case, SAMPLED_ROWS),
-    }  # a CPU has but the products of nested tensors, at 14 times the cost
+    }  # on a CPU, torch's SDPA of nested tensors takes 14 times as long
     return ours | ({"torch's SDPA, jagged": partial(_jagged, case)} if device == "cuda" else {})
 
 
@@ -105,7 +104,7 @@ def _varlen_attn(case: Case, starts: Tensor, query: Tensor, key: Tensor, value: 
 
     window = (-1, 0) if case.is_causal else (-1, -1)
     output = varlen_attn(query, key, value, starts, starts, case.q_len, case.q_len, window_size=window)
-    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+    assert isinstance(output, Tensor)  # it returns a tuple only with lse
     return output
 
 
@@ -121,7 +120,7 @@ def _mask(case: Case, device: str) -> Tensor:
 
 
 def _nested(starts: Tensor, packed: list[Tensor]) -> list[Tensor]:
-    """As a model's projections leave them: with the same starts, and heads before lengths."""
+    """Make nested tensors as a model's projections do: with the same offsets, and heads before lengths."""
     offsets = starts.long()
     found = [torch.nested.nested_tensor_from_jagged(each.detach(), offsets).transpose(1, 2) for each in packed]
     return [made.requires_grad_(each.requires_grad) for made, each in zip(found, packed, strict=True)]

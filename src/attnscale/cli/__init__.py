@@ -1,4 +1,4 @@
-"""The front door: one command a file, each importing what it needs only when it runs."""
+"""The command line: one command per file, which imports what it needs when it runs."""
 
 import sys
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from attnscale import __version__
+from attnscale.cli.arguments import UsageError, in_paragraphs, usage_sentence
 from attnscale.cli.bench import bench
 from attnscale.cli.check import check
 from attnscale.cli.claims import claims
@@ -13,18 +14,16 @@ from attnscale.cli.compare import compare
 from attnscale.cli.demo import demo
 from attnscale.cli.explore import explore
 from attnscale.cli.lab import lab
-from attnscale.cli.output import say, tell
+from attnscale.cli.output import OutputError, checked_streams, say, tell
 from attnscale.cli.predict import predict
 from attnscale.cli.rules import rules
-from attnscale.cli.streams import OutputError, own_streams
-from attnscale.cli.usage import UsageError, in_paragraphs, usage_sentence
 from attnscale.cli.watch_log import watch_log
 from attnscale.errors import AttnscaleError
 from attnscale.extras import needing
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
-NOBODY_READS = 141  # and for a pipe that was closed, as `| head` does: neither fine nor a finding
+CLOSED_PIPE = 141  # and for a closed pipe, as in `| head`: neither fine nor a finding
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -45,12 +44,12 @@ def attnscale(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Keep attention scores in range: check a model, predict their spread, choose a scale, test what is claimed."""
+    """Keep attention scores in range: check a model, predict their spread, choose a scale, test published claims."""
 
 
 def main() -> None:
     """Run the command line; bad input ends with one sentence on stderr and status 2."""
-    with own_streams():
+    with checked_streams():
         sys.exit(_status())
 
 
@@ -60,15 +59,15 @@ def _status() -> int:
             status = app(prog_name="attnscale", standalone_mode=False)
         sys.stdout.flush()
     except UsageError as error:
-        if message := error.format_message():  # none where help was asked for, and shown
+        if message := error.format_message():  # empty if the help was shown
             tell(usage_sentence(message, error.ctx, getattr(error, "param", None), sys.argv))
         return BAD_INPUT
     except AttnscaleError as error:
         tell(error)
         return BAD_INPUT
     except OutputError as error:
-        if error.nobody_reads:
-            return NOBODY_READS
+        if error.is_closed_pipe:
+            return CLOSED_PIPE
         tell(f"Could not write the output: {error}.")
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -1,31 +1,35 @@
-"""`attnscale bench`: what measuring costs on this machine."""
+"""`attnscale bench`: time the cost of statistics on this machine."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable
+from attnscale.cli.arguments import require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.files import write_whole
 
 
 def bench(
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One small case of each kind only.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only one small case of each kind.")] = False,
     kind: Annotated[str | None, typer.Option(help="dense or ragged; by default both.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the figures, and the machine's description, as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the timings and a description of the machine to this file, as JSON.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Time attention with and without statistics, in turns, and print the ratios.
+    """Time attention with and without statistics, and print the ratios to plain SDPA.
 
-    Compared are plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
-    statistics, and attnscale's, exact and sampled; and ragged batches, packed, jagged and padded, with a plain batch
-    of as many tokens.
+    Compares plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
+    statistics, and attnscale with all rows and with sampled rows. Ragged batches (packed, jagged and padded) are
+    compared with a plain batch of as many tokens. Columns: milliseconds per call, the median ratio to the fastest
+    plain SDPA timed right beside it, and the quartiles of that ratio.
 
     Example: attnscale bench --device cpu --quick
     """
     import json as writer
+    import logging
 
     import torch
     from rich.console import Console
@@ -37,11 +41,12 @@ def bench(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise SettingError(f"Expected a device that is here, cpu or cuda, got {device!r}.")
+        raise SettingError(f"Expected a device that this machine has, cpu or cuda, got {device!r}.")
     if kind is not None and kind not in KINDS:
         raise SettingError(f"Expected a kind of case, {' or '.join(KINDS)}, got {kind!r}.")
     if out is not None:
         require_writable(out)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # torch's own nested tensors warn of torch
     costs = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         wanted = cases(device, quick, kind)
@@ -54,5 +59,5 @@ def bench(
         print_json(figures)
     else:
         show_costs(figures["costs"])
-    if out is not None:  # last: what was timed is on the screen, whatever becomes of the file
+    if out is not None:  # last: the timings are on the screen even if this fails
         write_whole(out, writer.dumps(figures, indent=1) + "\n")

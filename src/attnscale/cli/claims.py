@@ -1,4 +1,4 @@
-"""`attnscale claims`: what is said about √d_k, recomputed."""
+"""`attnscale claims`: recompute what articles claim about √d_k."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -12,20 +12,22 @@ if TYPE_CHECKING:
 
 
 def claims(
-    ids: Annotated[list[str] | None, typer.Argument(help="Show only these claims, by id; all of them if none.")] = None,
-    verdict: Annotated[str | None, typer.Option(help="Show only one verdict: confirmed, refuted or qualified.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(help="Ids of the claims to show; all claims by default.")] = None,
+    verdict: Annotated[
+        str | None, typer.Option(help="Show only claims with this verdict: confirmed, refuted or qualified.")
+    ] = None,
     index: Annotated[
-        bool, typer.Option("--index", help="Instead, the command for every exercise, listing and worked example.")
+        bool, typer.Option("--index", help="Show the command for every exercise, listing and worked example instead.")
     ] = False,
     record: Annotated[
-        bool, typer.Option("--record", help="Keep the verdicts as they are now, to compare later ones with.")
+        bool, typer.Option("--record", help="Record these verdicts, to compare later ones with.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Recompute what four articles claim about √d_k, and say which claims hold.
+    """Recompute what four articles claim about √d_k, and show which claims hold.
 
-    Some are measured by training small models, so that all of them take half a minute. Ends with status 1 if a verdict
-    differs from the recorded one.
+    Some claims are measured by training small models; all together take half a minute. The exit status is 1 if a
+    verdict differs from the recorded one.
 
     Example: attnscale claims --verdict refuted
     """
@@ -37,7 +39,7 @@ def claims(
     if verdict is not None and verdict not in VERDICTS:
         raise SettingError(f"Unknown verdict {verdict!r}. Expected one of: {', '.join(VERDICTS)}.")
     if (ids or verdict) and record:
-        raise SettingError("Expected --record alone: it keeps the verdicts of all claims.")
+        raise SettingError("Expected --record without ids and --verdict: it records the verdicts of all claims.")
     if index:
         _show_index() if not json else print_json([asdict(worked) for worked in INDEX])
         return

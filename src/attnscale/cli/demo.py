@@ -1,28 +1,30 @@
-"""`attnscale demo`: see what √d_k does, in half a minute."""
+"""`attnscale demo`: train with and without √d_k, in half a minute."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable
+from attnscale.cli.arguments import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 
 def demo(
-    html: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("report.html"),
-    head_dim: Annotated[int, typer.Option("--head-dim", help="d_k of both models, even.")] = 128,
-    steps: Annotated[int, typer.Option(help="Training steps of each.")] = 160,
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the batches.")] = 0,
+    html: Annotated[Path, typer.Option(help="File to write the report to.")] = Path("report.html"),
+    head_dim: Annotated[
+        int, typer.Option("--head-dim", help="Head dimension d_k of both models; an even number.")
+    ] = 128,
+    steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 160,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the batches.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """Train the same small model twice, with its scores divided by √d_k and without, and say what happened and why.
+    """Train a small model twice, with scores divided by √d_k and without, and explain the difference.
 
-    Both start from the same weights, see the same batches and learn to recall which value goes with which key; it
-    takes under half a minute, on one thread. Shown while they train: the loss, the entropy of the attention over that
-    of uniform weights, and 1 − Σp², what a row lets through.
+    Both start from the same weights, see the same batches and learn to recall which value belongs to which key. It
+    takes less than half a minute on one thread. While they train, it shows the loss, the entropy of the weights as a
+    share of its maximum, and 1 − Σp².
 
     Example: attnscale demo --html report.html
     """
@@ -36,7 +38,7 @@ def demo(
         if not least <= value <= most:
             raise SettingError(f"Expected {option} from {least} to {most}, got {value}.")
     if head_dim % 2:
-        raise SettingError(f"Expected an even --head-dim, which rotary positions need, got {head_dim}.")
+        raise SettingError(f"Expected an even --head-dim, as rotary positions need, got {head_dim}.")
     require_extra("report", "A report")
     require_writable(html)
 
@@ -57,4 +59,4 @@ def demo(
         print_json(twins.to_dict())
     else:
         show_twins(twins, console)
-    tell(f"The report, with the curves and every head, is {html}.")
+    tell(f"The report, with the curves and every head, is in {html}.")

@@ -1,31 +1,35 @@
-"""`attnscale explore`: a page to understand √d_k by hand."""
+"""`attnscale explore`: write an interactive page about √d_k."""
 
+import math
 from pathlib import Path
-from typing import Annotated
-from urllib.parse import quote
+from typing import Annotated, Any
+from urllib.parse import quote, unquote
 
 import typer
 
-from attnscale.cli.files import require_writable
+from attnscale.cli.arguments import require_writable
 from attnscale.cli.output import AsJson, print_json, say, tell
+from attnscale.errors import SettingError
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 PAGE = Path("attnscale-explore.html")
+NUMBERS = ("number", "dim", "step", "seed")  # settings that the page keeps in range by itself
+TEXTS = ("scores", "query", "key")
 
 
 def explore(
-    out: Annotated[Path, typer.Option(help="Where to write the page.")] = PAGE,
+    out: Annotated[Path, typer.Option(help="File to write the page to.")] = PAGE,
     view: Annotated[
-        str, typer.Option(help="What it shows first, as its address has it: 'd=64&scores=14, 10, 12'.")
+        str, typer.Option(help="Settings to open the page with, as in its address: 'd=64&scores=14, 10, 12'.")
     ] = "",
-    no_open: Annotated[bool, typer.Option("--no-open", help="Write the page, and leave the browser alone.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open the page in the browser.")] = False,
     json: AsJson = False,
 ) -> None:
     """Write an interactive page on scores, their scale and their softmax, and open it in the browser.
 
-    One file that needs nothing else: no server, no network. Move d_k, the keys, the spreads, the rule; type your own
-    scores; step through the proof. Its address holds the view, so that a view can be sent.
+    It is one self-contained file: no server, no network. Move d_k, the number of keys, the spreads and the rule; type
+    your own scores; step through the proof. The address of the page holds its settings, so a view can be shared.
 
     Example: attnscale explore --out why.html --no-open
     """
@@ -33,18 +37,42 @@ def explore(
     require_writable(out)
     from rich.console import Console
 
-    with Console(stderr=True).status("writing the page"):  # torch takes a moment to import; no sign in a pipe
-        from attnscale.show.explore import explore_page
+    with Console(stderr=True).status("writing the page"):  # importing torch takes a moment
+        from attnscale.show.explore import explore_data, explore_page
 
+        _require_view(view, explore_data())
         write_whole(out, explore_page())
     address = out.resolve().as_uri() + (f"#{quote(view, safe='=&,%')}" if view else "")
     opened = not no_open and _open(address)
     if json:
         print_json({"page": str(out), "address": address, "opened": opened})
     else:
-        say(f"The page is {out}\n{address}")
+        say(f"The page is in {out}\n{address}")
     if not (opened or no_open):
-        tell("no browser could be opened here: open the page yourself.")
+        tell("No browser could be opened here; open the page yourself.")
+
+
+def _require_view(view: str, data: dict[str, Any]) -> None:
+    """Refuse settings that the page does not have, or that are out of range."""
+    ranges = {control["name"]: (control["low"], control["high"]) for control in data["controls"]}
+    rules = [rule["name"] for rule in data["rules"]]
+    for part in filter(None, view.split("&")):
+        name, _, value = part.partition("=")
+        value = unquote(value)
+        if name not in (*ranges, *NUMBERS, *TEXTS, "rule"):
+            known = ", ".join((*ranges, "rule", *NUMBERS, *TEXTS))
+            raise SettingError(f"Unknown setting {name!r} in --view. Expected one of: {known}.")
+        if name == "rule" and value not in rules:
+            raise SettingError(f"Unknown rule {value!r} in --view. Expected one of: {', '.join(rules)}.")
+        if name in ranges or name in NUMBERS:
+            low, high = ranges.get(name, (-math.inf, math.inf))
+            try:
+                is_fine = low <= float(value) <= high and math.isfinite(float(value))
+            except ValueError:
+                is_fine = False
+            if not is_fine:
+                bounds = f" from {low:,} to {high:,}" if name in ranges else ""
+                raise SettingError(f"Expected a number{bounds} for {name} in --view, got {value!r}.")
 
 
 def _open(address: str) -> bool:

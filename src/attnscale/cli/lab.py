@@ -1,4 +1,4 @@
-"""`attnscale lab`: experiments that anyone can rerun."""
+"""`attnscale lab`: run an experiment."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable
+from attnscale.cli.arguments import require_writable
 from attnscale.cli.output import AsJson, print_json, tell
 from attnscale.extras import require_extra
 from attnscale.files import write_whole

@@ -1,4 +1,4 @@
-"""`attnscale predict`: the scores of a model that does not exist yet."""
+"""`attnscale predict`: predict the scores of a model at initialisation."""
 
 from typing import Annotated
 
@@ -8,24 +8,24 @@ from attnscale.cli.output import AsJson, print_json
 
 
 def predict(
-    d_model: Annotated[int, typer.Option(help="Width of the model, the fan-in of the projections.")] = 768,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 12,
-    head_dim: Annotated[int | None, typer.Option(help="d_k, where it is not d_model / heads.")] = None,
-    length: Annotated[int, typer.Option(help="Keys a query sees.")] = 1024,
+    d_model: Annotated[int, typer.Option(help="Width of the model: the fan-in of the projections.")] = 768,
+    heads: Annotated[int, typer.Option(help="Number of attention heads.")] = 12,
+    head_dim: Annotated[int | None, typer.Option(help="d_k, if it is not d_model / heads.")] = None,
+    length: Annotated[int, typer.Option(help="Number of keys that a query sees.")] = 1024,
     init: Annotated[
         str,
         typer.Option(
-            help="How the projections are drawn: xavier, kaiming, lecun, orthogonal (each may take a gain, as in "
-            "xavier:0.5), normal:STD, or torch (nn.Linear's own, with its bias)."
+            help="Initialisation of the projections: xavier, kaiming, lecun, orthogonal (each may take a gain, as in "
+            "xavier:0.5), normal:STD, or torch (nn.Linear's default, with its bias)."
         ),
     ] = "xavier",
     packed: Annotated[
-        bool, typer.Option("--packed", help="q, k and v drawn as one matrix, as nn.MultiheadAttention does.")
+        bool, typer.Option("--packed", help="Initialise q, k and v as one matrix, as nn.MultiheadAttention does.")
     ] = False,
-    input_variance: Annotated[float, typer.Option(help="Variance of the input; 1 after LayerNorm or RMSNorm.")] = 1.0,
+    input_variance: Annotated[float, typer.Option(help="Variance of the input: 1 after LayerNorm or RMSNorm.")] = 1.0,
     json: AsJson = False,
 ) -> None:
-    """Predict the spread of q, k and the scores at initialisation, and what each scale makes of it.
+    """Predict the spread of q, k and the scores at initialisation, and the softmax for each scale.
 
     Example: attnscale predict --d-model 768 --heads 12 --init normal:0.02 --length 1024
     """

@@ -1,10 +1,10 @@
-"""`attnscale rules`: the catalogue."""
+"""`attnscale rules`: list the scale rules."""
 
 from attnscale.cli.output import AsJson, print_json
 
 
 def rules(json: AsJson = False) -> None:
-    """List the scale rules: formula, source, and when to use which.
+    """List the scale rules with formula, source, and when to use each.
 
     Example: attnscale rules --json
     """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscale.cli.files import require_writable
+from attnscale.cli.arguments import require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.extras import require_extra
 from attnscale.files import write_whole

@@ -1,4 +1,4 @@
-"""Comparison: what became of every head between two portraits, and which of it is beyond its error."""
+"""Comparisons: two portraits head by head, with the changes that are larger than their error."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,44 +6,44 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from attnscale.comparing.moves import Move, judged, move_of
+from attnscale.comparing.moves import Move, mark_significant, move_of
 from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
 from attnscale.diagnose import Change, Finding
 from attnscale.errors import SettingError
 from attnscale.plain import plain, printable
 
-TOLERANCE = 0.01  # relative, or of a share: smaller moves are told as none, whatever their error
+TOLERANCE = 0.01  # relative, or of a share: smaller changes are ignored, whatever their error
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
-UNPAIRED = "The inputs differ, so that the error of a change is that of both samples."
+UNPAIRED = "The inputs differ, so the error of a change includes the difference between the inputs."
 
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One head: what moved, and whether it was the head itself or what reaches it."""
+    """One head: its changes, and whether they come from its own weights or from its inputs."""
 
     layer: str
     head: int
     moves: Mapping[str, Move]
-    made_alike: bool = False  # its queries and keys are made by the same parameters, as far as is known
+    same_parameters: bool = False  # those that make its queries and keys, as far as is known
 
     @property
     def carried(self) -> bool:
-        """Whether it is made and scaled as before, so that what moved it is what reaches it."""
-        return self.made_alike and not ("scale" in self.moves and self.moves["scale"].is_beyond)
+        """True if its weights and its scale are as before, so its inputs changed it."""
+        return self.same_parameters and not ("scale" in self.moves and self.moves["scale"].is_beyond)
 
     @property
     def changed(self) -> list[Move]:
-        """What moved beyond its error, the most first."""
+        """Significant changes, the largest first."""
         return sorted((move for move in self.moves.values() if move.is_beyond), key=lambda move: -round(move.size, 3))
 
     @property
     def size(self) -> float:
-        """How far it moved where it moved most, of what is beyond its error."""
+        """Size of its largest significant change."""
         return max((move.size for move in self.changed), default=0.0)
 
     @property
     def worse(self) -> list[Move]:
-        """What moved to its bad end, beyond its error."""
+        """Significant changes for the worse."""
         return [move for move in self.changed if move.is_worse]
 
     @property
@@ -57,11 +57,11 @@ class HeadChange:
         return f"{self.layer}, head {self.head}"
 
     def __str__(self) -> str:
-        told = "; ".join(str(move) for move in self.changed) or "nothing beyond its error"
-        return printable(f"{self.place}: {told}")
+        changes = "; ".join(str(move) for move in self.changed) or "no change larger than its error"
+        return printable(f"{self.place}: {changes}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return it as JSON takes it."""
         moves = {name: move.to_dict() for name, move in self.moves.items()}
         return {"layer": self.layer, "head": self.head, "carried": self.carried, "moves": moves}
 
@@ -73,24 +73,24 @@ class Comparison:
     before: str
     after: str
     heads: tuple[HeadChange, ...]
-    came: tuple[Finding, ...]  # findings that the first did not have
-    gone: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()  # what could not be compared, and how errors were told
+    came: tuple[Finding, ...]  # findings that only the second has
+    gone: tuple[Finding, ...]  # findings that only the first has
+    notes: tuple[str, ...] = ()  # on parts that could not be compared, and on errors
     tolerance: float = TOLERANCE
 
     @cached_property
     def changed(self) -> tuple[HeadChange, ...]:
-        """Heads that changed themselves, beyond their error, the most first."""
+        """Heads whose own weights or scale changed, the most changed first."""
         return tuple(head for head in self._moved if not head.carried)
 
     @cached_property
     def carried(self) -> tuple[HeadChange, ...]:
-        """Heads that are made as before, and moved with what reaches them, the most first."""
+        """Heads with the same weights whose inputs changed, the most changed first."""
         return tuple(head for head in self._moved if head.carried)
 
     @property
     def worse(self) -> list[str]:
-        """What got worse, a sentence each: warnings and errors that came, and heads beyond their error."""
+        """Sentences on what got worse: new warnings and errors, and heads with significant changes."""
         came = [str(finding) for finding in self.came if finding.severity != "note"]
         return came + [
             printable(f"{head.place}: {'; '.join(map(str, head.worse))}.") for head in self._moved if head.worse
@@ -102,26 +102,25 @@ class Comparison:
         if not self.heads:
             return "Nothing to compare: the two have no layer in common."
         if not self._moved:
-            said = f"No head of {len(self.heads)} changed beyond its error"
+            said = f"No head of {len(self.heads)} changed by more than its error"
         elif not self.changed:
-            said = f"No head changed itself; {_heads(len(self.carried))} moved with what reaches them"
+            said = f"No head's own weights changed; the inputs of {_heads(len(self.carried))} did"
         else:
             most = self.changed[0]
-            own = "its" if len(self.changed) == 1 else "their"
-            which = "" if len(self.changed) == 1 else "most of all "
-            said = f"{_heads(len(self.changed))} of {len(self.heads)} changed beyond {own} error: "
-            said += f"{which}{most.place}, {most.changed[0]}"
-            said += f"; {_heads(len(self.carried))} more moved with what reaches them" if self.carried else ""
-        found = [f"{len(each)} {word}" for word, each in (("came", self.came), ("went", self.gone)) if each]
-        findings = f" Findings: {', '.join(found)}." if found else ""
-        return f"{said}.{findings}"
+            error = "its error" if len(self.changed) == 1 else "their error, most of all"
+            said = f"{len(self.changed)} of {_heads(len(self.heads))} changed by more than {error}: "
+            said += f"{most.place}, {most.changed[0]}"
+            said += f"; the inputs of {_heads(len(self.carried))} changed too" if self.carried else ""
+        new = f" {_count(len(self.came), 'new finding')}." if self.came else ""
+        gone = f" {_count(len(self.gone), 'finding')} gone." if self.gone else ""
+        return f"{said}.{new}{gone}"
 
     @cached_property
     def _moved(self) -> list[HeadChange]:
         return sorted((head for head in self.heads if head.changed), key=lambda head: -head.size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON takes it: None where a number is not finite."""
+        """Return everything as JSON takes it: None for a number that is not finite."""
         found: dict[str, Any] = plain(
             {
                 "before": self.before,
@@ -140,31 +139,31 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        lines = [*map(str, self.changed), *(f"came: {each}" for each in self.came)]
-        lines += [f"went: {each}" for each in self.gone]
+        lines = [*map(str, self.changed), *(f"new: {each}" for each in self.came)]
+        lines += [f"gone: {each}" for each in self.gone]
         return "\n".join([*lines, *map(printable, self.notes), printable(self.conclusion)])
 
 
 def require_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance below which nothing can be."""
+    """Refuse a negative or infinite tolerance."""
     if not 0 <= tolerance < math.inf:
         raise SettingError(f"Expected a tolerance of at least 0, got {tolerance:g}.")
 
 
 def compare_portraits(before: Portrait, after: Portrait, tolerance: float = TOLERANCE) -> Comparison:
-    """Hold one portrait against another: heads by the names of their layers."""
+    """Compare two portraits, heads by the names of their layers."""
     paired = bool(before.inputs) and before.inputs == after.inputs
     both = [name for name in before.layers if name in after.layers]
     alike = [name for name in both if before.layers[name].heads == after.layers[name].heads]
     heads = [head for name in alike for head in _heads_of(name, before.layers[name], after.layers[name], paired)]
-    known, found = {_key(each): each for each in before.findings}, {_key(each): each for each in after.findings}
+    old, new = ({_key(each): each for each in side.findings} for side in (before, after))
     return Comparison(
         before.title,
         after.title,
-        tuple(judged(heads, tolerance)),
-        tuple(each for key, each in found.items() if key not in known),
-        tuple(each for key, each in known.items() if key not in found),
-        tuple(dict.fromkeys((*before.notes, *after.notes, *_told(before, after, both, alike, paired)))),
+        tuple(mark_significant(heads, tolerance)),
+        tuple(each for key, each in new.items() if key not in old),
+        tuple(each for key, each in old.items() if key not in new),
+        tuple(dict.fromkeys((*before.notes, *after.notes, *_notes(before, after, both, alike, paired)))),
         tolerance,
     )
 
@@ -176,15 +175,15 @@ def _heads_of(name: str, before: LayerPortrait, after: LayerPortrait, paired: bo
         moves = {
             each: move_of(each, before.samples[each][:, head], after.samples[each][:, head], paired) for each in shared
         }
-        known = bool(before.made and after.made and before.made[head])
-        yield HeadChange(name, head, moves, known and before.made[head] == after.made[head])
+        one, other = (side.digests[head] if side.digests else "" for side in (before, after))
+        yield HeadChange(name, head, moves, bool(one) and one == other)
 
 
 def _key(finding: Finding) -> tuple[str, int | None, str, str]:
     return finding.layer, finding.head, finding.code, finding.severity
 
 
-def _told(before: Portrait, after: Portrait, both: list[str], alike: list[str], paired: bool) -> Iterator[str]:
+def _notes(before: Portrait, after: Portrait, both: list[str], alike: list[str], paired: bool) -> Iterator[str]:
     for one, other in ((before, after), (after, before)):
         alone = [name for name in one.layers if name not in other.layers]
         if alone:
@@ -199,4 +198,8 @@ def _told(before: Portrait, after: Portrait, both: list[str], alike: list[str], 
 
 
 def _heads(number: int) -> str:
-    return f"{number} head{'' if number == 1 else 's'}"
+    return _count(number, "head")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

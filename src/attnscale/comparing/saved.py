@@ -1,4 +1,4 @@
-"""A portrait in a file: what `attnscale check --save` writes and `--against` reads; every field is checked."""
+"""Portraits in files: `attnscale check --save` writes them, `--against` and `attnscale compare` read them."""
 
 import json
 import math
@@ -12,11 +12,10 @@ from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.errors import SettingError
 from attnscale.files import read_whole, write_whole
 from attnscale.plain import json_text, plain
-from attnscale.train.schema import Fields, LineError
 
 KIND, VERSION = "attnscale check", 1
-DIGITS = 8  # of a number: an unchanged model is the same to all of them
-MOST_BYTES = 2**28  # 100 layers of 128 heads take a hundredth of that
+DIGITS = 8  # significant digits: an unchanged model is the same to all of them
+MAX_BYTES = 2**28  # 100 layers of 128 heads take a hundredth of that
 
 
 def save(portrait: Portrait, path: Path) -> None:
@@ -25,24 +24,22 @@ def save(portrait: Portrait, path: Path) -> None:
 
 
 def read(path: Path) -> Portrait:
-    """The portrait in a file, or one sentence on what is wrong with it."""
+    """Read the portrait in a file."""
     try:
-        given = json.loads(read_whole(path, MOST_BYTES).decode("utf-8"))
-        return from_dict(given)
+        return from_dict(json.loads(read_whole(path, MAX_BYTES).decode("utf-8")))
     except OSError as error:
         raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
-    except LineError as error:
-        raise SettingError(f"Expected a check that was saved in {path}: {error}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise SettingError(f"Expected a check that was saved in {path}, and it is no JSON.") from None
     except SettingError:
         raise
-    except (ValueError, RecursionError):  # numbers of thousands of digits; lists in lists in lists
-        raise SettingError(f"Expected a check that was saved in {path}, and it is none that can be read.") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).split("\n")[0].rstrip(".")
+        raise SettingError(
+            f"Expected a check saved by `check --save` in {path}, but it is damaged: {reason}."
+        ) from None
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a file is a saved check, by how it begins: a model's config.json begins otherwise."""
+    """Return True for a saved check, by how the file begins; a model's config.json begins otherwise."""
     try:
         with path.open("rb") as file:
             return json.dumps(KIND).encode() in file.read(64)
@@ -51,10 +48,10 @@ def is_saved(path: Path) -> bool:
 
 
 def to_dict(portrait: Portrait) -> dict[str, Any]:
-    """A portrait as JSON takes it."""
+    """Return a portrait as JSON takes it."""
     layers = {
         name: {
-            "made": list(layer.made),
+            "made": list(layer.digests),
             "samples": {statistic: _rounded(numbers) for statistic, numbers in layer.samples.items()},
         }
         for name, layer in portrait.layers.items()
@@ -74,56 +71,30 @@ def to_dict(portrait: Portrait) -> dict[str, Any]:
     return found
 
 
-def from_dict(given: Any) -> Portrait:
-    """The portrait that to_dict() gave; a LineError says what is wrong."""
-    fields = Fields(given, "the check")
-    fields.one_of("kind", [KIND])
-    fields.whole("version", least=1, most=VERSION)
-    return Portrait(
-        fields.text("title"),
-        fields.text("fed"),
-        {name: _layer(Fields(layer, f"the layer {name!r}")) for name, layer in fields.entries("layers").items()},
-        tuple(_finding(Fields(each, "a finding")) for each in fields.items("findings")),
-        fields.text("inputs"),
-        tuple(_text(each) for each in fields.items("notes")),
-    )
+def from_dict(saved: Any) -> Portrait:
+    """Return the portrait that to_dict() was given; raise a ValueError, TypeError or KeyError for anything else."""
+    if not isinstance(saved, dict) or saved.get("kind") != KIND:
+        raise ValueError(f"there is no kind {KIND!r}")
+    if saved["version"] != VERSION:
+        raise ValueError(f"expected version {VERSION}, got {saved['version']!r}")
+    findings = tuple(Finding(**finding) for finding in saved.get("findings", ()))
+    if not {finding.severity for finding in findings} <= set(SEVERITIES):
+        raise ValueError("a finding has an unknown severity")
+    layers = {name: _layer(name, layer["samples"], layer.get("made", ())) for name, layer in saved["layers"].items()}
+    notes = tuple(map(str, saved.get("notes", ())))
+    return Portrait(str(saved["title"]), str(saved["fed"]), layers, findings, str(saved["inputs"]), notes)
 
 
-def _layer(layer: Fields) -> LayerPortrait:
-    made = tuple(_text(each) for each in layer.items("made"))
-    given = layer.entries("samples")
-    samples = {name: _numbers(name, rows) for name, rows in given.items() if name in COMPARED}
-    if not samples or len({numbers.shape for numbers in samples.values()}) > 1:
-        raise LineError("expected as many numbers of every statistic of a layer as it has samples and heads")
-    if made and len(made) != next(iter(samples.values())).shape[1]:
-        raise LineError("expected one digest a head")
-    return LayerPortrait(samples, made)
-
-
-def _numbers(name: str, rows: Any) -> Numbers:
-    if not isinstance(rows, list) or not rows:
-        raise LineError(f"expected samples of {name!r} as a list of lists")
-    found = [Fields({name: row}, "a sample").numbers(name) for row in rows]
-    if len({len(row) for row in found}) > 1:
-        raise LineError(f"expected as many numbers of {name!r} in every sample")
-    return np.array(found, dtype=np.float64)
-
-
-def _finding(given: Fields) -> Finding:
-    return Finding(
-        given.text("layer"),
-        given.optional("head", given.whole),
-        given.text("code"),
-        given.one_of("severity", SEVERITIES),
-        given.text("message"),
-        given.optional("measured", given.number),
-        given.optional("expected", given.number),
-        given.text("advice"),
-    )
-
-
-def _text(value: Any) -> str:
-    return Fields({"text": value}, "a list").text("text")
+def _layer(name: str, saved: dict[str, Any], digests: list[str]) -> LayerPortrait:
+    samples = {each: np.array(numbers, dtype=np.float64) for each, numbers in saved.items() if each in COMPARED}
+    shapes = {numbers.shape for numbers in samples.values()}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 2 or 0 in shape:
+        raise ValueError(f"the samples of the layer {name!r} are not (samples, heads) for every statistic")
+    if any(np.isinf(numbers).any() for numbers in samples.values()):
+        raise ValueError(f"a sample of the layer {name!r} is infinite")
+    if digests and len(digests) != shape[1]:
+        raise ValueError(f"the layer {name!r} has {len(digests)} digests for {shape[1]} heads")
+    return LayerPortrait(samples, tuple(map(str, digests)))
 
 
 def _rounded(numbers: Numbers) -> list[list[float]]:

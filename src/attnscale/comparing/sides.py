@@ -1,15 +1,17 @@
-"""What a person names -> its portrait: a model as `attnscale check` takes it, a saved check, or a run's log."""
+"""Both sides of a comparison: models, their names, saved checks, or logs of runs, each turned into a portrait."""
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from torch import nn
 
-from attnscale.comparing.measuring import portray
-from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
-from attnscale.comparing.saved import is_saved, read
+from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_portraits, require_tolerance
+from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, portray
+from attnscale.comparing.saved import is_saved, read, save
+from attnscale.diagnose import audited
 from attnscale.errors import SettingError
 from attnscale.train.log import index_of
 from attnscale.train.record import Record
@@ -20,35 +22,73 @@ if TYPE_CHECKING:
     from attnscale.checking import Checked
     from attnscale.loading import Request
 
-SAMPLES = 8  # sequences that a model is run on: errors are told from how much they differ
+Side: TypeAlias = str | Path | nn.Module | Portrait
+SAMPLES = 8  # sequences to run a model on: their differences give the error of a change
 LATEST = 8  # records of a run, each of another batch
 BUNDLED = "bundled"
 LOGS = ".jsonl"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Something to compare, by name; `request` says how a model is run."""
+def compare(
+    a: Side, b: Side, *args: Any, tolerance: float = TOLERANCE, rows: int | None = None, **kwargs: Any
+) -> Comparison:
+    """Compare `a` with `b`, head by head, with error bars.
 
-    name: str
-    request: "Request"
-    rows: int | None = None
-
-    def portrait(self) -> Portrait:
-        """Read it, or load and run it."""
-        path, _, run = self.name.partition("#")
-        if Path(path).suffix == LOGS:
-            return of_run(Path(path), run or None)
-        if Path(self.name).is_file() and is_saved(Path(self.name)):
-            return read(Path(self.name))
-        named = None if self.name == BUNDLED else self.name
-        return checked_portrait(replace(self.request, model=named), self.rows)[1]
+    Each is a model, run as model(*args, **kwargs) with every sequence of the batch as a sample; or the name of one, as
+    `attnscale check` takes it; or a file: a saved check, or a log of a run, LOG.jsonl or LOG.jsonl#RUN.
+    """
+    require_tolerance(tolerance)
+    names = ("the first model", "the second model")
+    sides = [portrait_of(side, name, args, kwargs, rows) for side, name in zip((a, b), names, strict=True)]
+    return compare_portraits(sides[0], sides[1], tolerance)
 
 
-def checked_portrait(
+def check_against(
+    request: "Request",
+    rows: int | None,
+    what_if: str | None,
+    save_as: Path | None,
+    baseline: Path | None,
+    tolerance: float,
+) -> "tuple[Checked, Comparison | None]":
+    """Check a model; save what was measured in one file, and compare it with a check saved in another."""
+    require_tolerance(tolerance)
+    before = None if baseline is None else read(baseline)
+    checked, portrait = _checked_portrait(request, rows, what_if)
+    if save_as is not None:
+        save(portrait, save_as)
+    return checked, None if before is None else compare_portraits(before, portrait, tolerance)
+
+
+def portrait_of(side: Side, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> Portrait:
+    """Return the portrait of a side of compare(): measured, or read from its file."""
+    if isinstance(side, Portrait):
+        return side
+    if isinstance(side, nn.Module):
+        if not args and not kwargs:
+            raise SettingError("Expected inputs to run the models on, as compare(a, b, batch), got none.")
+        audit = audited(side, args, kwargs, rows=rows)
+        return portray(side, args, kwargs, audit, title=name, fed="the batch given", rows=rows)
+    if not isinstance(side, str | Path):
+        raise SettingError(f"Expected a model, its name, or a file to compare, got {type(side).__name__}.")
+    from attnscale.loading import Request
+
+    return portrait_by_name(str(side), Request(), rows)
+
+
+def portrait_by_name(name: str, request: "Request", rows: int | None = None) -> Portrait:
+    """Read a log or a saved check, or load a model and run it as `request` says."""
+    path, _, run = name.partition("#")
+    if Path(path).suffix == LOGS:
+        return _portrait_of_run(Path(path), run or None)
+    if Path(name).is_file() and is_saved(Path(name)):
+        return read(Path(name))
+    return _checked_portrait(replace(request, model=None if name == BUNDLED else name), rows)[1]
+
+
+def _checked_portrait(
     request: "Request", rows: int | None = None, what_if: str | None = None
 ) -> "tuple[Checked, Portrait]":
-    """Check a model on several sequences, and keep what each of them showed."""
     from attnscale.checking.checked import check_loaded
     from attnscale.loading import offline
     from attnscale.loading.model_errors import as_model_error, quiet
@@ -56,12 +96,12 @@ def checked_portrait(
     checked, loaded = check_loaded(replace(request, samples=SAMPLES), rows, what_if)
     request.report("comparing sequences")
     with offline(), quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
-        known: dict[str, Any] = {"title": checked.title, "fed": checked.fed, "rows": rows}
-        return checked, portray(loaded.model, loaded.args, loaded.kwargs, checked.audit, **known)
+        texts: dict[str, Any] = {"title": checked.title, "fed": checked.fed}
+        return checked, portray(loaded.model, loaded.args, loaded.kwargs, checked.audit, rows=rows, **texts)
 
 
-def of_run(path: Path, name: str | None = None) -> Portrait:
-    """The latest records of a run, each a sample, with all alarms that were raised."""
+def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
+    """Return the latest records of a run as samples, with all alarms of the run as findings."""
     with snapshot(path) as log:
         index = index_of(log)
         if not index.runs:
@@ -73,16 +113,13 @@ def of_run(path: Path, name: str | None = None) -> Portrait:
             latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
     fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].last_step}"
-    layers = {layer: _layer([record for record in latest if layer in record.layers], layer) for layer in _names(latest)}
+    names = dict.fromkeys(name for record in latest for name in record.layers)
+    layers = {name: _layer_of_records([record for record in latest if name in record.layers], name) for name in names}
     found = {(alarm.layer, alarm.head, alarm.code): alarm for alarm in alarms}
     return Portrait(title, fed, {name: layer for name, layer in layers.items() if layer.heads}, tuple(found.values()))
 
 
-def _names(records: deque[Record]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.layers))
-
-
-def _layer(records: list[Record], layer: str) -> LayerPortrait:
+def _layer_of_records(records: list[Record], layer: str) -> LayerPortrait:
     last = records[-1].layers[layer].numbers
     heads = len(next(iter(last.values()), ()))
     missing = [float("nan")] * heads
