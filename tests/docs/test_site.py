@@ -145,7 +145,7 @@ def test_every_command_and_option_is_on_the_page_of_the_command_line(site):
     for command in app.registered_commands:
         name = command.name or command.callback.__name__.replace("_", "-")
         assert f"attnscale {name}" in text
-    assert all(option in text for option in ("--what-if", "--packed", "--thin", "--json"))
+    assert all(option in text for option in ("--what-if", "--packed", "--follow", "--json"))
 
 
 def test_every_claim_and_every_command_of_the_index_is_on_the_page_of_the_ledger(site):
