@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLD := .venv-torch-$(LOWEST)
 
-.PHONY: demo test lint types tests faults lowest print-lowest ranges upstream format gpu slow pictures docs outputs clean
+.PHONY: demo test lint types tests faults lowest print-lowest ranges upstream format gpu slow pictures docs outputs generated clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -85,10 +85,13 @@ pictures: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What the code blocks of README and docs print, written into them; and the index of the log.
+# Refreshes what the code blocks of README and docs print.
 outputs: $(INSTALLED)
-	$(BIN)/python docs/tools/log_index.py
-	$(BIN)/python docs/tools/blocks.py --write
+	$(BIN)/python -m tests.docs.blocks
+
+# Writes the parts of docs that follow from the code: rules, findings, statistics, commands, claims, results.
+generated: $(INSTALLED)
+	$(BIN)/python docs/tools/generate.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

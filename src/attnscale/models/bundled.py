@@ -1,4 +1,4 @@
-"""The model that ships with the package: four layers, trained on Python's help texts by training/bundled.py."""
+"""The model that ships with the package: four layers, trained on Python's help texts by scripts/train_bundled_model.py."""
 
 import json
 from collections.abc import Iterator
