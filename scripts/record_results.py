@@ -57,7 +57,7 @@ def draw(plot: dict[str, Any], path: Path) -> None:
         axes.set(xlabel=plot["x_label"], ylabel=plot["y_label"])
         figure.savefig(path, metadata={"Date": None, "Creator": None, "Title": plot["title"], "Source": digest(plot)})
     svg = re.sub(r"(?<=\d\.\d\d)\d+", "", path.read_text(encoding="utf-8"))  # a hundredth of a pixel is enough
-    path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
+    path.write_text(" ".join(svg.split()) + "\n", encoding="utf-8")
 
 
 def _draw_curves(plot: dict[str, Any], axes: Any) -> None:

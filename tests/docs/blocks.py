@@ -28,11 +28,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Commands that are shown and not run here, and why.
 NOT_RUN = {
-    "make demo": "trains two models for half a minute; tests/lab trains smaller ones",
     "make test": "is what runs this",
-    "make slow": "takes an hour",
     "pip install 'attnscale[all]'": "tests install the wheel into an environment of their own",
-    "attnscale claims --record": "changes the repository",
 }
 PARSERS = {"json": json.loads, "toml": tomllib.loads, "yaml": yaml.safe_load, "text": str, "": str}
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
