@@ -1,4 +1,4 @@
-"""Train the model that ships with the package, and write its weights: `python training/bundled.py`.
+"""Train the model that ships with the package, and write its weights: `python scripts/train_bundled_model.py`.
 
 A few minutes on two cores. The same seed on the same machine and Python gives the same weights.
 """
