@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched
 from attnscale.declared.attributes import SCALE_NAMES
+from attnscale.declared.declaration import note_folded
 from attnscale.declared.fields import number
-from attnscale.declared.folded import note_folded
 from attnscale.errors import InputError, SettingError
 from attnscale.plain import printable
 from attnscale.rules import about_rule, get_rule

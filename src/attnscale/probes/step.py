@@ -241,6 +241,7 @@ def _measure_kernel(planned: PlannedCall, kernel: KernelCall, rows: int | None) 
     left_out = found.padding, found.hidden_keys
     norms = projected_norms(kernel.query, kernel.key, factors, left_out, rows is None)
     seen.query_norm, seen.key_norm = norms
+    seen.cosine = kernel.cosine(found) if seen.biased else None
     return seen
 
 
