@@ -8,7 +8,7 @@ from torch import nn
 from attnscale.models.transformer import CausalSelfAttention
 from attnscale.rules import get_rule
 
-SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim:1"}
+SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}
 
 
 def swap_scale(model: nn.Module, scale: str) -> None:

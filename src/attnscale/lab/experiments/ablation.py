@@ -13,13 +13,12 @@ from attnscale.lab.result import Check, Plot, Table, column
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, curve_steps, score_summary, seeded_model, trained
 from attnscale.rules.apply import Scale
-from attnscale.rules.inverse_dim import inverse_dim
 
 REFERENCE, WITHOUT = "1/√d_k", "unscaled"
 VARIANTS: dict[str, Scale] = {
     REFERENCE: "inverse_sqrt",
     WITHOUT: "unscaled",
-    "1/d_k": inverse_dim(base=1),
+    "1/d_k": "inverse_dim",
     "QK-norm": "QKNorm",
     "learned τ": "LearnedTemperature",
     "τ of the query": "QueryTemperature",

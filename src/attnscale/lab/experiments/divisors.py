@@ -18,7 +18,7 @@ from attnscale.rules import get_rule
 from attnscale.theory import expected_row, score_variance
 
 TABLES, ROWS, KEYS, VALUE_DIM = 8, 64, 256, 16
-RULES = {"none": "unscaled", "√d_k": "inverse_sqrt", "d_k": "inverse_dim:1"}
+RULES = {"none": "unscaled", "√d_k": "inverse_sqrt", "d_k": "inverse_dim"}
 POWERS = {"none": 0.0, "√d_k": -0.5, "d_k": -1.0}  # of d_k, by which each multiplies
 DEAF = 0.1  # under this share of the output that follows the query, attention is an average
 STEADY = 0.05  # an exponent of d_k this small is none

@@ -34,7 +34,7 @@ ROWS_BY_NAME = {
 }
 PRINTED = [0.21, 0.21, 0.16, 0.16]  # what the textbook says of the last of them
 ROWS, KEYS = 512, 32
-SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim:1"}
+SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}
 D_MODEL, HEADS, BATCH, LENGTH = 64, 2, 8, 64
 
 

@@ -18,7 +18,7 @@ from attnscale.rules.rule import Rule
 from attnscale.theory import Prediction, expected_row, predict, unit_variance_scale
 
 HEADS, LENGTH = 4, 256
-MUP_RULE = "inverse_dim:64"  # muP's 8/d_k, which equals 1/√d_k at d_k = 64
+MUP_RULE = "mup:64"  # muP's 8/d_k, which equals 1/√d_k at d_k = 64
 NEAR_ONE = 0.05  # a spread this near to one is one
 NORMAL = "normal(0.02)"
 GPT2 = (768, 0.307)  # d_model, and the spread that N(0, 0.02²) gives it under 1/√d_k
