@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.result import Value
 from attnscale.show.numbers import shown
 from docs.tools.chart import chart

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
 from docs.tools.record import draw
 from docs.tools.results import FOLDER, NONE_YET, with_results
