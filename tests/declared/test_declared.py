@@ -149,7 +149,8 @@ def test_a_norm_that_was_built_is_no_flag():
 
 
 @pytest.mark.parametrize(
-    ("rule", "scale"), [("unscaled", 1.0), ("inverse_dim", 0.5), (0.3, 0.3), ("log_length", None), ("QKNorm", None)]
+    ("rule", "scale"),
+    [("unscaled", 1.0), ("inverse_dim", 1 / 16), ("mup", 0.5), (0.3, 0.3), ("log_length", None), ("QKNorm", None)],
 )
 def test_a_rule_is_a_choice(rule, scale):
     found = declared(MultiheadAttention(32, 2, scale=rule), "", 16)
