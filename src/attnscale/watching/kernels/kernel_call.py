@@ -68,6 +68,7 @@ class KernelCall:
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
+    heads_in_batch: bool = False  # the kernel was given heads in the place of the batch
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
