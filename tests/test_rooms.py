@@ -15,10 +15,10 @@ SRC = Path(attnscale.__file__).parent
 
 # A room imports only what stands before it.
 ROOMS = (
-    "plain", "errors", "extras", "files", "shapes", "numerics", "torch_internals", "reference", "theory", "rules",
-    "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing", "watching", "probes",
-    "diagnose", "acting", "train", "models", "loading", "checking", "comparing", "bench", "lab", "claims", "show",
-    "cli",
+    "plain", "errors", "extras", "files", "shapes", "numerics", "module_paths", "torch_internals", "reference",
+    "theory", "rules", "visibility", "inputs", "attending", "operator", "modules", "measure", "declared", "tracing",
+    "watching", "probes", "diagnose", "acting", "train", "models", "loading", "checking", "comparing", "bench",
+    "lab", "claims", "show", "cli",
 )  # fmt: skip
 
 

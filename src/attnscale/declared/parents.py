@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from attnscale.module_paths import modules_by_path
+
 Parents = list[tuple[str, nn.Module]]  # a module and those that hold it, nearest first, with their paths
 
 
@@ -33,10 +35,8 @@ def layer_index(parents: Parents) -> int | None:
 
 
 def _parents(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    parts = path.split(".") if path else []
+    modules, parts = modules_by_path(model), path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])
-        try:
-            yield name, model.get_submodule(name)
-        except AttributeError:
-            continue
+        if name in modules:
+            yield name, modules[name]
