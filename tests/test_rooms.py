@@ -24,6 +24,7 @@ extras               1     50
 files                1     90
 shapes               1     40
 numerics             1     80
+module_paths         1     60
 torch_internals      1    390
 reference            1    110
 theory               7    600

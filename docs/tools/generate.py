@@ -19,7 +19,7 @@ from typer.cli import get_docs_for_click
 from attnscale import claims
 from attnscale.cli import app
 from attnscale.diagnose import CODES
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.measure.statistics import STATISTICS, Statistic, of_scores
 from attnscale.rules.listing import catalogue
 from attnscale.show.ledger import shown_value

@@ -9,7 +9,7 @@ import pytest
 
 from attnscale.cli import app
 from attnscale.diagnose import CODES
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.rules.listing import catalogue
 from docs.tools.generate import PART, PARTS, text_of
 from tests.docs.blocks import PAGES, ROOT, same

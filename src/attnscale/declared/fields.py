@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnscale.module_paths import modules_by_path
+
 Parents = list[tuple[str, nn.Module]]  # a module and those that hold it, nearest first, with their paths
 # Fields that turn a QK-norm on, in a configuration and in a module alike.
 QK_NORM_FLAGS = (
@@ -45,14 +47,9 @@ def field_names(holder: object) -> list[str]:
 
 def parents_of(model: nn.Module, path: str) -> Parents:
     """Return the module at `path` and all that hold it, up to the model, as far as the path leads."""
-    parts, found = path.split(".") if path else [], []
-    for length in range(len(parts), -1, -1):
-        name = ".".join(parts[:length])
-        try:
-            found.append((name, model.get_submodule(name)))
-        except AttributeError:
-            continue
-    return found
+    modules, parts = modules_by_path(model), path.split(".") if path else []
+    names = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return [(name, modules[name]) for name in names if name in modules]
 
 
 def attentions_among(parents: Parents) -> Parents:
