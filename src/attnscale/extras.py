@@ -11,7 +11,7 @@ EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "report": ("jinja2", "markupsafe"),
     "hf": ("transformers", "tokenizers", "safetensors", "accelerate"),
-    "lab": ("filelock", "submitit"),
+    "lab": ("submitit",),
 }
 
 

@@ -13,7 +13,7 @@ from attnscale.checking.checked import line_of
 from attnscale.diagnose import Audit, Finding
 from attnscale.diagnose.grouped import grouped
 from attnscale.diagnose.verdict import worst_code
-from attnscale.lab.twins import TwinRun, Twins
+from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
 from attnscale.show.check import place
 from attnscale.show.demo import show_twins

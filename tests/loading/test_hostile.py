@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from attnscale.cli import main
-from attnscale.errors import AttnscaleError, ModelError
-from attnscale.lab.store import Store
+from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model
-from tests.lab.test_sweep import CELL
 
 GPT2 = dict(model_type="gpt2", vocab_size=103, n_embd=44, n_layer=2, n_head=2, n_positions=61)
 
@@ -78,14 +76,6 @@ def test_what_is_no_file_is_never_waited_for(tmp_path, monkeypatch, capsys):
         status, told = refused(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert status == 2
         assert "and it is none." in told
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
-def test_a_pipe_as_a_cell_is_refused(tmp_path):
-    store = Store(tmp_path)
-    os.mkfifo(store.path(CELL))
-    with pytest.raises(AttnscaleError, match=r"Expected a file in .*, and it is none"):
-        store.read(CELL)
 
 
 def test_a_compressed_archive_is_refused_unread(bert, tmp_path):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from attnscale.diagnose import Audit
 from attnscale.diagnose.finding import Finding
 from attnscale.measure.statistics import STATISTICS
+from attnscale.module_paths import without_wrappers
 from attnscale.tracing.parameters import Origin, UntraceableError
 from attnscale.watching.layer import Layer
-from attnscale.watching.running import uncompiled
 from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
 
@@ -140,7 +140,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _digests_of(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[str, ...]]:
     """Return a digest of the parameters of every head, by layer; empty for parameters that cannot be followed."""
-    parameters = {uncompiled(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    parameters = {without_wrappers(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     if any(parameter.is_meta for parameter in parameters.values()):  # a model that runs from disk
         return {name: ("",) * layer.heads for name, layer in layers.items()}
     modules = {layer.module for layer in layers.values()}

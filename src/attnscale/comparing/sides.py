@@ -13,10 +13,8 @@ from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, port
 from attnscale.comparing.saved import is_saved, read, save
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import index_of
+from attnscale.train.log import Damage, choose_run, records_of, scan
 from attnscale.train.record import Record
-from attnscale.train.snapshot import snapshot
-from attnscale.train.survey import named_run
 
 if TYPE_CHECKING:
     from attnscale.checking import Checked
@@ -102,15 +100,11 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    with snapshot(path) as log:
-        index = index_of(log)
-        if not index.runs:
-            raise SettingError(f"Expected records of attnscale.Monitor in {path}, and found none in it.")
-        run = index.newest if name is None else named_run(name, index)
-        latest, alarms = deque[Record](maxlen=LATEST), []
-        for record in run.records(log):
-            alarms += record.alarms
-            latest.append(record)
+    run = choose_run(scan(path, lambda record: None, Damage()), name)
+    latest, alarms = deque[Record](maxlen=LATEST), []
+    for record in records_of(path, run):
+        alarms += record.alarms
+        latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
     fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].last_step}"
     names = dict.fromkeys(name for record in latest for name in record.layers)
