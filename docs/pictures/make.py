@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnscale.show.prediction import show_prediction
+from attnscale.show.listings import show_prediction
 from attnscale.theory import predict
 
 HERE = Path(__file__).parent

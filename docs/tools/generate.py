@@ -23,7 +23,7 @@ from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.measure.statistics import STATISTICS, Statistic, of_scores
 from attnscale.rules.listing import catalogue
 from attnscale.show.ledger import shown_value
-from attnscale.show.numbers import shown
+from attnscale.show.text import shown
 
 DOCS = Path(__file__).parents[1]
 PART = re.compile(r"(?<=<!-- generated: )(?P<name>[\w ]+) -->.*?(?=<!-- end -->)", re.DOTALL)

@@ -17,7 +17,7 @@ from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
 from attnscale.show.check import place
 from attnscale.show.demo import show_twins
-from attnscale.show.live_table import UNTOLD, LiveTable
+from attnscale.show.live_table import NOT_JUDGED, LiveTable
 from attnscale.show.report import report_page
 from attnscale.train.record import LayerRecord, Record
 from attnscale.watching import Layer
@@ -161,7 +161,7 @@ def test_the_demo_and_the_table_of_a_run_use_the_same_words(capsys, monkeypatch)
     for name, word in audit.words.items():
         assert f"{name} {word}" in shown  # of the demo
         (row,) = (row.split() for row in shown.splitlines() if row.split()[:1] == [name])  # of the run
-        assert row[-1] == (word if worst_code(name, audit.findings) else UNTOLD)
+        assert row[-1] == (word if worst_code(name, audit.findings) else NOT_JUDGED)
 
 
 def test_heads_that_cannot_be_told_are_counted_in_the_conclusion():

@@ -96,13 +96,12 @@ def result(name="d_k"):
 
 def twins(
     names=("blocks.0.attention", "blocks.1.attention"),
-    audited=True,
     names_of_runs=("scaled", "unscaled"),
     title="Two runs",
 ):
     runs = []
     for index, name in enumerate(names_of_runs):
         losses = tuple((step, 3.0 * 0.99**step + index) for step in range(200))
-        audit = diagnose(layers_of(names, scale=1.0 if index else None), trained=True) if audited else None
+        audit = diagnose(layers_of(names, scale=1.0 if index else None), trained=True)
         runs.append(TwinRun(name, losses, tuple(records(names, rate=0.004 * index)), audit))
     return Twins(title, "One of them learns.", ("It is so because it is.",), tuple(runs), {"steps": 200})

@@ -8,7 +8,7 @@ import pytest
 from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.result import Check, Result, Table
 from attnscale.show.lab import show_experiments, show_result
-from attnscale.show.numbers import shown
+from attnscale.show.text import shown
 
 CHECKS = (Check("one is one", True, "measured 1"), Check("two is three", False, "measured 2"))
 TABLE = Table(

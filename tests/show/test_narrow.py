@@ -9,11 +9,10 @@ from attnscale.checking import Checked
 from attnscale.claims import Claim
 from attnscale.comparing import compare_portraits
 from attnscale.comparing.sides import portrait_of
-from attnscale.show.check import show_check
-from attnscale.show.compare import show_comparison
+from attnscale.show.check import show_check, show_comparison
 from attnscale.show.costs import show_costs
-from attnscale.show.fitting import at_dots
 from attnscale.show.ledger import show_ledger
+from attnscale.show.text import at_dots
 from tests.checking.broken import D_MODEL, Attention
 
 WIDTH = 60

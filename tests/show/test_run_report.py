@@ -47,21 +47,12 @@ def test_every_layer_has_its_freezing_line_also_the_only_one(layers):
     assert f"0 of {2 * len(layers)} heads spread beyond the freezing point" in by_layer.notice
 
 
-def test_heads_are_counted_at_the_first_and_the_last_record():
-    chart = figure(run_report("log", records()), "head-histogram").views["largest score"]
-    now, then = chart.series
-    assert sum(now.y) == 4
-    assert (now.name, then.name) == ("heads at step 950", "at step 0")
-    assert (now.y[0], now.y[-1]) == (2, 1)  # heads at 1 and one that grew past 500
-    assert sum(then.y) == 2 * 4  # an outline has each twice
-
-
 def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
     old = [replace(record, loss=None, lr=None) for record in records()]
     for record in old:
         record.layers.update({name: replace(own, keys=None) for name, own in record.layers.items()})
     page = run_report("log", old)
-    assert {"run-curves", "head-histogram", "head-map"} == names(page)
+    assert {"run-curves", "head-map"} == names(page)
     assert "do not say how many keys a row sees, so no freezing point is drawn" in text(page)
     assert "Monitor.step(loss=…, lr=…) takes it" in text(page)
 

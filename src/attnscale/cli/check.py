@@ -124,7 +124,7 @@ def _show(checked: "Checked", comparison: "Comparison | None", json: bool) -> No
 
     show_check(checked)
     if comparison is not None:
-        from attnscale.show.compare import show_comparison
+        from attnscale.show.check import show_comparison
 
         typer.echo()
         show_comparison(comparison)

@@ -64,7 +64,7 @@ def compare(
     if json:
         print_json(found.to_dict())
     else:
-        from attnscale.show.compare import show_comparison
+        from attnscale.show.check import show_comparison
 
         show_comparison(found)
     if html is not None:

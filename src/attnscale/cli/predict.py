@@ -37,6 +37,6 @@ def predict(
     if json:
         print_json(prediction.to_dict())
         return
-    from attnscale.show.prediction import show_prediction
+    from attnscale.show.listings import show_prediction
 
     show_prediction(prediction)

@@ -14,6 +14,6 @@ def rules(json: AsJson = False) -> None:
     if json:
         print_json([entry.to_dict() for entry in entries])
         return
-    from attnscale.show.catalogue import show_catalogue
+    from attnscale.show.listings import show_catalogue
 
     show_catalogue(entries)

@@ -1,1 +1,1 @@
-"""Results as a person sees them: the terminal now, pages and reports to come."""
+"""Results as a person sees them: tables in the terminal, and pages."""

@@ -1,7 +1,7 @@
-"""What `attnscale check` found, in the terminal."""
+"""What `attnscale check` and `attnscale compare` found, in the terminal."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -9,49 +9,55 @@ from rich.table import Table
 from rich.text import Text
 
 from attnscale.checking import Checked, Group, Line
+from attnscale.comparing import Comparison, HeadChange
+from attnscale.diagnose import Finding
+from attnscale.diagnose.grouped import grouped
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import printable
-from attnscale.show.columns import Column
-from attnscale.show.fitting import at_dots, kept, width_of
-from attnscale.show.naming import by_pattern, pattern, ranges
-from attnscale.show.numbers import number
+from attnscale.show.text import (
+    Column,
+    at_dots,
+    by_pattern,
+    fitting,
+    number,
+    pattern,
+    print_left_out,
+    ranges,
+    width_of,
+)
 from attnscale.watching.seen import padding_told
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
-DISPENSABLE = ("entropy", "top-1", "max", "gain")  # columns of a what-if, the first to go where there is no room
-CONCLUSIONS = {"error": "bold red", "warning": "bold yellow"}
+DROPPABLE = ("entropy", "top-1", "max", "gain")  # columns of a what-if, the first to go where there is no room
+SHOWN = 10  # changed heads that are listed; JSON and the report have all
 
 
 def show_check(checked: Checked) -> None:
     """Print the table of layers, the findings, and the conclusion. Names are data: nothing in them is markup."""
     console = Console()
-    console.print(Text(at_dots(printable(checked.title), console.width), style="bold"))
-    console.print(
-        Text(f"on {printable(checked.fed)}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}")
-    )
-    for title, members in by_pattern(line.name for line in checked.lines):
-        _print_layers(checked, title, {name: index for index, name in members}, console)
+    _print(checked.title, console, "bold")
+    _print(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}", console)
+    _print_layers(checked, console)
     for sentence in padding_told(checked.audit.layers.values()):
-        console.print(Text(sentence))
+        _print(sentence, console)
     for word, meaning in checked.footnotes.items():
-        console.print(Text(f"{word}: {meaning}", style="dim"))
+        _print(f"{word}: {meaning}", console, "dim")
     for group in checked.groups:
-        console.print()
-        _print_group(group, console)
+        print_group(group, console)
     if checked.audit.unchecked:
         console.print()
     for sentence in checked.audit.unchecked:
-        console.print(Text(at_dots(printable(sentence), console.width), style="dim"))
-    if checked.asked is not None and checked.what_if is not None:
+        _print(sentence, console, "dim")
+    if checked.what_if is not None:
         _print_what_if(checked, console)
     console.print()
-    conclusion = at_dots(printable(checked.conclusion), console.width)
-    console.print(Text(conclusion, style=CONCLUSIONS.get(checked.audit.worst or "", "bold green")))
+    style = STYLES[checked.audit.worst] if checked.audit.worst in ("error", "warning") else "green"
+    _print(checked.conclusion, console, f"bold {style}")
 
 
 def columns() -> list[Column[Line]]:
-    """What is told of a layer: the spread beside the one expected, the scale, and the other statistics."""
+    """Return the columns of a layer: the spread beside the expected one, the scale, and the other statistics."""
     spread, *others = (_column(entry) for entry in in_place(Place.CHECK))
     expected = Column[Line]("expected\nspread", "expected spread", lambda line: number(line.expected_spread))
     scale = Column[Line].of(STATISTICS["scale"], lambda line: line.scale)
@@ -65,7 +71,7 @@ def _column(entry: Statistic) -> Column[Line]:
 
 
 def place(group: Group) -> str:
-    """Where a group of findings lies, in one line."""
+    """Return where a group of findings lies, in one line."""
     if len(group.layers) == 1:
         return group.where(1)
     title, _ = pattern(group.first.layer)
@@ -76,63 +82,105 @@ def place(group: Group) -> str:
     return f"{title}, * = {ranges(same)}{f' ({heads} heads)' if heads else ''}"
 
 
-def _print_layers(checked: Checked, title: str, numbers: dict[str, str], console: Console) -> None:
-    told = columns()
-    # of all sections, so that they align
-    widths = [width_of(column.short, *(column.cell(line) for line in checked.lines)) for column in told]
-    verdicts = width_of("verdict", *(word for line in checked.lines for word in line.judgement.split()))
-    room = console.width - width_of("layer", *numbers.values()) - verdicts - 2
-    staying = kept(widths, room, range(len(told) - 1, 0, -1))
-    table = Table("layer", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for position in staying:
-        table.add_column(told[position].short, justify="right", min_width=widths[position])
-    table.add_column("verdict", overflow="fold", min_width=verdicts)
-    for line in checked.lines:
-        if line.name in numbers:
-            verdict = Text(line.judgement, style=STYLES.get(line.severity or "", "green"))
-            cells = (told[position].cell(line) for position in staying)
-            table.add_row(Text(numbers[line.name] or "·"), *cells, verdict)
-    console.print()
-    console.print(Text(at_dots(printable(title), console.width), style="dim"))
-    console.print(table)
-    _tell_left_out([column.long for column in told], staying, console)
-
-
-def _tell_left_out(names: Sequence[str], staying: Collection[int], console: Console) -> None:
-    left = [name for position, name in enumerate(names) if position not in staying]
-    if left:
-        console.print(Text(f"In a wider terminal, and with --json: {', '.join(left)}.", style="dim"))
-
-
-def _print_group(group: Group, console: Console) -> None:
+def print_group(group: Group, console: Console, before: str = "", after: str = "", advises: bool = True) -> None:
+    """Print findings that say the same, once: severity, code, place, message and advice."""
     first = group.first
     style = STYLES[first.severity]
-    console.print(
-        Text.assemble(
-            (f"{first.severity} ", style),
-            (printable(first.code), f"bold {style}"),
-            f"  {at_dots(printable(place(group)), console.width)}",
-        )
-    )
-    for sentence in (first.message, first.advice):
-        console.print(Padding(Text(at_dots(printable(sentence), console.width - 2)), (0, 0, 0, 2), expand=False))
+    where = at_dots(printable(f"{place(group)}{after}"), console.width)
+    console.print()
+    heading = (f"{before}{first.severity} ", style), (printable(first.code), f"bold {style}"), f"  {where}"
+    console.print(Text.assemble(*heading))
+    for sentence in (first.message, first.advice if advises else ""):
+        if sentence:
+            _print_indented(sentence, console)
+
+
+def _print(text: str, console: Console, style: str = "") -> None:
+    console.print(Text(at_dots(printable(text), console.width), style=style))
+
+
+def _print_indented(text: str, console: Console) -> None:
+    console.print(Padding(Text(at_dots(printable(text), console.width - 2)), (0, 0, 0, 2), expand=False))
+
+
+def _print_layers(checked: Checked, console: Console) -> None:
+    """Print a table for each pattern of names, with columns of the same width in all of them."""
+    told = columns()
+    groups = by_pattern(line.name for line in checked.lines)
+    widths = [width_of(column.short, *(column.cell(line) for line in checked.lines)) for column in told]
+    verdicts = width_of("verdict", *(word for line in checked.lines for word in line.judgement.split()))
+    lines = {line.name: line for line in checked.lines}
+    for title, members in groups:
+        room = console.width - width_of("layer", *(index for index, _ in members)) - verdicts - 2
+        staying = fitting(widths, room, range(len(told) - 1, 0, -1))
+        table = _table("layer")
+        for position in staying:
+            table.add_column(told[position].short, justify="right", min_width=widths[position])
+        table.add_column("verdict", overflow="fold", min_width=verdicts)
+        for index, name in members:
+            line = lines[name]
+            verdict = Text(line.judgement, style=STYLES.get(line.severity or "", "green"))
+            table.add_row(Text(index or "·"), *(told[position].cell(line) for position in staying), verdict)
+        console.print()
+        _print(title, console, "dim")
+        console.print(table)
+        print_left_out([column.long for column in told], staying, console)
+
+
+def _table(*headings: str) -> Table:
+    return Table(*headings, box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _print_what_if(checked: Checked, console: Console) -> None:
-    assert checked.what_if is not None and checked.asked is not None  # noqa: PT018 (asked for just above)
+    assert checked.what_if is not None
     console.print()
-    asked = at_dots(printable(checked.asked), console.width)
-    console.print(Text(f"What if {asked} were scaled otherwise?", style="bold"))
+    _print(f"What if {checked.asked} were scaled otherwise?", console, "bold")
     rows = [(row.name, row.numbers()) for row in checked.what_if.rows]
     headings = list(COLUMNS)
     widths = [width_of(heading, *(cells[at] for _, cells in rows)) for at, heading in enumerate(headings)]
     names = width_of("scale by", *(name for name, _ in rows))
-    staying = kept(widths, console.width - names - 1, [headings.index(heading) for heading in DISPENSABLE])
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    staying = fitting(widths, console.width - names - 1, [headings.index(heading) for heading in DROPPABLE])
+    table = _table()
     table.add_column("scale by", overflow="fold", min_width=names)
     for position in staying:
         table.add_column(headings[position], justify="right", min_width=widths[position])
     for name, cells in rows:
         table.add_row(name, *(cells[position] for position in staying))
     console.print(table)
-    _tell_left_out(headings, staying, console)
+    print_left_out(headings, staying, console)
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """Print the heads that changed most, the findings that came and went, and the conclusion."""
+    console = Console()
+    for word, title in (("from", comparison.before), ("to", comparison.after)):
+        _print(f"{word:4} {title}", console, "bold")
+    _print_heads(comparison.changed, "Changed themselves", console)
+    _print_heads(comparison.carried, "Made as before, moved with what reaches them", console)
+    _print_findings(comparison.came, "came", console)
+    _print_findings(comparison.gone, "went", console)
+    if comparison.notes:
+        console.print()
+    for sentence in comparison.notes:
+        _print(sentence, console, "dim")
+    console.print()
+    style = "bold yellow" if comparison.changed or comparison.came else "bold green"
+    _print(comparison.conclusion, console, style)
+
+
+def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> None:
+    if not heads:
+        return
+    console.print()
+    _print(title, console, "dim")
+    for head in heads[:SHOWN]:
+        _print(head.place, console, "bold")
+        for sentence in (*map(str, head.changed), f"{head.by_factor}."):
+            _print_indented(sentence, console)
+    if len(heads) > SHOWN:
+        _print(f"and {len(heads) - SHOWN} more, which moved less", console, "dim")
+
+
+def _print_findings(findings: Sequence[Finding], word: str, console: Console) -> None:
+    for group in grouped(findings):
+        print_group(group, console, before=f"{word}: ", advises=False)

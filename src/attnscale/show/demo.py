@@ -1,4 +1,4 @@
-"""The demo in the terminal: both twins while they train, then what happened."""
+"""The demo in the terminal: both models while they train, then what happened."""
 
 import math
 import statistics

@@ -11,37 +11,40 @@ from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
 NARROW = 72  # columns of a terminal: with fewer, columns would break words, and claims are told as sentences
-LARGE = 1e9  # from here on a float is shown with an exponent
+LARGE = 1e9  # a float from here on has an exponent
 
 
 def show_ledger(claims: Sequence[Claim]) -> None:
-    """Print the claims source by source, then how many hold, and those that do not."""
+    """Print the claims of each source, then how many hold, and those that do not."""
     console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
         if own:
             console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-            console.print(_sentences(own) if console.width < NARROW else _table(own))
-    _print_summary(claims, console)
+            console.print(_sentences(own) if console.width < NARROW else _claims(own))
+    counts = Counter(claim.verdict for claim in claims)
+    found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    console.print(Text(f"\n{len(claims)} claims: {found}.", style="bold"))
+    console.print(_sentences([claim for claim in claims if claim.verdict == "refuted"]))
 
 
 def show_index() -> None:
-    """Print every exercise, listing and worked example with its command, source by source."""
+    """Print every exercise, listing and worked example of each source with its command."""
     console = Console()
     for source in SOURCES:
         console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table = _grid()
         for worked in INDEX:
             if worked.source == source.name:
                 table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
         console.print(table)
 
 
-def _table(claims: Sequence[Claim]) -> Table:
-    table = Table("", "claim", "claimed", "computed", box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+def _claims(claims: Sequence[Claim]) -> Table:
+    table = _grid("", "claim", "claimed", "computed")
+    table.expand = True
     for column, ratio in zip(table.columns[1:], (5, 3, 5), strict=True):
-        column.ratio = ratio
-        column.overflow = "fold"
+        column.ratio, column.overflow = ratio, "fold"
     for claim in claims:
         stated = Text.assemble(claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
@@ -49,15 +52,8 @@ def _table(claims: Sequence[Claim]) -> Table:
     return table
 
 
-def _print_summary(claims: Sequence[Claim], console: Console) -> None:
-    counts = Counter(claim.verdict for claim in claims)
-    found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    console.print(Text(f"\n{len(claims)} claims: {found}.", style="bold"))
-    console.print(_sentences([claim for claim in claims if claim.verdict == "refuted"]))
-
-
 def _sentences(claims: Sequence[Claim]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _grid()
     for claim in claims:
         claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
         sentence = f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}"
@@ -66,9 +62,13 @@ def _sentences(claims: Sequence[Claim]) -> Table:
 
 
 def shown_value(value: object) -> str:
-    """A claimed or computed value as text."""
+    """Return a claimed or computed value as text."""
     if isinstance(value, list):
-        return f"[{', '.join(shown_value(entry) for entry in value)}]"
+        return f"[{', '.join(map(shown_value, value))}]"
     if isinstance(value, float) and abs(value) >= LARGE:
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def _grid(*headings: str) -> Table:
+    return Table(*headings, box=None, show_header=bool(headings), pad_edge=False, padding=(0, 1, 0, 0))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -13,12 +12,10 @@ from attnscale.diagnose.alarm import when
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
 from attnscale.plain import printable
-from attnscale.show.check import STYLES, place
-from attnscale.show.columns import Column
-from attnscale.show.naming import by_pattern
-from attnscale.show.numbers import number
+from attnscale.show.check import STYLES, print_group
+from attnscale.show.text import Column, by_pattern, number
 from attnscale.train.log import LoggedRun
-from attnscale.train.run import AlarmGroup, LayerRun, Run
+from attnscale.train.run import LayerRun, Run
 
 LISTED = 20  # runs of a log
 LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
@@ -29,20 +26,33 @@ def show_run(run: Run) -> None:
     console = Console()
     loss = "" if run.losses is None else f", loss {' → '.join(map(number, run.losses))}"
     console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records{loss}", style="bold"))
-    _print_damage(run, console)
+    if run.damaged:
+        lines = "1 damaged line" if run.damaged == 1 else f"{run.damaged} damaged lines"
+        console.print(Text(f"{lines} left out:", style="yellow"))
+        for told in run.damage:
+            console.print(Text(printable(told)), soft_wrap=True)
+        if run.damaged > len(run.damage):
+            console.print(Text(f"and {run.damaged - len(run.damage)} more"))
     layers = {layer.name: layer for layer in run.layers}
     worst = {layer: raised.group.first.severity for raised in reversed(run.raised) for layer in raised.group.layers}
     for title, members in by_pattern(layers):
-        _print_layers(title, [(index, layers[name]) for index, name in members], worst, console)
-    for raised in run.raised:
+        table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in columns():
+            table.add_column(column.short, justify="right")
+        for index, name in members:
+            style = STYLES.get(worst.get(name, ""), "green")
+            table.add_row(Text(index or "·", style=style), *(column.cell(layers[name]) for column in columns()))
         console.print()
-        _print_raised(raised, console)
+        console.print(Text(printable(title), style="dim"))
+        console.print(table)
+    for raised in run.raised:
+        print_group(raised.group, console, after=f" · {raised.when}")
     console.print()
     console.print(Text(conclusion(run), style=f"bold {STYLES.get(run.worst or '', 'green')}"))
 
 
 def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
-    """Print the runs of a log, where it holds several; of many, the last."""
+    """Print the runs of a log that holds several; of many, the last."""
     if len(runs) == 1:
         return
     console = Console()
@@ -59,53 +69,40 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
     console.print()
 
 
-def _print_damage(run: Run, console: Console) -> None:
-    if run.damaged:
-        lines = "1 damaged line" if run.damaged == 1 else f"{run.damaged} damaged lines"
-        console.print(Text(f"{lines} left out:", style="yellow"))
-        for told in run.damage:
-            console.print(Text(printable(told)), soft_wrap=True)
-        if run.damaged > len(run.damage):
-            console.print(Text(f"and {run.damaged - len(run.damage)} more"))
-
-
 def conclusion(run: Run) -> str:
-    """One sentence on the run."""
+    """Return one sentence on the run."""
     kinds = sum(len(raised.group.findings) for raised in run.raised)
-    alarms = f"{kinds} alarms" if kinds != 1 else "1 alarm"
+    return f"{kinds} alarm{'' if kinds == 1 else 's'}; {_course(run)}."
+
+
+def _course(run: Run) -> str:
+    layers = len(run.layers)
+    growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
     highest = max((layer.effective_max for layer in run.layers if math.isfinite(layer.effective_max)), default=0.0)
-    crossings = {
-        layer.name: layer.crossing
+    crossings = [
+        (layer.crossing, layer.name)
         for layer in run.layers
         if layer.crossing is not None and layer.crossing.threshold > highest
-    }
+    ]
     if crossings:
-        name, crossing = min(crossings.items(), key=lambda found: found[1].step)
-        return (
-            f"{alarms}; if its growth goes on, {printable(name)} will be the first to pass {crossing.threshold:,.0f}, "
-            f"{when(crossing)}."
-        )
-    growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
-    past = sum(layer.effective_max >= LAST for layer in growing)
-    if past:
-        return f"{alarms}; the largest score of {past} of {len(run.layers)} layers is past {LAST:,.0f} and growing."
-    held = sum(layer.is_clipped for layer in run.layers)
-    if held:
-        return f"{alarms}; QK-Clip holds {held} of {len(run.layers)} layers where they are."
+        crossing, name = min(crossings, key=lambda found: found[0].step)
+        passed = f"{printable(name)} will be the first to pass {crossing.threshold:,.0f}"
+        return f"if its growth goes on, {passed}, {when(crossing)}"
+    if past := sum(layer.effective_max >= LAST for layer in growing):
+        return f"the largest score of {past} of {layers} layers is past {LAST:,.0f} and growing"
+    if held := sum(layer.is_clipped for layer in run.layers):
+        return f"QK-Clip holds {held} of {layers} layers where they are"
     if highest >= FIRST:
         leading = next(layer for layer in run.layers if layer.effective_max == highest)
         how = "grows" if leading in growing else "does not grow any more"
-        return f"{alarms}; the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}."
+        return f"the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}"
     if growing:
-        return (
-            f"{alarms}; the largest score of {len(growing)} of {len(run.layers)} layers grows, and none comes near a "
-            "threshold."
-        )
-    return f"{alarms}; no layer's largest score is certain to grow."
+        return f"the largest score of {len(growing)} of {layers} layers grows, and none comes near a threshold"
+    return "no layer's largest score is certain to grow"
 
 
 def columns() -> list[Column[LayerRun]]:
-    """What is told of a layer: its largest score and where that goes, about the statistics of the last record."""
+    """Return the columns of a layer: its largest score and where that goes, around the last record's statistics."""
     return [
         Column("max\nat first", "max at first", lambda layer: number(layer.first_max)),
         Column("max\nnow", "max now", lambda layer: number(layer.last_max)),
@@ -120,7 +117,6 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 
 def _factor(layer: LayerRun) -> str:
-    """Over the samples that it was fitted to, and no more."""
     return "–" if layer.growth is None else f"× {number(layer.growth.grown)} in {layer.growth.span:.0f}"
 
 
@@ -128,28 +124,3 @@ def _crossing(layer: LayerRun) -> str:
     if layer.is_clipped:
         return "held by QK-Clip"
     return "–" if layer.crossing is None else f"{layer.crossing.threshold:,.0f} at {layer.crossing.step:.0f}"
-
-
-def _print_layers(title: str, members: list[tuple[str, LayerRun]], worst: dict[str, str], console: Console) -> None:
-    table = Table("layer", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns():
-        table.add_column(column.short, justify="right")
-    for index, layer in members:
-        style = STYLES.get(worst.get(layer.name, ""), "green")
-        table.add_row(Text(index or "·", style=style), *(column.cell(layer) for column in columns()))
-    console.print()
-    console.print(Text(printable(title), style="dim"))
-    console.print(table)
-
-
-def _print_raised(raised: AlarmGroup, console: Console) -> None:
-    first = raised.group.first
-    style = STYLES[first.severity]
-    console.print(
-        Text.assemble(
-            (f"{first.severity} ", style),
-            (printable(first.code), f"bold {style}"),
-            f"  {printable(place(raised.group))} · {raised.when}",
-        )
-    )
-    console.print(Padding(Text(printable(f"{first.message} {first.advice}")), (0, 0, 0, 2), expand=False))

@@ -1,7 +1,6 @@
 """Reports to send to a colleague: one HTML file each, which fetches nothing and in which every name is data."""
 
-from attnscale.show.report.check import report_page
-from attnscale.show.report.compare import comparison_page
+from attnscale.show.report.check import comparison_page, report_page
 from attnscale.show.report.lab import lab_page
 from attnscale.show.report.run import run_page
 from attnscale.show.report.twins import twins_page

@@ -1,77 +1,133 @@
-"""The report of `attnscale check`."""
+"""The reports of `attnscale check` and `attnscale compare`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attnscale.checking import Checked, Group, Line
+from attnscale.comparing import Comparison, HeadChange
+from attnscale.comparing.moves import LEVEL
+from attnscale.comparing.portrait import COMPARED
+from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.scores import EXPLODING
 from attnscale.diagnose.what_if import COLUMNS
+from attnscale.measure.statistics import STATISTICS, Place, in_place
+from attnscale.plain import finite
 from attnscale.show.check import columns, place
-from attnscale.show.columns import Column
-from attnscale.show.naming import by_pattern
-from attnscale.show.report.densities import densities
-from attnscale.show.report.facts import facts_of_layers
-from attnscale.show.report.freezing import freezing
-from attnscale.show.report.heads import map_of_layers
-from attnscale.show.report.method import errors_of, words_of_models
-from attnscale.show.report.parts import MATTER, Block, Note, Page, Row, Section, Table, render
-from attnscale.show.report.sharp import sharp_heads
+from attnscale.show.figures import Axis, Figure, Heat, ticks
+from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.report.heads import concentrated_heads, errors_of, map_of_layers
+from attnscale.show.report.spread import densities, freezing, spread_of
+from attnscale.show.text import Column, by_pattern, number
+from attnscale.watching import Layer
 from attnscale.watching.seen import padding_told
+
+FREEZING = {"freezing point": "√(2 ln n): over n scores that spread wider, a handful of keys takes everything"}
+OF_MODELS = {
+    "expected spread": "spread of independent queries and keys of the norms measured: "
+    "expected scale · ‖q‖ · ‖k‖ / √d_k",
+    "scale": f"{STATISTICS['scale'].meaning}; {STATISTICS['scale'].reading}",
+}
 
 
 def report_page(checked: Checked) -> str:
-    """The page, as a string."""
+    """Return the report of a check as a string."""
     return render(check_report(checked))
 
 
 def check_report(checked: Checked) -> Page:
-    """What `attnscale check` found, as a report."""
+    """Return what `attnscale check` found, as a report."""
     notes = tuple(map(note_of, checked.groups))
+    unchecked = checked.audit.unchecked
     return Page(
         kind="attnscale check",
         title=checked.title,
         verdict=checked.conclusion,
         tone=checked.audit.worst or "fine",
-        notes=notes + tuple(facts_of_layers(checked.audit.layers))[: max(0, MATTER - len(notes))],
-        sections=(*(_of_layers(checked) if checked.lines else ()), *_unchecked(checked), _method(checked)),
+        notes=notes + tuple(_facts(checked.audit.layers))[: max(0, MATTER - len(notes))],
+        sections=(
+            *(_of_layers(checked) if checked.lines else ()),
+            *((Section("unchecked", "What was not judged", unchecked),) if unchecked else ()),
+            _method(checked),
+        ),
     )
 
 
-def _of_layers(checked: Checked) -> tuple[Section, ...]:
-    return (
-        _layers(checked),
-        _heads(checked),
-        *_scores(checked),
-        _freezing(checked),
-        *_sharp(checked),
-        *_what_if(checked),
-    )
-
-
-def _unchecked(checked: Checked) -> tuple[Section, ...]:
-    told = checked.audit.unchecked
-    return (Section("unchecked", "What was not judged", told),) if told else ()
-
-
-def note_of(group: Group) -> Note:
-    """Findings that say the same, told once."""
+def note_of(group: Group, where: str = "") -> Note:
+    """Return findings that say the same as one note."""
     first = group.first
-    return Note(first.severity, first.severity, first.message, first.code, place(group), first.advice)
+    return Note(first.severity, first.severity, first.message, first.code, where or place(group), first.advice)
 
 
-def table_of(lines: tuple[Line, ...]) -> Table:
-    """Layer by layer."""
-    by_name = {line.name: line for line in lines}
-    shown = columns()
+def _facts(layers: Mapping[str, Layer]) -> Iterator[Note]:
+    """Yield the widest spread, the least of 1 − Σp², and the largest score: worth knowing where little is wrong."""
+    seen = {name: layer for name, layer in layers.items() if torch.isfinite(layer.stats.std_within_rows).any()}
+    if not seen:
+        return
+    name, where, spread = _extreme({name: layer.stats.std_within_rows for name, layer in seen.items()})
+    one = spread_of(seen[name])
+    message = (
+        f"The scores spread widest by {number(spread)}; over the {one.keys:.0f} keys that a row of this layer sees on "
+        f"average, softmax freezes at {number(one.freezes)}."
+    )
+    yield Note("fact", "spread", message, place=where)
+    _, where, least = _extreme({name: -layer.stats.gradient_gain for name, layer in seen.items()})
+    message = f"The least that a softmax passes back to its scores is {-least:.2f} (1 − Σp²)."
+    yield Note("fact", "gradient", message, place=where)
+    _, where, largest = _extreme({name: layer.stats.max for name, layer in seen.items()})
+    yield Note("fact", "largest score", largest_told(largest), place=where)
+
+
+def largest_told(score: float) -> str:
+    """Return a sentence on the largest score, and what is known of scores beyond the first published limit."""
+    limit, _, known = EXPLODING[-1]
+    return f"The largest score is {number(score)}{f'; {known}' if score < limit else ''}."
+
+
+def _extreme(values: Mapping[str, Tensor]) -> tuple[str, str, float]:
+    """Return the layer, the place and the value of the highest of all heads."""
+    highest = {name: found.double().nan_to_num(-torch.inf, posinf=-torch.inf).max(0) for name, found in values.items()}
+    name = max(highest, key=lambda name: float(highest[name].values))
+    return name, f"{name}, head {int(highest[name].indices)}", float(highest[name].values)
+
+
+def _of_layers(checked: Checked) -> Iterator[Section]:
+    layers = checked.audit.layers
+    footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
+    yield Section("layers", "Layer by layer", (table_of(checked.lines), *footnotes))
+    yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
+    if (histograms := densities("score-densities", layers)) is not None:
+        yield Section("scores", "The scores", ((histograms,),))
+    spreads = freezing("freezing-points", list(map(spread_of, layers.values())))
+    yield Section("freezing", "How far from freezing", ((spreads,),))
+    if (weights := concentrated_heads("sharp-heads", layers)) is not None:
+        told = "The weights of heads past the freezing point, in the first sequence: a row is what a query looks at."
+        yield Section("sharp", "Where concentrated heads look", (told, (weights,)))
+    if checked.what_if is not None:
+        rows = (Row((row.name, *row.numbers()), current=at == 0) for at, row in enumerate(checked.what_if.rows))
+        told = (
+            f"Tried on all that was just seen in {checked.focus}, with its own masks, biases and values. The change "
+            "is that of the output, over its norm; a dash where the values that the weights met could not be read."
+        )
+        table = Table(("scale by", *COLUMNS), (("", tuple(rows)),))
+        yield Section("what-if", "What another scale would do", (told, table))
+
+
+def table_of(lines: tuple[Line, ...], caption: str = "") -> Table:
+    """Return the table of layers."""
+    by_name, cells = {line.name: line for line in lines}, columns()
     groups = tuple(
-        (title, tuple(_row(index or "·", by_name[name], shown) for index, name in members))
+        (title, tuple(_row(index or "·", by_name[name], cells) for index, name in members))
         for title, members in by_pattern(by_name)
     )
-    headings = ("layer", *map(unbroken, shown), "verdict")
-    return Table(headings, groups, text=frozenset({0, len(headings) - 1}))
+    headings = ("layer", *map(unbroken, cells), "verdict")
+    return Table(headings, groups, frozenset({0, len(headings) - 1}), caption)
 
 
 def unbroken(column: Column[Any]) -> str:
-    """The heading of a column, in which top-1 does not break."""
+    """Return the heading of a column, in which top-1 does not break."""
     return column.long.replace("-", "\N{NON-BREAKING HYPHEN}")
 
 
@@ -80,42 +136,14 @@ def _row(index: str, line: Line, shown: Iterable[Column[Line]]) -> Row:
     return Row((index, *cells, line.judgement), line.name, line.severity or "fine")
 
 
-def _layers(checked: Checked) -> Section:
-    footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
-    return Section("layers", "Layer by layer", (table_of(checked.lines), *footnotes))
+def words_of_models() -> Terms:
+    """Return what the words of a report on a model mean."""
+    return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | FREEZING)
 
 
-def _heads(checked: Checked) -> Section:
-    return Section("heads", "Head by head", ((map_of_layers("head-map", checked.audit.layers),),))
-
-
-def _scores(checked: Checked) -> tuple[Section, ...]:
-    figure = densities("score-densities", checked.audit.layers)
-    return () if figure is None else (Section("scores", "The scores", ((figure,),)),)
-
-
-def _freezing(checked: Checked) -> Section:
-    figure = freezing("freezing-points", checked.audit.layers)
-    return Section("freezing", "How far from freezing", ((figure,),))
-
-
-def _sharp(checked: Checked) -> tuple[Section, ...]:
-    figure = sharp_heads("sharp-heads", checked.audit.layers)
-    told = "The weights of heads past the freezing point, in the first sequence: a row is what a query looks at."
-    return () if figure is None else (Section("sharp", "Where sharp heads look", (told, (figure,))),)
-
-
-def _what_if(checked: Checked) -> tuple[Section, ...]:
-    tried = checked.what_if
-    if tried is None:
-        return ()
-    rows = tuple(Row((row.name, *row.numbers()), current=position == 0) for position, row in enumerate(tried.rows))
-    intro = (
-        f"Tried on all that was just seen in {checked.focus}, with its own masks, biases and values. The change is "
-        "that of the output, over its norm; a dash where it could not be read which values the weights met."
-    )
-    table = Table(("scale by", *COLUMNS), (("", rows),))
-    return (Section("what-if", "What another scale would do", (intro, table)),)
+def meanings(places: Place) -> dict[str, str]:
+    """Return what statistics mean that are shown in some places."""
+    return {entry.long: entry.meaning for entry in in_place(places)}
 
 
 def _method(checked: Checked) -> Section:
@@ -126,9 +154,89 @@ def _method(checked: Checked) -> Section:
         f"model is {state}."
     )
     padding = padding_told(checked.audit.layers.values())
-    blocks: tuple[Block, ...] = (
-        " ".join([told, *padding, *checked.notes]),
-        errors_of(checked.audit.layers),
-        words_of_models(),
+    text = " ".join([told, *padding, *checked.notes])
+    return Section("method", "How it was measured", (text, errors_of(checked.audit.layers), words_of_models()))
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Return the report of a comparison as a string."""
+    return render(comparison_report(comparison))
+
+
+def comparison_report(comparison: Comparison) -> Page:
+    """Return what `attnscale compare` found, as a report."""
+    came = [note_of(group) for group in grouped(comparison.came)]
+    gone = [note_of(group) for group in grouped(comparison.gone)]
+    told = (
+        "Every head was measured on several sequences, or in the latest records of a run; ± is the standard error of "
+        "the change, from how much these differ. Where both were run on the same sequences, it is that of the "
+        f"differences. A change is told where it is larger than {comparison.tolerance:g}, relative or of a share, and "
+        f"beyond its error: so that among all heads and statistics together the chance to name any is {LEVEL:.0%} "
+        "where nothing changed (Student, Welch, Holm). A head whose queries and keys are made by the same parameters "
+        "as before, bit by bit, moved with what reaches it."
     )
-    return Section("method", "How it was measured", blocks)
+    return Page(
+        kind="attnscale compare",
+        title=f"{comparison.before} → {comparison.after}",
+        verdict=comparison.conclusion,
+        tone="warning" if comparison.worse else "fine",
+        notes=(
+            *(Note(note.tone, "came", note.message, note.code, note.place, note.advice) for note in came),
+            *(Note("fine", "went", note.message, note.code, note.place) for note in gone),
+            *map(_change, comparison.changed),
+        ),
+        sections=(_heads(comparison), Section("method", "How it was compared", (told, *comparison.notes))),
+    )
+
+
+def _change(head: HeadChange) -> Note:
+    told = f"{'; '.join(map(str, head.changed))}."
+    return Note("warning" if head.worse else "note", "changed", told, "", head.place, f"{head.by_factor}.")
+
+
+def _heads(comparison: Comparison) -> Section:
+    heads = comparison.heads
+    shown = [name for name in COMPARED if any(name in head.moves for head in heads)]
+    groups = tuple(
+        (layer, tuple(_moves(head, shown) for head in heads if head.layer == layer))
+        for layer in dict.fromkeys(head.layer for head in heads)
+    )
+    headings = ("head", *(STATISTICS[name].long for name in shown), "changed")
+    table = Table(headings, groups, frozenset({0, len(headings) - 1}))
+    views = {STATISTICS[name].long: _map(comparison, name) for name in shown}
+    figures = ((Figure("change-map", views, choose="Colour heads by the change of"),),) if views else ()
+    return Section("heads", "Head by head", (*figures, table))
+
+
+def _map(comparison: Comparison, statistic: str) -> Heat:
+    """Colour heads by how far they moved, up or down."""
+    names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
+    layers = [[head.moves.get(statistic) for head in comparison.heads if head.layer == name] for name in names]
+    width = max(map(len, layers))
+    moves = [[*layer, *[None] * (width - len(layer))] for layer in layers]
+    sizes = [[None if move is None else move.size for move in row] for row in moves]
+    known = [head for head in comparison.heads if statistic in head.moves]
+    most = max(known, key=lambda head: head.moves[statistic].size)
+    beyond = sum(head.moves[statistic].is_beyond for head in known)
+    long = STATISTICS[statistic].long
+    return Heat(
+        values=sizes,
+        x=Axis("head"),
+        y=Axis("layer", ticks=ticks(names)),
+        unit=f"change of {long}",
+        rows=names,
+        low=0.0,
+        high=most.moves[statistic].size or 1.0,
+        notice=(
+            f"Up or down, as a logarithm or of a share. The {long} moved most in head {most.head} of {most.layer}, "
+            f"{most.moves[statistic].told}; in {beyond} of {len(known)} heads it moved beyond its error."
+        ),
+        errors=[[None if move is None else finite(move.error) for move in row] for row in moves],
+    )
+
+
+def _moves(head: HeadChange, shown: list[str]) -> Row:
+    cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
+    verdict = "no" if not head.changed else "with its input" if head.carried else "itself"
+    tone = "warning" if head.worse else "note" if head.changed else "fine"
+    return Row((str(head.head), *cells, verdict), head.place, tone)

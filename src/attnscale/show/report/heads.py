@@ -1,100 +1,92 @@
-"""The map of layers and heads: one statistic at a time."""
+"""Figures of single heads: the map of layers and heads, the weights of concentrated heads, and sampling errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 from statistics import median
 
+import torch
 from torch import Tensor
+from torch.nn.functional import max_pool2d
 
+from attnscale.diagnose.habit import habit_of
+from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import finite, plain
-from attnscale.show.numbers import number
-from attnscale.show.report.figures import Axis, Figure, Heat, Number
-from attnscale.show.report.names import ticks
+from attnscale.show.figures import Axis, Figure, Heat, Number, ticks
+from attnscale.show.page import Row, Table
+from attnscale.show.text import number
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
 OUTLIERS = 20.0  # times the median: from here on colours follow the logarithm
-
-
+SHOWN = 8  # heads whose weights are shown
+SIDE = 64  # fields a side, at most
 Values = Sequence[Sequence[Number]]
 
 
 def mapped() -> list[Statistic]:
-    """What can be shown of a head, one at a time: means first, extremes last."""
+    """Return the statistics that a map shows, one at a time: means first, extremes last."""
     return sorted(in_place(Place.MAP), key=lambda entry: entry.heads == "max")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """One statistic of every layer and head; errors or upper bounds where only some rows were looked at."""
-
-    statistic: Statistic
-    values: Values
-    errors: Values | None = None
-    bounds: Values | None = None
-
-
 def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
-    """The map of what was watched."""
-    return map_of(name, tuple(layers), [_grid(layers.values(), entry) for entry in mapped()])
-
-
-def map_of_record(name: str, record: Record) -> Figure:
-    """The map of one sampled step."""
-    grids = [
-        Grid(entry, [record.layers[layer].numbers.get(entry.name, []) for layer in record.layers]) for entry in mapped()
-    ]
-    return map_of(name, tuple(record.layers), grids)
-
-
-def map_of(name: str, names: tuple[str, ...], grids: Sequence[Grid]) -> Figure:
-    """A map, each statistic in its range, or in that of the values where it has no highest."""
-    width = max((len(row) for grid in grids for row in grid.values), default=0)
+    """Return the map of a watched model; with errors or upper bounds where only some rows were looked at."""
+    stats = [layer.stats for layer in layers.values()]
+    is_exact = all(one.exact for one in stats)
     views = {}
-    for grid in grids:
-        statistic, values = grid.statistic, _padded(grid.values, width)
-        known = [value for row in values for value in row if value is not None]
-        high = statistic.highest or max(known, default=1.0) or 1.0
-        log = statistic.highest is None and bool(known) and min(known) > 0 and high > OUTLIERS * median(known)
-        views[statistic.long] = Heat(
-            values=values,
-            x=Axis("head"),
-            y=Axis("layer", ticks=ticks(names)),
-            unit=statistic.long,
-            rows=names,
-            low=min(known) if log else min(0.0, *known) if known else 0.0,
-            high=high,
-            log=log,
-            notice=_notice(statistic, names, values),
-            errors=None if grid.errors is None else _padded(grid.errors, width),
-            bounds=None if grid.bounds is None else _padded(grid.bounds, width),
-        )
+    for entry in mapped():
+        errors = bounds = None
+        if not is_exact and entry.bounded_by:
+            bounds = [_numbers(STATISTICS[entry.bounded_by].of(one)) for one in stats]
+        elif not is_exact and entry.has_error and entry.attribute is not None:
+            errors = [_numbers(one.stderr(entry.attribute)) for one in stats]
+        values = [_numbers(entry.of(one)) for one in stats]
+        views[entry.long] = _map(entry, tuple(layers), values, errors, bounds)
     return Figure(name, views, choose="Colour heads by")
 
 
-def _grid(layers: Iterable[Layer], statistic: Statistic) -> Grid:
-    seen = [layer.stats for layer in layers]
-    values = [_numbers(statistic.of(stats)) for stats in seen]
-    if all(stats.exact for stats in seen):
-        return Grid(statistic, values)
-    if statistic.bounded_by:
-        return Grid(statistic, values, bounds=[_numbers(STATISTICS[statistic.bounded_by].of(stats)) for stats in seen])
-    if not statistic.has_error or statistic.attribute is None:
-        return Grid(statistic, values)
-    return Grid(statistic, values, errors=[_numbers(stats.stderr(statistic.attribute)) for stats in seen])
+def map_of_record(name: str, record: Record) -> Figure:
+    """Return the map of one sampled step."""
+    views = {}
+    for entry in mapped():
+        values = [layer.numbers.get(entry.name, []) for layer in record.layers.values()]
+        views[entry.long] = _map(entry, tuple(record.layers), values)
+    return Figure(name, views, choose="Colour heads by")
 
 
-def _notice(statistic: Statistic, names: Sequence[str], values: Values) -> str:
+def _map(
+    entry: Statistic, names: tuple[str, ...], values: Values, errors: Values | None = None, bounds: Values | None = None
+) -> Heat:
+    """Colour heads in the statistic's range, or in that of the values where it has no highest."""
+    values = _padded(values)
+    known = [value for row in values for value in row if value is not None]
+    high = entry.highest or max(known, default=1.0) or 1.0
+    log = entry.highest is None and bool(known) and min(known) > 0 and high > OUTLIERS * median(known)
+    return Heat(
+        values=values,
+        x=Axis("head"),
+        y=Axis("layer", ticks=ticks(names)),
+        unit=entry.long,
+        rows=names,
+        low=min(known) if log else min(0.0, *known) if known else 0.0,
+        high=high,
+        log=log,
+        notice=_notice(entry, names, values),
+        errors=None if errors is None else _padded(errors),
+        bounds=None if bounds is None else _padded(bounds),
+    )
+
+
+def _notice(entry: Statistic, names: Sequence[str], values: Values) -> str:
     known = [
         (value, row, head) for row, heads in enumerate(values) for head, value in enumerate(heads) if value is not None
     ]
     if not known:
-        return f"No head has a {statistic.long} that is a number."
-    extreme, (value, row, head) = ("highest", max(known)) if statistic.bad == "large" else ("lowest", min(known))
+        return f"No head has a {entry.long} that is a number."
+    extreme, (value, row, head) = ("highest", max(known)) if entry.bad == "large" else ("lowest", min(known))
     middle = median(value for value, _, _ in known)
     return (
-        f"The {extreme} {statistic.long} is {number(value)}, of head {head} in {names[row]}; half of the heads are "
+        f"The {extreme} {entry.long} is {number(value)}, of head {head} in {names[row]}; half of the heads are "
         f"above {number(middle)}."
     )
 
@@ -103,5 +95,62 @@ def _numbers(values: Tensor) -> list[Number]:
     return list(map(finite, values.double().tolist()))
 
 
-def _padded(values: Values, width: int) -> Values:
+def _padded(values: Values) -> Values:
+    width = max(map(len, values), default=0)
     return [[*plain(row), *[None] * (width - len(row))] for row in values]
+
+
+def errors_of(layers: Mapping[str, Layer]) -> Table | str:
+    """Return the standard errors over all heads where rows were sampled; a sentence where there are none."""
+    stats = [layer.stats for layer in layers.values()]
+    if all(one.exact for one in stats):
+        return "Every row was looked at, so no number here has a sampling error: all standard errors are zero."
+    rows = []
+    for entry in mapped():
+        if entry.has_error and entry.attribute is not None:
+            errors = torch.cat([one.stderr(entry.attribute).double() for one in stats])
+            known = errors[torch.isfinite(errors)]
+            typical, worst = (float(known.median()), float(known.max())) if len(known) else (math.nan, math.nan)
+            rows.append(Row((entry.long, number(typical), number(worst))))
+    bound = max(float(one.max_bound.nan_to_num(-torch.inf).max()) for one in stats)
+    caption = (
+        "Standard errors of single heads, since only some rows were looked at. The largest score has a bracket "
+        f"instead: no score of any row is above {number(bound)}."
+    )
+    return Table(("", "typical standard error", "largest"), (("", tuple(rows)),), caption=caption)
+
+
+def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:
+    """Return the weights of heads past the freezing point, lowest entropy first; None if there are none to show."""
+    heads = [head for layer in layers.values() if layer.kept for head in head_verdicts(layer) if head.is_past_freezing]
+    heads.sort(key=lambda head: head.entropy_ratio)
+    views = {f"{head.layer}, head {head.head}": _weights(layers[head.layer], head) for head in heads[:SHOWN]}
+    caption = f"{len(views)} of {len(heads)} such heads, lowest entropy first." if len(heads) > len(views) else ""
+    return Figure(name, views, caption=caption) if views else None
+
+
+def _weights(layer: Layer, found: Verdict) -> Heat:
+    assert found.head is not None  # of a head, not of a layer
+    weights = layer.weights(found.head).double().cpu()
+    (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
+    fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
+    habit = habit_of(layer, found.head)
+    notices = [f"{habit}." if habit is not None else ""]
+    notices += [] if by_query == by_key == 1 else ["A field shows the largest of its weights."]
+    return Heat(
+        values=fields.tolist(),
+        x=Axis("key" if by_key == 1 else f"key / {by_key}"),
+        y=Axis("query" if by_query == 1 else f"query / {by_query}"),
+        unit="weight",
+        rows=_spans(queries, by_query),
+        columns=_spans(keys, by_key),
+        column="key",
+        low=0.0,
+        high=1.0,
+        notice=" ".join(filter(None, notices)),
+    )
+
+
+def _spans(size: int, step: int) -> tuple[str, ...]:
+    ends = ((start, min(start + step, size) - 1) for start in range(0, size, step))
+    return tuple(str(start) if start == end else f"{start}–{end}" for start, end in ends)

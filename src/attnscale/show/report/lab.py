@@ -1,31 +1,31 @@
 """The report of an experiment of the lab."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from attnscale.lab import result as lab
-from attnscale.show.numbers import shown
-from attnscale.show.report.figures import Axis, Chart, Figure, Heat, Series
-from attnscale.show.report.parts import Block, Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.figures import Axis, Chart, Figure, Heat, Series
+from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.text import shown
 
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def lab_page(result: lab.Result) -> str:
-    """The page, as a string."""
+    """Return the report of an experiment as a string."""
     return render(lab_report(result))
 
 
 def lab_report(result: lab.Result) -> Page:
-    """What an experiment found, as a report: checks that fail stand first."""
+    """Return what an experiment found, as a report: checks that fail stand first."""
     checks = sorted(result.checks, key=lambda check: bool(check.holds))
     sections = [
         Section(f"figure-{index}", plot.title, ((_figure(f"plot-{index}", plot),),))
         for index, plot in enumerate(result.plots)
     ]
     sections += [Section(f"table-{index}", table.title, (_table(table),)) for index, table in enumerate(result.tables)]
-    sections += [_settings(result.settings)] if result.settings else []
+    if result.settings:
+        settings = Terms({name: shown(value) for name, value in result.settings.items()})
+        sections.append(Section("method", "How it was measured", (settings,)))
     verdict, *more = SENTENCE_ENDS.split(result.conclusion, maxsplit=1)
     return Page(
         kind=f"attnscale lab {result.experiment}",
@@ -47,11 +47,6 @@ def _figure(name: str, plot: lab.Plot | lab.Heatmap) -> Figure:
     return Figure(name, {plot.title: _heat(plot) if isinstance(plot, lab.Heatmap) else _chart(plot)})
 
 
-def _measured(curve: lab.Curve) -> str:
-    """The name of what a prediction belongs to."""
-    return curve.name.removesuffix(", expected")
-
-
 def _chart(plot: lab.Plot) -> Chart:
     measured = [curve.name for curve in plot.curves if not curve.is_theory]
     series = tuple(
@@ -62,7 +57,8 @@ def _chart(plot: lab.Plot) -> Chart:
             curve.low or (),
             curve.high or (),
             mode="lines" if curve.is_theory else "both",
-            tone=measured.index(name) if (name := _measured(curve)) in measured else "ink",
+            # the colour of the measured curve that a prediction belongs to
+            tone=measured.index(name) if (name := curve.name.removesuffix(", expected")) in measured else "ink",
             dashed=curve.is_theory,
         )
         for curve in plot.curves
@@ -92,8 +88,3 @@ def _table(table: lab.Table) -> Table:
     columns = range(len(table.columns))
     words = {column for column in columns if any(isinstance(row[column], str | bool) for row in table.rows)}
     return Table(table.columns, (("", rows),), text=frozenset({0, *words}))
-
-
-def _settings(settings: Mapping[str, Any]) -> Section:
-    blocks: tuple[Block, ...] = (Terms({name: shown(value) for name, value in settings.items()}),)
-    return Section("method", "How it was measured", blocks)

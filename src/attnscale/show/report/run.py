@@ -1,75 +1,84 @@
 """The report of a monitor's log."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
-from attnscale.measure.statistics import STATISTICS
+from attnscale.diagnose.forecast import Outlook
+from attnscale.diagnose.scores import EXPLODING
+from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.check import place
-from attnscale.show.naming import by_pattern
-from attnscale.show.report.check import unbroken
-from attnscale.show.report.courses import layers_over_run
-from attnscale.show.report.facts import facts_of_run
-from attnscale.show.report.figures import Figure
-from attnscale.show.report.freezing import freezing_of, spreads_of
-from attnscale.show.report.heads import map_of_record
-from attnscale.show.report.histograms import histograms
-from attnscale.show.report.learning import learning
-from attnscale.show.report.method import words_of_logs
-from attnscale.show.report.parts import MATTER, Note, Page, Row, Section, Table, render
+from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, short, thinned
+from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.report.check import FREEZING, largest_told, meanings, note_of, unbroken
+from attnscale.show.report.heads import map_of_record, mapped
+from attnscale.show.report.spread import freezes_over, freezing, spreads_of
 from attnscale.show.run import columns, conclusion
+from attnscale.show.text import by_pattern, number
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
+CURVES = 6  # layers with a curve of their own: more could not be distinguished
+MARKED = 40  # points that have marks
+FORECAST = 25  # points of a forecast
+MARGIN = 1.02  # of an axis, so that a curve at its end is seen
+SAME = 0.9  # of the largest score: where softmax sees less of it, the curve is not the one that is forecast
+LOG_LARGEST = 700.0  # of a number that a float holds
+BEYOND = 1.5  # times the highest score: limits up to there are shown
+
 
 def run_page(title: str, records: Sequence[Record], run: Run | None = None) -> str:
-    """The page of a run: `records` in order of steps, at least one; `run`, where they are its course alone."""
+    """Return the report of a run as a string: `records` in order of steps, at least one."""
     return render(run_report(title, records, run))
 
 
 def run_report(title: str, records: Sequence[Record], run: Run | None = None) -> Page:
-    """A recorded run, as a report."""
+    """Return a recorded run as a report; `run` is its summary, where `records` are thinned."""
     run = summarise(records) if run is None else run
-    notes, curves = _notes(run), layers_over_run("run-curves", records, run)
+    notes = tuple(note_of(one.group, f"{place(one.group)} · {one.when}") for one in run.raised)
+    curves, spreads, verdict = layers_over_run("run-curves", records, run), spreads_of(records[-1]), conclusion(run)
+    sections = [Section("run", "Over the run", ((curves,),))]
+    if (learned := learning("loss-curves", records)) is not None:
+        spread = STATISTICS["spread"].long
+        beside = Figure("spread-curves", {spread: curves.views[spread]})
+        sections.append(Section("learning", "Learning, beside the spread", ((learned, beside),)))
+    sections.append(Section("layers", "Layer by layer", (_table(run),)))
+    if spreads:
+        title_of = f"Where softmax freezes, at step {run.last_step}"
+        sections.append(Section("lying", title_of, ((freezing("freezing", spreads),),)))
+    heads = map_of_record("head-map", records[-1])
+    sections.append(Section("heads", f"Head by head, at step {run.last_step}", ((heads,),)))
     return Page(
         kind="attnscale watch-log",
         title=title,
-        verdict=_sentence(conclusion(run)),
+        verdict=verdict[:1].upper() + verdict[1:],
         tone=run.worst or "fine",
-        notes=notes + tuple(facts_of_run(run))[: max(0, MATTER - len(notes))],
-        sections=(
-            Section("run", "Over the run", ((curves,),)),
-            *_learning(records, curves),
-            Section("layers", "Layer by layer", (_table(run),)),
-            *_lying(records, run),
-            Section("heads", f"Head by head, at step {run.last_step}", ((map_of_record("head-map", records[-1]),),)),
-            _method(run, records),
-        ),
+        notes=notes + tuple(_facts(run))[: max(0, MATTER - len(notes))],
+        sections=(*sections, _method(run, records)),
     )
 
 
-def _learning(records: Sequence[Record], curves: Figure) -> Iterator[Section]:
-    """Loss and learning rate beside the spread, where a training loop gave them."""
-    found, spread = learning("loss-curves", records), STATISTICS["spread"].long
-    if found is not None:
-        beside = Figure("spread-curves", {spread: curves.views[spread]})
-        yield Section("learning", "Learning, beside the spread", ((found, beside),))
+def _facts(run: Run) -> Iterator[Note]:
+    """Yield the fastest growth, the largest score and the least entropy."""
+    growing = [(layer.growth, layer.name) for layer in run.layers if layer.growth is not None]
+    if growing:
+        growth, name = max(growing, key=lambda found: found[0].rate)
+        now = "still grows" if growth.lately > 0 else "does not grow any more"
+        message = (
+            f"The largest score that grew fastest was multiplied by {number(growth.grown)} in the last "
+            f"{growth.span:,.0f} steps, and {now}."
+        )
+        yield Note("fact", "growth", message, place=name)
+    highest = max(run.layers, key=lambda layer: _or(layer.highest, -math.inf), default=None)
+    if highest is not None and math.isfinite(highest.highest):
+        yield Note("fact", "largest score", largest_told(highest.highest), place=highest.name)
+    entropies = {layer.name: layer.numbers.get("entropy_ratio", math.nan) for layer in run.layers}
+    name, lowest = min(entropies.items(), key=lambda entry: _or(entry[1], math.inf), default=("", math.nan))
+    if math.isfinite(lowest):
+        yield Note("fact", "entropy", f"The least mean entropy at the last record is {lowest:.2f} of ln n.", place=name)
 
 
-def _lying(records: Sequence[Record], run: Run) -> Iterator[Section]:
-    """Where the heads are, and how near to where softmax freezes."""
-    spreads, counted = spreads_of(records[-1]), histograms("head-histogram", records)
-    figures = [freezing_of("freezing", spreads)] if spreads else []
-    figures += [] if counted is None else [counted]
-    if figures:
-        title = "Where softmax freezes, and where the heads are" if spreads else "Where the heads are"
-        yield Section("lying", f"{title}, at step {run.last_step}", (tuple(figures),))
-
-
-def _notes(run: Run) -> tuple[Note, ...]:
-    """Alarms that say the same, once, with the steps they were raised at; the latest of the worst speaks for all."""
-    return tuple(
-        Note(first.severity, first.severity, first.message, first.code, where, first.advice)
-        for first, where in ((raised.group.first, f"{place(raised.group)} · {raised.when}") for raised in run.raised)
-    )
+def _or(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
 
 
 def _table(run: Run) -> Table:
@@ -90,29 +99,184 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
     rows = {layer.rows for record in records for layer in record.layers.values()}
     looked = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
     ranks = max(record.ranks for record in records)
-    thinned = sum(record.until is not None for record in records)
+    thinned_records = sum(record.until is not None for record in records)
     sentences = [
         f"{run.records} records of the steps {run.first_step} to {run.last_step}; each looked at {looked} rows of a "
         f"layer, over all of its heads, from {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
-    sentences += [f"{thinned} of them stand for several, of which they keep the extremes."] if thinned else []
-    sentences += [f"{run.damaged} damaged lines were left out."] if run.damaged else []
-    bounds = [record.layers[name].whole("max_bound") for record in records[-1:] for name in record.layers]
-    known = [bound for bound in bounds if bound == bound]
-    sentences += [f"At the last step no score of any row is above {max(known):.4g}."] if known else []
+    if thinned_records:
+        sentences.append(f"{thinned_records} of them stand for several, of which they keep the extremes.")
+    if run.damaged:
+        sentences.append(f"{run.damaged} damaged lines were left out.")
+    bounds = finite(layer.whole("max_bound") for layer in records[-1].layers.values())
+    if bounds:
+        sentences.append(f"At the last step no score of any row is above {max(bounds):.4g}.")
     forecast = (
-        "Growth is a Theil–Sen line through the logarithm of what softmax feels of the largest score, over the latest "
+        "Growth is a Theil–Sen line through the logarithm of what softmax sees of the largest score, over the latest "
         "records. A forecast is their damped trend, at most eight records ahead and half as many as were seen; its "
         "band, a 90% interval, reaches from growth that ends to growth that goes on. Growth may end at any time, so a "
-        "threshold has a step before which it is not expected to be passed, and none after. A log keeps numbers of "
-        "heads and no scores, so histograms count heads."
+        "threshold has a step before which it is not expected to be passed, and none after."
     )
     if not spreads_of(records[-1]):
         forecast += " These records do not say how many keys a row sees, so no freezing point is drawn."
     if all(record.loss is None and record.lr is None for record in records):
         forecast += " No loss was given to them: Monitor.step(loss=…, lr=…) takes it, and the callbacks do."
-    return Section("method", "How it was measured", (" ".join(sentences), forecast, words_of_logs()))
+    words = Terms(meanings(Place.RUN | Place.MAP) | FREEZING)
+    return Section("method", "How it was measured", (" ".join(sentences), forecast, words))
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def learning(name: str, records: Sequence[Record]) -> Figure | None:
+    """Return the loss and the learning rate over the run, where records have them."""
+    courses = {
+        "loss": [(record.step, record.loss) for record in records if record.loss is not None],
+        "learning rate": [(record.step, record.lr) for record in records if record.lr is not None],
+    }
+    views = {title: loss_chart(title, {title: course}) for title, course in courses.items() if course}
+    return Figure(name, dict(views)) if views else None
+
+
+def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Chart:
+    """Return a curve for each run; where steps are many, the mean of neighbours, from their lowest to their highest."""
+    series, sentences = [], []
+    for tone, (name, course) in enumerate(runs.items()):
+        steps, values = [step for step, _ in course], [value for _, value in course]
+        mode = "both" if len(steps) <= MARKED else "lines"
+        series.append(thinned(Series(name, steps, values, values, values, tone=tone, mode=mode)))
+        known = [(value, step) for step, value in course if math.isfinite(value)]
+        subject = f"The {title}" if len(runs) == 1 else name
+        if known:
+            (first, start), (last, end), (lowest, at) = known[0], known[-1], min(known)
+            sentences.append(
+                f"{subject} went from {number(first)} at step {start} to {number(last)} at step {end}; lowest "
+                f"{number(lowest)} at step {at}."
+            )
+        if (broken := next((step for step, value in course if not math.isfinite(value)), None)) is not None:
+            sentences.append(f"{subject} was not a number at step {broken}.")
+    return Chart(tuple(series), Axis("step"), Axis(title), " ".join(sentences))
+
+
+def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
+    """Return every statistic over the steps: the layers that matter, the range of all, the forecast of the largest."""
+    matter = sorted(run.layers, key=_importance)[:CURVES]
+    chosen = [layer for layer in run.layers if layer in matter]
+    views = {}
+    for statistic in mapped():
+        series = [*_range(records, statistic, len(run.layers)), *_curves(records, statistic, chosen)]
+        notice = _change_notice(statistic, records)
+        if statistic.name == "max":
+            series += _forecasts(chosen)
+            series += _thresholds(series)
+            notice = _growth_notice(run)
+        if statistic.name == "spread":
+            series += _freezes(records)
+        views[statistic.long] = Chart(tuple(series), Axis("step"), axis_of(statistic, series), notice)
+    first = STATISTICS["max"].long
+    return Figure(name, {first: views.pop(first), **views})
+
+
+def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
+    """Return every statistic of every run: the mean of its layers, from the lowest to the highest."""
+    views = {}
+    for statistic in mapped():
+        series, ends = [], []
+        for tone, (run, records) in enumerate(runs):
+            series.append(_band(run, records, statistic, tone))
+            known = finite(series[-1].y)
+            ends += [f"{run}: {number(known[0])} at first, {number(known[-1])} at the end"] if known else []
+        notice = f"Mean of the layers. {'; '.join(ends)}."
+        views[statistic.long] = Chart(tuple(series), Axis("step"), axis_of(statistic, series), notice)
+    return Figure(name, views)
+
+
+def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int | str) -> Series:
+    """Return the mean of the layers over the steps, with the range from the lowest to the highest."""
+    values = [finite(layer.whole(statistic.name) for layer in record.layers.values()) for record in records]
+    low, high = ([edge(found, default=math.nan) for found in values] for edge in (min, max))
+    steps = [record.step for record in records]
+    return thinned(Series(name, steps, list(map(mean, values)), low, high, tone=tone, mode="both"))
+
+
+def axis_of(statistic: Statistic, series: Sequence[Series]) -> Axis:
+    """Return an axis over all of a statistic's range where that ends, else a logarithmic one where values allow it."""
+    if statistic.highest is not None:
+        return Axis(statistic.long, range=(0.0, MARGIN * statistic.highest))
+    values = [value for one in series for value in (*one.y, *one.low) if value is not None]
+    return Axis(statistic.long, log=all(value > 0 for value in values))
+
+
+def _importance(layer: LayerRun) -> tuple[float, float]:
+    crossing = math.inf if layer.crossing is None else layer.crossing.step
+    return crossing, -layer.last_max if math.isfinite(layer.last_max) else 0.0
+
+
+def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[LayerRun]) -> Iterator[Series]:
+    labels = legend(layer.name for layer in chosen)
+    for tone, layer in enumerate(chosen):
+        seen = [record for record in records if layer.name in record.layers]
+        values = [record.layers[layer.name].whole(statistic.name) for record in seen]
+        mode = "both" if len(seen) <= MARKED else "lines"
+        steps = [record.step for record in seen]
+        series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
+        yield thinned(series, keeps_largest=statistic.heads == "max")
+
+
+def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
+    if layers <= CURVES:
+        return []
+    band = _band(f"all {layers} layers, lowest to highest", records, statistic, "ink")
+    return [Series(band.name, band.x, (), band.low, band.high, tone="ink")]
+
+
+def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
+    labels = legend(layer.name for layer in chosen)
+    for tone, layer in enumerate(chosen):
+        if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
+            yield _forecast(f"{short(labels[layer.name])}: if it goes on, 90% interval", layer.forecast, tone)
+
+
+def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
+    points = [ahead.reach * point / FORECAST for point in range(FORECAST + 1)]
+    y, low, high = (
+        [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
+        for of in (ahead.likely, ahead.lowest, ahead.highest)
+    )
+    return Series(name, [ahead.step + steps for steps in points], y, low, high, tone=tone, dashed=True)
+
+
+def _thresholds(series: Sequence[Series]) -> list[Series]:
+    """Return the scores with a published meaning, as far as the curves reach."""
+    steps = [x for one in series for x in one.x if x is not None]
+    highest = max(finite(value for one in series for value in (*one.y, *one.high)), default=0.0)
+    levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
+    if not levels or not steps:
+        return []
+    name = f"{', '.join(f'{level:,.0f}' for level in levels)}: published {'limits' if len(levels) > 1 else 'limit'}"
+    x = [*(min(steps), max(steps), None)] * len(levels)
+    return [Series(name, x, [value for level in levels for value in (level, level, None)], tone="ink", dashed=True)]
+
+
+def _freezes(records: Sequence[Record]) -> Iterable[Series]:
+    """Yield where softmax freezes, over the fewest keys that the rows of a layer see."""
+    keys = {record.step: finite(layer.keys for layer in record.layers.values()) for record in records}
+    known = {step: min(found) for step, found in keys.items() if found}
+    if known:
+        points = [freezes_over(fewest) for fewest in known.values()]
+        yield thinned(Series("√(2 ln n): softmax freezes", list(known), points, tone="ink", dashed=True))
+
+
+def _growth_notice(run: Run) -> str:
+    growing = [(layer.growth, layer) for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
+    if not growing and len(run.layers) == 1:
+        return "Its largest score is not certain to grow."
+    if not growing:
+        return f"Of {len(run.layers)} layers, none has a largest score that is certain to grow."
+    growth, first = max(growing, key=lambda found: found[0].rate)
+    return (
+        f"{len(growing)} of {len(run.layers)} layers grow for certain; fastest {first.name}, × {growth.grown:.3g} over "
+        f"the last {growth.span:,.0f} steps, now at {number(first.last_max)}."
+    )
+
+
+def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
+    first, last = (record.whole(statistic.name) for record in (records[0], records[-1]))
+    return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."

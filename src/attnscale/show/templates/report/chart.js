@@ -70,7 +70,7 @@ function drawSeries(svg, series, index, points) {
 
 function legendOf(view) {
   const list = html("ul", "legend");
-  for (const series of view.series.filter(({ legend }) => legend)) {
+  for (const series of view.series.filter(({ name }) => name)) {
     const swatch = element("svg", { width: 26, height: 10, "aria-hidden": "true" });
     const dash = series.dashed ? "8 5" : "none", width = series.mode === "bars" || !series.y.length ? 9 : 2.5;
     swatch.append(element("line", {
@@ -123,5 +123,5 @@ function answer(place, svg, answering, event) {
   if (!nearest) return unpoint(place);
   const { series, number } = nearest, name = series.points[number];
   const lines = name === undefined ? [told(series.x[number]) + ": " + told(series.y[number])] : [name, told(series.y[number])];
-  return point(place, [...lines, ...(series.legend && series.name ? [series.name] : [])], ...nearest.place);
+  return point(place, [...lines, ...(series.name ? [series.name] : [])], ...nearest.place);
 }

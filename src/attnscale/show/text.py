@@ -1,0 +1,163 @@
+"""Numbers, names of layers and columns of tables, as short text that fits where it stands."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from attnscale.measure.statistics import Statistic
+
+SMALL = 0.01  # a digit less below this keeps a column narrow
+LARGE, HUGE = 1e3, 1e6  # between them, 47,400 is narrower than 4.74e+04 and easier to read
+DIGITS = 4  # of a number in a table of results
+INDEX = re.compile(r"(?<![^.])\d+(?![^.#])")  # a whole part of a path, as ModuleList names its entries
+Row = TypeVar("Row")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number for a narrow column; a dash for NaN and infinity."""
+    if not math.isfinite(value):
+        return "–"
+    if LARGE <= abs(value) < HUGE:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) >= SMALL or value == 0 else f"{value:.{digits - 1}g}"
+
+
+def formatted(statistic: Statistic, value: float, error: float = math.nan) -> str:
+    """Return a value in the format of its statistic, with its standard error if it has one."""
+    as_share = statistic.format == "share" and math.isfinite(value)
+    return (f"{value:.2f}" if as_share else number(value)) + with_error(error)
+
+
+def with_error(error: float) -> str:
+    """Return a standard error to stand behind its value; nothing for NaN.
+
+    >>> with_error(0.0123), with_error(12.3), with_error(math.nan), with_error(math.inf)
+    ('±0.01', '±12', '', '±?')
+    """
+    if math.isinf(error):
+        return "±?"
+    return "" if math.isnan(error) else f"±{error:.1g}" if error < 10 else f"±{error:,.0f}"
+
+
+def shown(value: Any, digits: int = DIGITS) -> str:
+    """Return a value of a table or a setting as text.
+
+    >>> shown(0.30751), shown(4096), shown(None), shown(1.5e7), shown(True), shown({"torch": "2.13"})
+    ('0.3075', '4,096', '–', '1.5e+07', 'yes', 'torch 2.13')
+    """
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return number(value, digits)
+        case Mapping():
+            return ", ".join(f"{name} {shown(entry)}" for name, entry in value.items())
+        case list() | tuple():
+            return ", ".join(map(shown, value))
+    return str(value)
+
+
+def pattern(name: str) -> tuple[str, str]:
+    """Return the path with * for its numbers, and the numbers.
+
+    >>> pattern("decoder.layers.3.cross.0"), pattern("attention")
+    (('decoder.layers.*.cross.*', '3.0'), ('attention', ''))
+    """
+    return INDEX.sub("*", name), ".".join(INDEX.findall(name))
+
+
+def by_pattern(names: Iterable[str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Group names by pattern, each with its (number, name) pairs, in order of appearance.
+
+    >>> by_pattern(["layers.0.self", "layers.0.cross", "layers.1.self"])
+    [('layers.*.self', [('0', 'layers.0.self'), ('1', 'layers.1.self')]), ('layers.*.cross', [('0', 'layers.0.cross')])]
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        title, index = pattern(name)
+        found.setdefault(title, []).append((index, name))
+    return list(found.items())
+
+
+def ranges(numbers: Iterable[str]) -> str:
+    """Return numbers as a person writes them.
+
+    >>> ranges(["0", "1", "2", "5", "7.1"])
+    '0–2, 5, 7.1'
+    """
+    numbers = list(numbers)
+    whole = sorted({int(each) for each in numbers if each.isdigit()})
+    runs = (list(run) for _, run in groupby(enumerate(whole), key=lambda pair: pair[1] - pair[0]))
+    spans = [f"{run[0][1]}–{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
+    return ", ".join([*spans, *(each for each in numbers if each and not each.isdigit())])
+
+
+def at_dots(text: str, width: int) -> str:
+    """Break words that are longer than a line behind a dot, or else behind an underscore.
+
+    >>> print(at_dots("in encoder.layer.0.attention", 16))
+    in encoder.layer.0.
+    attention
+    """
+    return " ".join("\n".join(_pieces(word, width)) for word in text.split(" "))
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces = []
+    while len(word) > width > 0:
+        end = max(word.rfind(".", 0, width), 0) or max(word.rfind("_", 0, width), 0) or width - 1
+        pieces.append(word[: end + 1])
+        word = word[end + 1 :]
+    return [*pieces, word]
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column that stands in the terminal and on a page: both headings, and the text of a row's cell."""
+
+    short: str
+    long: str
+    cell: Callable[[Row], str]
+
+    @classmethod
+    def of(
+        cls, statistic: Statistic, value: Callable[[Row], float], error: Callable[[Row], float] = lambda row: math.nan
+    ) -> "Column[Row]":
+        """Return the column of a statistic, with its headings and its format."""
+        return cls(statistic.short, statistic.long, lambda row: formatted(statistic, value(row), error(row)))
+
+
+def width_of(heading: str, *cells: str) -> int:
+    """Return the width of a column whose cells and lines of the heading are not broken."""
+    return max(map(len, (*heading.split("\n"), *cells)))
+
+
+def fitting(widths: Sequence[int], room: int, droppable: Iterable[int]) -> list[int]:
+    """Return the columns that fit, with one blank between them; droppable ones go in their order until they do.
+
+    >>> fitting([5, 7, 9], 16, [2, 0]), fitting([5, 7, 9], 14, [0, 2]), fitting([5, 7], 3, [])
+    ([0, 1], [1], [0, 1])
+    """
+    staying = list(range(len(widths)))
+    for position in droppable:
+        if sum(widths[each] + 1 for each in staying) <= room + 1:
+            break
+        staying.remove(position)
+    return staying
+
+
+def print_left_out(names: Sequence[str], staying: Sequence[int], console: Console) -> None:
+    """Name the columns for which a terminal has no room."""
+    left = [name for position, name in enumerate(names) if position not in staying]
+    if left:
+        console.print(Text(f"In a wider terminal, and with --json: {', '.join(left)}.", style="dim"))
