@@ -1,13 +1,11 @@
 import numpy as np
 import pytest
 
-from attnscale.claims.judging import CONFIRMED, QUALIFIED, REFUTED, Evidence, Limit, Number, Source, Statement, judge
-
-SOURCE = Source("notes", "Notes", "blog post")
+from attnscale.claims.judging import CONFIRMED, QUALIFIED, REFUTED, Entry, Evidence, Limit, judge
 
 
 def judged(claimed, computed):
-    return judge(Number("n", "A number.", claimed, lambda: computed), SOURCE)
+    return judge(Entry("n", "A number.", claimed, lambda: computed), "notes")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ VERDICTS = {
 )
 def test_a_statement_is_judged_by_its_condition_and_its_counterexample(under, beyond, as_bool):
     limit = None if beyond is None else Limit("here", "there", lambda: Evidence(as_bool(beyond), "two"))
-    claim = judge(Statement("s", "It is so.", "so", lambda: Evidence(as_bool(under), "one"), limit), SOURCE)
+    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(as_bool(under), "one"), limit), "notes")
     assert claim.verdict == VERDICTS[under, beyond]
     assert claim.computed == ("one" if beyond is None else "one; two")
 
@@ -84,23 +82,23 @@ def test_a_statement_is_judged_by_its_condition_and_its_counterexample(under, be
 @pytest.mark.parametrize(
     ("under", "beyond", "note"),
     [
-        (True, False, "True here; not there. Mind."),
-        (True, True, "True here, and there too. Mind."),
-        (False, False, "Not even here. Mind."),
-        (False, True, "Not even here. Mind."),
+        (True, False, "True here. False there. Mind."),
+        (True, True, "True here, and also there. Mind."),
+        (False, False, "False even here. Mind."),
+        (False, True, "False even here. Mind."),
     ],
 )
 def test_a_note_names_the_condition(under, beyond, note):
     limit = Limit("here", "there", lambda: Evidence(beyond, "two"))
-    claim = judge(Statement("s", "It is so.", "so", lambda: Evidence(under, "one"), limit, remark="Mind."), SOURCE)
+    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), limit, remark="Mind."), "notes")
     assert claim.note == note
 
 
 def test_a_condition_that_the_source_sets_itself_is_no_qualification():
     def stated(under, beyond):
         limit = Limit("here", "there", lambda: Evidence(beyond, "two"), is_stated=True)
-        return judge(Statement("s", "It is so.", "so", lambda: Evidence(under, "one"), limit), SOURCE)
+        return judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), limit), "notes")
 
     assert (stated(True, False).verdict, stated(True, True).verdict) == (CONFIRMED, CONFIRMED)
     assert stated(False, True).verdict == REFUTED
-    assert stated(True, False).note == "True as the source has it, here; not there."
+    assert stated(True, False).note == "True here, as the source says. False there."

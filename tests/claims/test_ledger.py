@@ -29,7 +29,6 @@ HEDGED = {
     "trained-less-critical": "less",
     "learned-temperature": "Some",
     "efficient-learn-temperature": "Some",
-    "almost-none-explain": "Almost",
     "wide-range-of-dims": "a wide range",
     "struggles-without": "struggle",
 }
@@ -72,9 +71,10 @@ def test_whatever_is_not_confirmed_says_why(claims):
     assert all(claim.note for claim in claims if claim.verdict != "confirmed")
 
 
-def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_seven_fields(claims):
-    again = ledger()
-    assert again == claims
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_seven_fields(claims, every):
+    again = ledger([claim.id for claim in claims[::every]])
+    assert again == claims[::every]
     for claim in again:
         fields = dataclasses.asdict(claim)
         assert list(fields) == ["id", "source", "claim", "claimed", "computed", "verdict", "note"]
@@ -127,19 +127,18 @@ def test_right_numbers_are_confirmed(by_id, id_, computed):
         ("large-scores-sharpen", "confirmed", "0% with it"),
         ("inverse-dim-harms", "confirmed", "at d_k = 256"),
         ("trained-controlled", "confirmed", "the bundled model's scores"),
-        ("trained-less-critical", "qualified", "left out of the bundled model"),
+        ("trained-less-critical", "qualified", "removed from the bundled model"),
         ("height-ranges", "confirmed", "0.021 against 1.36"),
         ("wide-range-of-dims", "confirmed", "at 256"),
         ("learned-temperature", "confirmed", "Swin-v2 (one temperature a head)"),
-        ("avoids-exploding-and-vanishing", "confirmed", "the median query's is 0.0"),
+        ("avoids-exploding-and-vanishing", "confirmed", "on the median row's scores 0.0"),
         ("validated-widely", "confirmed", "LLaMA-2 7B"),
-        ("almost-none-explain", "refuted", "3 of 3 other texts"),
         ("variance-always-exact", "confirmed", "6.1 at GPT-2's initialisation"),
         ("xavier-unit-variance", "qualified", "q std 0.71 (nn.MultiheadAttention)"),
-        ("unscaled-stops-learning", "qualified", "times as much arrives"),
-        ("gradient-flow", "qualified", "times as large without"),
+        ("unscaled-stops-learning", "qualified", "median query at d_k = 64 over 64 keys: 4"),
+        ("gradient-flow", "qualified", "median row at d_k = 512 over 64 keys: 0.0"),
         ("inputs-normalised", "qualified", "mean 0.71 after RMSNorm"),
-        ("stable-training-any-dim", "qualified", "at a rate of 0.005 4 of 4"),
+        ("stable-training-any-dim", "qualified", "at a rate of 0.005, 4 of 4"),
         ("gpt-standard", "confirmed", "GPT-2 1"),
         ("cost-negligible", "confirmed", "0.39%"),
     ],

@@ -1,13 +1,15 @@
-"""The ledger: every number and every testable statement of four public texts, recomputed and judged.
+"""The ledger: every number and testable statement of four articles, recomputed; and a command for each exercise.
 
-A statement that several sources make is entered once, under the source that puts it most strongly.
+A statement of several articles is entered once, under the article that puts it most strongly.
 """
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import quote
 
 from attnscale.claims import discussion, post, textbook, tutorial
 from attnscale.claims.judging import Claim, judge
@@ -16,33 +18,30 @@ from attnscale.files import write_whole
 
 RECORDED = "recorded.json"
 
-ENTRIES = (
-    (post.SOURCE, post.CLAIMS),
-    (tutorial.SOURCE, tutorial.CLAIMS),
-    (textbook.SOURCE, textbook.CLAIMS),
-    (discussion.SOURCE, discussion.CLAIMS),
-)
-SOURCES = tuple(source for source, _ in ENTRIES)
+SOURCES = (post.SOURCE, tutorial.SOURCE, textbook.SOURCE, discussion.SOURCE)
 
 
 def ledger(ids: Sequence[str] = ()) -> list[Claim]:
-    """Judge every claim, source by source; or those of these ids."""
-    known = {entry.id for _, entries in ENTRIES for entry in entries}
+    """Judge every claim, source by source, or only those with these ids."""
+    known = {entry.id for source in SOURCES for entry in source.entries}
     if unknown := [name for name in ids if name not in known]:
         close = get_close_matches(unknown[0], known, n=3)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise SettingError(f"Unknown claim {unknown[0]!r}.{meant} Run 'attnscale claims --json' to see all ids.")
-    return [judge(entry, source) for source, entries in ENTRIES for entry in entries if not ids or entry.id in ids]
+    return [
+        judge(entry, source.name)
+        for source in SOURCES for entry in source.entries if not ids or entry.id in ids
+    ]  # fmt: skip
 
 
 def recorded() -> dict[str, str]:
-    """The verdicts as last recorded, by id."""
+    """Return the verdicts as last recorded, by id."""
     verdicts: dict[str, str] = json.loads((files("attnscale.claims") / RECORDED).read_text(encoding="utf-8"))
     return verdicts
 
 
 def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
-    """One sentence for each claim whose verdict is not the recorded one, or that is new or, of a whole ledger, gone."""
+    """Describe each claim whose verdict is not the recorded one, or that is new or, from a whole ledger, gone."""
     before, now = recorded(), {claim.id: claim.verdict for claim in claims}
     before = before if whole else {name: verdict for name, verdict in before.items() if name in now}
     sentences = []
@@ -57,7 +56,67 @@ def changed(claims: Iterable[Claim], whole: bool = True) -> list[str]:
 
 
 def record(claims: Iterable[Claim], path: Path | str | None = None) -> None:
-    """Write the verdicts to a file, sorted by id; without a path, to the one they are compared with."""
+    """Write the verdicts to a file, by default the one that changed() reads."""
     verdicts = {claim.id: claim.verdict for claim in claims}
     text = json.dumps(verdicts, indent=1, sort_keys=True, ensure_ascii=False)
     write_whole(Path(str(files("attnscale.claims") / RECORDED)) if path is None else Path(path), text + "\n")
+
+
+@dataclass(frozen=True)
+class Worked:
+    """An exercise, listing or worked example of an article, and the command that does it."""
+
+    source: str
+    kind: str
+    what: str
+    command: str
+
+
+def _explore(**settings: object) -> str:
+    view = "&".join(f"{name}={quote(str(value), safe=', ')}" for name, value in settings.items())
+    return f'attnscale explore --view "{view}"'
+
+
+def _claims(*ids: str) -> str:
+    return " ".join(["attnscale claims", *ids])
+
+
+EXERCISE, LISTING, EXAMPLE = "exercise", "listing", "worked example"
+
+INDEX = (
+    Worked("post", EXAMPLE, "Var(q·k/√d_k) = 1", _claims("scaled-variance-identity", "scaled-variance-near-one")),
+    Worked("post", EXAMPLE, "dividing by d_k instead: variance 1/d_k, weights alike", "attnscale lab divisors"),
+    Worked("tutorial", EXAMPLE, "heights of students: what variance is", _claims("height-ranges")),
+    Worked("tutorial", EXAMPLE, "the nine terms of (q·k)² at d_k = 3", _explore(dim=3, step=3)),
+    Worked("tutorial", EXAMPLE, "the 4,096 terms at d_k = 64", _claims("terms-64", "own-terms-64", "cross-terms-64")),
+    Worked("tutorial", EXAMPLE, "e to the 1, 5, 10, 20 and 50",
+           _claims("exp-1", "exp-5", "exp-10", "exp-20", "exp-50")),
+    Worked("tutorial", EXAMPLE, "softmax of [50, 10, 5]", _explore(scores="50, 10, 5")),
+    Worked("tutorial", EXAMPLE, "softmax of [5, 1, 0.5]", _explore(scores="5, 1, 0.5")),
+    Worked("tutorial", EXAMPLE, "[2, 4, 6] and its half: the variance falls by four",
+           _claims("variance-2-4-6", "variance-1-2-3", "variance-ratio")),
+    Worked("tutorial", EXAMPLE, "q = [1, 0, 1, 0] and k = [0, 1, 1, 1]: a score of 1, scaled 0.5",
+           _explore(query="1, 0, 1, 0", key="0, 1, 1, 1")),
+    Worked("tutorial", EXAMPLE, "scores [14, 10, 12] at d_k = 64, with and without scaling",
+           _explore(scores="14, 10, 12", d=64)),
+    Worked("textbook", EXAMPLE, "Var(XY) = 1 of two standard normals",
+           _claims("normal-product-mean", "normal-product-square", "normal-product-variance")),
+    Worked("textbook", EXAMPLE, "softmax of [8.5, -2.1, 7.9]", _explore(scores="8.5, -2.1, 7.9")),
+    Worked("textbook", EXAMPLE, "d_k = 64: spread 8 without, 1 with the scale",
+           "attnscale predict --d-model 512 --heads 8"),
+    Worked("textbook", EXAMPLE, "five positions, with and without scaling",
+           _explore(scores="9.2, -3.1, 8.8, -5.4, 1.2", d=64)),
+    Worked("textbook", EXAMPLE, "the softmax Jacobian of [1, 0, 0] and of [0.3, 0.3, 0.2, 0.2]",
+           _claims("jacobian-formula", "one-hot-gradients", "mixed-gradients")),
+    Worked("textbook", LISTING, "scaled_dot_product_attention", _claims("implementation")),
+    Worked("textbook", LISTING, "stable_softmax", _claims("softmax-overflows", "stable-softmax-same")),
+    Worked("textbook", EXERCISE, "1. the standard deviation at d_k = 512", "attnscale predict --d-model 512 --heads 1"),
+    Worked("textbook", EXERCISE, "2. softmax([x, 0, 0, 0]) as x goes from 0 to 10", "attnscale lab saturation"),
+    Worked("textbook", EXERCISE, "3. attention trained with and without scaling", "attnscale demo"),
+    Worked("textbook", EXERCISE, "3. the same over head sizes, rates and seeds", "attnscale lab ablation"),
+    Worked("textbook", EXERCISE, "4. temperatures of ½√d_k, √d_k and 2√d_k", "attnscale lab temperature"),
+    Worked("textbook", EXERCISE, "5. ∂softmax/∂input of peaked and uniform rows", "attnscale lab gradients"),
+    Worked("textbook", EXAMPLE, "when scaling matters most: in a trained model", "attnscale lab trained"),
+    Worked("forum", EXAMPLE, "logits [-20, 3, 25, -15], and divided by 8", _explore(scores="-20, 3, 25, -15", d=64)),
+    Worked("forum", EXAMPLE, "the constant depends on the initialisation", "attnscale lab initialisation"),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What published models multiply q·k by, and what was published of their scores: a selection, not a census."""
+"""Published models with what they multiply q·k by, and published sizes of scores: a selection."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """The head dimension and multiplier of a published model, and where they are stated."""
+    """Head dimension and multiplier of a published model, and where they are stated."""
 
     model: str
     year: int
@@ -19,12 +19,12 @@ class Setting:
 
     @property
     def relative(self) -> float:
-        """multiplier · √head_dim: 1 for standard scaling, √d_k for none, 1/√d_k for division by d_k."""
+        """multiplier · √head_dim: 1 for 1/√d_k, √d_k for no scale, 1/√d_k for division by d_k."""
         return self.multiplier * math.sqrt(self.head_dim)
 
     @property
     def standard(self) -> bool:
-        """Whether q·k is multiplied by exactly 1/√d_k."""
+        """True if q·k is multiplied by exactly 1/√d_k."""
         return not self.learned and math.isclose(self.relative, 1.0, rel_tol=1e-9)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """A published training run with 1/√d_k scaling, and how far its scores grew."""
+    """Published training run with 1/√d_k, and the score that it passed."""
 
     name: str
     max_score: float  # passed during training
@@ -67,7 +67,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Learned:
-    """A published model that learns what multiplies q·k, and where that is stated."""
+    """Published model that learns what multiplies q·k, and where that is stated."""
 
     model: str
     what: str
@@ -97,12 +97,12 @@ LLAMA4_SLOPE = 0.1  # transformers Llama4TextConfig.attn_scale
 
 
 def llama4_temperature(position: int) -> float:
-    """What Llama 4's layers without rotary positions multiply a query by, on top of 1/√d_k."""
+    """Return the factor on queries, besides 1/√d_k, in Llama 4's layers without rotary positions."""
     return 1 + LLAMA4_SLOPE * math.log1p((position + 1) // LLAMA4_FLOOR)
 
 
 def find(model: str) -> Setting:
-    """The setting of the model with this name."""
+    """Return the setting of a model."""
     return next(setting for setting in SETTINGS if setting.model == model)
 
 
@@ -111,5 +111,5 @@ FULL_SIZE = 100  # million parameters: the smallest GPT-2 has 124
 
 
 def language_models(since: int = 0, before: int = 9999, millions: float = 0.0) -> list[Setting]:
-    """The language models of these years, of at least so many million parameters."""
+    """List the language models of these years with at least so many million parameters."""
     return [s for s in SETTINGS if s.language and since <= s.year < before and s.millions >= millions]

@@ -1,4 +1,4 @@
-"""What training shows: small models at several head sizes, the bundled one, and the gradient before the first step."""
+"""Trained models for the claims: small ones at several head sizes, the bundled one, and a deep one before training."""
 
 import math
 from functools import cache
@@ -15,34 +15,34 @@ TASK = TASKS["easy recall"]
 HEAD_DIMS = (4, 16, 64, 256)
 STEPS, RATE = 80, 0.005
 HOT = 100  # times that rate
-LEARNED = 0.1  # nats under guessing: something was learned
-DEEP, WIDE = 8, 256  # layers and d_k of the model whose gradients are looked at
-TEXT = math.log(256)  # nats: guessing a byte
+LEARNED = 0.1  # nats below guessing
+DEEP, WIDE = 8, 256  # layers and d_k of the model whose gradients are measured
+TEXT = math.log(256)  # nats, for guessing a byte
 
 
 @cache
 def final_loss(head_dim: int, scale: str = "1/√d_k", rate: float = RATE) -> float:
-    """The loss on unseen sequences of a small model, trained to recall pairs, one of SCALES in place."""
+    """Train a small model to recall pairs, with one of SCALES, and return its loss on unseen sequences."""
     model = seeded_model(TASK.vocabulary, 0, d_model=32, heads=1, head_dim=head_dim, scale=SCALES[scale])
     with one_thread():
         return trained(model, TASK, Schedule(STEPS, rate)).end
 
 
 def has_learned(loss: float) -> bool:
-    """Whether a loss is a number, and under that of guessing."""
+    """Return True if a loss is a number below that of guessing."""
     return loss < TASK.chance - LEARNED
 
 
 @cache
 def bundled(scale: str) -> float:
-    """The loss of the bundled model, trained with 1/√d_k, on text held out, under one of SCALES."""
+    """Return the held-out loss of the bundled model, trained with 1/√d_k, under one of SCALES."""
     with one_thread():
         return bundled_loss(scale)
 
 
 @cache
 def bundled_scores() -> dict[str, float]:
-    """Spread and largest score of the bundled model on text held out."""
+    """Return spread and largest score of the bundled model on held-out text."""
     model, _ = load_bundled()
     with one_thread():
         return score_summary(model, Characters(model.context), size=1)
@@ -50,6 +50,6 @@ def bundled_scores() -> dict[str, float]:
 
 @cache
 def gradients(scale: str) -> Outcome:
-    """What reaches the queries and W_q of a deep model with wide heads before its first step, as the lab measures."""
+    """Measure the gradient on W_q of a deep model with wide heads before training, as the lab does."""
     settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale, "seed": 0}
     return run_cell(Cell("gradients", 3, settings)).outcome

@@ -1,0 +1,288 @@
+"""Computations that several articles' claims share: enumerations, seeded draws, and heads of real modules."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnscale.claims.judging import Evidence, Limit
+from attnscale.claims.settings import T5
+from attnscale.lab.outcomes import band
+from attnscale.reference import Array, RowStatistics, row_statistics
+from attnscale.theory import regime, saturation_point
+from attnscale.theory.limits import SATURATED_TOP1
+
+DIM = 64  # head dimension of the sources' examples, and of GPT-2
+KEYS = 1024  # GPT-2's context
+DIMS = (16, 32, 64, 128, 256, 512)
+SPREAD = math.sqrt(DIM)  # of unscaled scores
+TINY_GAIN = 1 - SATURATED_TOP1**2  # the most that 1 − Σp² can be once one weight has reached 0.99
+NEAR_ONE = 0.05  # a spread within this of one counts as one
+PAIRS = 2**14  # drawn pairs of q and k, for a variance within about 2%
+ERRORS = 4.0  # standard errors: one sample in 16,000 is further off
+QUERIES = 256  # of a table of drawn scores
+SIGN_PAIRS = 8192  # average products of signs within 0.05
+SAMPLED_ROWS = 2000
+D_MODEL, HEADS = 768, 12  # GPT-2's
+# Two distributions of mean 0 and variance 1, as lists of equally likely values.
+SIGNS = (-1.0, 1.0)
+SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
+
+
+# Exact enumerations
+
+
+@cache
+def _score_distribution(values: Sequence[float], dim: int) -> tuple[Array, Array]:
+    """Return the possible values of q·k, for components from `values`, and their probabilities.
+
+    Products lie on a grid of quarters, and the distribution of their sum is theirs convolved dim times.
+    """
+    products = np.rint(4 * np.multiply.outer(values, values)).astype(int).ravel()
+    low = int(products.min())
+    one = np.bincount(products - low) / products.size
+    chances = np.ones(1)
+    for _ in range(dim):
+        chances = np.convolve(chances, one)
+    return (np.arange(chances.size) + dim * low) / 4, chances
+
+
+def enumerated_mean(values: Sequence[float], dim: int) -> float:
+    """Return E[q·k] over every pair of vectors."""
+    scores, chances = _score_distribution(tuple(values), dim)
+    return float(chances @ scores)
+
+
+def enumerated_variance(values: Sequence[float], dim: int) -> float:
+    """Return Var(q·k) over every pair of vectors."""
+    scores, chances = _score_distribution(tuple(values), dim)
+    return float(chances @ scores**2 - (chances @ scores) ** 2)
+
+
+def enumerated_is_dim() -> bool:
+    """Return True if Var(q·k) over every pair of vectors of two distributions is d_k at every width."""
+    cases = ((values, dim) for values in (SIGNS, SKEWED) for dim in DIMS)
+    return all(math.isclose(enumerated_variance(values, dim), dim, rel_tol=1e-9) for values, dim in cases)
+
+
+def products(values: Sequence[float], dim: int) -> Array:
+    """Return every q_i k_i of every pair of vectors with components from `values`: (pairs, dim)."""
+    vectors = np.array(list(itertools.product(values, repeat=dim)))
+    return np.asarray((vectors[:, None] * vectors[None]).reshape(-1, dim))
+
+
+def average_terms(dim: int) -> Array:
+    """Return the average of each of the dim² terms of (q·k)², over every pair of ±1 vectors: (dim, dim)."""
+    terms = products(SIGNS, dim)
+    return np.asarray(terms.T @ terms / len(terms))
+
+
+@cache
+def sampled_terms(dim: int) -> Array:
+    """Return the same averages over drawn pairs, for a dim with too many pairs to enumerate."""
+    query, key = np.random.default_rng(0).choice(SIGNS, (2, SIGN_PAIRS, dim))
+    return np.asarray((query * key).T @ (query * key) / SIGN_PAIRS)
+
+
+# Drawn scores
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Variance of drawn scores, with its standard error."""
+
+    variance: float
+    error: float
+
+    @property
+    def std(self) -> float:
+        """Standard deviation."""
+        return math.sqrt(self.variance)
+
+    def is_(self, variance: float) -> bool:
+        """Return True if the sample could come from a distribution of this variance."""
+        return abs(self.variance - variance) < ERRORS * self.error
+
+    def over(self, divisor: float) -> "Spread":
+        """Return the spread of the scores divided by this."""
+        return Spread(self.variance / divisor**2, self.error / divisor**2)
+
+
+@cache
+def drawn_spread(dim: int, shift: float = 0.0) -> Spread:
+    """Return the spread of q·k for independent standard normal vectors, each component moved by `shift`."""
+    rng, scores, parts = np.random.default_rng(dim), [], max(1, PAIRS * dim // 2**21)  # parts that fit a cache
+    for _ in range(parts):
+        query, key = rng.standard_normal((2, PAIRS // parts, dim), dtype=np.float32) + np.float32(shift)
+        scores.append(np.einsum("ij,ij->i", query, key, dtype=np.float64))
+    every = np.concatenate(scores)
+    squares = (every - every.mean()) ** 2
+    return Spread(float(squares.mean()), float(squares.std(ddof=1) / math.sqrt(squares.size)))
+
+
+@cache
+def drawn_scores(dim: int) -> Array:
+    """Return a table of unscaled scores of standard normal queries and keys."""
+    rng = np.random.default_rng(1000 + dim)
+    return np.asarray(rng.standard_normal((QUERIES, dim)) @ rng.standard_normal((KEYS, dim)).T)
+
+
+@cache
+def drawn_rows(dim: int, divisor: float = 1.0, keys: int = KEYS) -> RowStatistics:
+    """Return the statistics of softmax over these scores, divided by this, for the first so many keys."""
+    return row_statistics(drawn_scores(dim)[:, :keys] / divisor)
+
+
+@cache
+def sampled_rows(spread: float) -> RowStatistics:
+    """Return the statistics of rows of independent N(0, spread²) scores over 1024 keys."""
+    return row_statistics(spread * np.random.default_rng(0).standard_normal((SAMPLED_ROWS, KEYS)))
+
+
+def leading_row(keys: int) -> RowStatistics:
+    """Return the statistics of a row whose first key has a weight of 0.99, the others sharing the rest evenly."""
+    return row_statistics([saturation_point(keys)] + [0.0] * (keys - 1))
+
+
+@dataclass(frozen=True)
+class WithoutScale:
+    """Gradients without a scale over those with 1/√d_k, and the share of the half of the queries that gets least."""
+
+    on_scores: float  # median row
+    on_query: float  # median query
+    lower_half: float
+    lower_half_scaled: float
+
+
+@cache
+def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
+    """Compare gradients for random q, k, v and a random gradient at the output."""
+    rng = torch.Generator().manual_seed(0)
+    query, key, value, upstream = (torch.randn(8, keys, dim, generator=rng, dtype=torch.float64) for _ in range(4))
+    medians, halves = [], []
+    for scale in (1.0, dim**-0.5):
+        q = query.clone().requires_grad_()
+        scores = scale * q @ key.mT
+        output = scores.softmax(-1) @ value
+        on_scores, on_query = (
+            gradient.norm(dim=-1).flatten() for gradient in torch.autograd.grad(output, (scores, q), upstream)
+        )
+        medians.append((on_scores.median().item(), on_query.median().item()))
+        lower = on_query.sort().values[: len(on_query) // 2]
+        halves.append((lower.sum() / on_query.sum()).item())
+    (raw_scores, raw_query), (scores_scaled, query_scaled) = medians
+    return WithoutScale(raw_scores / scores_scaled, raw_query / query_scaled, *halves)
+
+
+# Heads as modules initialise them
+
+
+def _gpt2() -> tuple[Tensor, Tensor]:
+    return torch.randn(D_MODEL, D_MODEL) * 0.02, torch.randn(D_MODEL, D_MODEL) * 0.02
+
+
+def _t5() -> tuple[Tensor, Tensor]:
+    """Draw query weights of variance 1/(d_model · d_kv) and key weights of 1/d_model."""
+    query, key = (torch.randn(D_MODEL, D_MODEL) * D_MODEL**-0.5 for _ in range(2))
+    return query * (D_MODEL // HEADS) ** -0.5, key
+
+
+def _linear() -> tuple[Tensor, Tensor]:
+    return nn.Linear(D_MODEL, D_MODEL).weight, nn.Linear(D_MODEL, D_MODEL).weight
+
+
+def _packed() -> tuple[Tensor, Tensor]:
+    query, key, _ = nn.MultiheadAttention(D_MODEL, HEADS).in_proj_weight.chunk(3)
+    return query, key
+
+
+def _xavier() -> tuple[Tensor, Tensor]:
+    query, key = (nn.init.xavier_uniform_(torch.empty(D_MODEL, D_MODEL)) for _ in range(2))
+    return query, key
+
+
+WEIGHTS = {"GPT-2": _gpt2, "T5": _t5, "nn.Linear": _linear, "nn.MultiheadAttention": _packed, "Xavier": _xavier}
+
+
+@cache
+def head(initialisation: str) -> tuple[Array, Array]:
+    """Return queries and keys of one head of 64, projected from normalised inputs by freshly drawn weights."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        x = F.layer_norm(torch.randn(KEYS, D_MODEL), (D_MODEL,))
+        query, key = WEIGHTS[initialisation]()
+        width = D_MODEL // HEADS
+        return (x @ query.T)[:, :width].double().numpy(), (x @ key.T)[:, :width].double().numpy()
+
+
+def head_std(initialisation: str) -> float:
+    """Return the standard deviation of a head's query components."""
+    return float(head(initialisation)[0].std())
+
+
+def head_spread(initialisation: str) -> float:
+    """Return the spread of a head's unscaled scores."""
+    query, key = head(initialisation)
+    return float((query @ key.T).std())
+
+
+def t5_spread() -> float:
+    """Return the spread of T5's scores at initialisation, with its own multiplier."""
+    return T5.multiplier * head_spread("T5")
+
+
+def layer_norm(x: Array) -> Array:
+    """Apply LayerNorm without gain and bias."""
+    return np.asarray((x - x.mean()) / x.std())
+
+
+# Evidence that several articles need
+
+
+def mostly_one_hot() -> Evidence:
+    """Test if most rows of unscaled scores at d_k = 64 give one key a weight of 0.99."""
+    share = band((sampled_rows(SPREAD).top1 > SATURATED_TOP1).astype(np.float64))
+    return Evidence(share.low > 0.5, f"{share:.1%} of rows over {KEYS} keys give one key 0.99")
+
+
+def unit_spread_at_start() -> Evidence:
+    """Test if scores of drawn vectors, divided by √d_k, have a spread of one at every width."""
+    spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
+    holds = all(found.is_(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
+    stds = [found.std for found in spreads.values()]
+    return Evidence(holds, f"drawn: spread {min(stds):.2f} to {max(stds):.2f} for d_k from {DIMS[0]} to {DIMS[-1]}")
+
+
+def gpt2_scaled_spread() -> Evidence:
+    """Test if GPT-2's scaled scores start with a spread of one."""
+    spread = head_spread("GPT-2") / SPREAD
+    return Evidence(abs(spread - 1) < NEAR_ONE, f"spread {spread:.2f} at GPT-2's initialisation")
+
+
+def softmax_passes_little() -> Evidence:
+    """Test if the gradient on the scores of the median row is small without a scale, at a large d_k."""
+    found = gradient_without_scale(512, 64)
+    return Evidence(found.on_scores < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times")
+
+
+def queries_receive_little() -> Evidence:
+    """Test if the gradient on the median query is small without a scale, at the d_k of most models."""
+    found = gradient_without_scale(DIM, 64)
+    return Evidence(
+        found.on_query < 0.1,
+        f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half sharing "
+        f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}",
+    )
+
+
+AT_SOFTMAX = Limit(
+    "of the gradient on most rows' scores, where √d_k is much larger than √(2 ln n)",
+    "of the gradient on queries, which is larger without a scale but shared less evenly",
+    queries_receive_little,
+)
