@@ -35,8 +35,8 @@ tests: $(INSTALLED)
 	exit $$failed
 
 # What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and
-# survived, and fails if something did not. 40 minutes on two busy cores, of which 200 kills take half; KILLS=10 and
-# SAMPLES=50 make it shorter.
+# survived, and fails if something did not. 20 minutes on two busy cores; KILLS=10 and SAMPLES=50 make it
+# shorter.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
