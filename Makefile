@@ -39,8 +39,7 @@ slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
 # Threads, layouts, hostile models, kills, large logs, coverage, many times each. Prints what was tried and what
-# survived, and fails if something did not. 40 minutes on two busy cores, of which 200 kills take half; KILLS=10 and
-# SAMPLES=50 make it shorter.
+# survived, and fails if something did not. 20 minutes on two busy cores; KILLS=10 and SAMPLES=50 make it shorter.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 

@@ -1,114 +1,116 @@
-"""What a sampled step costs on many ranks, simulated from measured constants: `python benchmarks/scale.py`
+"""What a sampled step costs on several ranks beyond the step itself: `python benchmarks/scale.py --ranks 2 8`
 
-Measured here: bytes of a packed layer and of a logged record, the time of merging two messages, of packing and of
-writing a record. Given: the latency and bandwidth of a link. The tree is then walked: a rank receives its children's
-messages one after the other, merges, and sends one up; the merged message comes down the same way.
+Processes of this machine exchange what each measured, as Monitor does: through the store that the first of them hosts.
+Also printed: the bytes of a message and of a logged record, and how long writing and reading a record takes.
 """
 
 import argparse
 import json
+import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from attnscale import score_stats
 from attnscale.declared import Declared
+from attnscale.train import JsonLines, Record, read_log
 from attnscale.train.numbers import records
-from attnscale.train.record import Record
-from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
-from attnscale.watching.gradients import GradientSquares
+from attnscale.train.ranks import Moment, Ranks
+from attnscale.train.tally import Tallies, from_bytes, merge, seen_tallies, to_bytes, whole_layers
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
 
-STEP_SECONDS, MONTH = 5.0, 30 * 86_400.0
+REPEATS = 10
 
 
-def tallies(layers: int, heads: int) -> dict:
-    """What one rank saw: every layer like this one."""
+def tallies(layers: int, heads: int) -> Tallies:
+    """Return what one rank measured, every layer like the others."""
     query, key = torch.randn(1, heads, 64, 16), torch.randn(1, heads, 64, 16)
     ones = torch.ones(heads, dtype=torch.float64)
     layer = Layer(
         name="", kind="sdpa", heads=heads, kv_heads=heads, head_dim=16, model_dims=(), query_len=64, key_len=64,
         causal=False, softcap=None, stats=score_stats(query, key), scales=ones, query_norm=ones, key_norm=ones,
-        declared=Declared(), gradients=(GradientSquares(ones, ones),),
+        declared=Declared(), gradients=(GradientLengths(ones, ones),),
     )  # fmt: skip
     ((_, tally),) = seen_tallies({"": layer}, 0).items()
     return {(f"model.layers.{index}.self_attn", 0, heads): tally for index in range(layers)}
 
 
-def seconds(run, repeats: int = 5) -> float:
-    """The best of a few."""
-    best = float("inf")
-    for _ in range(repeats):
+def merged(payloads: list[bytes]) -> bytes:
+    """Merge messages as Monitor does."""
+    return to_bytes(merge(map(from_bytes, payloads)))
+
+
+def exchange(rank: int, world: int, store: str, layers: int, heads: int, results: Any) -> None:
+    """Exchange messages with the other ranks, and report the seconds each exchange took."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    own, ranks = to_bytes(tallies(layers, heads)), Ranks(None, 60.0, print)
+    for step in range(REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        assert ranks.combine(Moment(0, step), own, merged).ranks == world
+        results.put((rank, time.perf_counter() - start))
+    dist.barrier()
+
+
+def exchange_seconds(world: int, layers: int, heads: int, port: int) -> float:
+    """Return the median over exchanges of the time until the last rank has the answer."""
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(
+        exchange, (world, f"tcp://127.0.0.1:{port}", layers, heads, results), nprocs=world, start_method="spawn"
+    )
+    seconds: dict[int, list[float]] = {}
+    while not results.empty():
+        rank, taken = results.get()
+        seconds.setdefault(rank, []).append(taken)
+    return statistics.median(map(max, zip(*seconds.values(), strict=True)))
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the median time of a call."""
+    taken = []
+    for _ in range(REPEATS):
         start = time.perf_counter()
         run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def tree_seconds(ranks: int, hop: float, merging: float) -> float:
-    """When rank 0 has merged all, and when the last rank has the answer: up and down a binomial tree."""
-    done: dict[int, float] = {}
-
-    def ready(rank: int) -> float:
-        if rank not in done:
-            at, distance = 0.0, 1
-            while rank + distance < ranks and not rank & distance:
-                at = max(at, ready(rank + distance) + hop) + merging
-                distance *= 2
-            done[rank] = at
-        return done[rank]
-
-    def reached(rank: int, at: float) -> float:
-        last, distance = at, 1
-        while rank + distance < ranks and not rank & distance:
-            distance *= 2
-        distance //= 2
-        while distance:  # the largest branch first
-            at += hop
-            last = max(last, reached(rank + distance, at))
-            distance //= 2
-        return last
-
-    return reached(0, ready(0))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
 
 
 def main() -> None:
-    """Print the costs."""
+    """Print sizes and times."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--ranks", type=int, default=16_384)
-    arguments.add_argument("--layers", type=int, default=126)
-    arguments.add_argument("--heads", type=int, default=128)
-    arguments.add_argument("--tensor-parallel", type=int, default=8)
-    arguments.add_argument("--latency", type=float, default=50e-6, help="of a message over TCP, seconds")
-    arguments.add_argument("--bandwidth", type=float, default=1.25e9, help="of a link, bytes a second: 10 Gbit/s")
-    arguments.add_argument("--every", type=int, default=50)
+    arguments.add_argument("--ranks", type=int, nargs="*", default=[2, 3, 8])
+    arguments.add_argument("--layers", type=int, default=48)
+    arguments.add_argument("--heads", type=int, default=32)
+    arguments.add_argument("--port", type=int, default=29_571)
     given = arguments.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    own = tallies(given.layers, given.heads // given.tensor_parallel)
     whole = tallies(given.layers, given.heads)
-    part, full = to_bytes(own), to_bytes(whole)
-    packing = seconds(lambda: to_bytes(own))
-    merging = seconds(lambda: to_bytes(merge([from_bytes(full), from_bytes(full)])))
+    message = to_bytes(whole)
     record = Record(10**6, time.time(), records(whole_layers(whole)))
-    line = json.dumps(record.to_dict(), separators=(",", ":"))
-    writing = seconds(lambda: json.dumps(record.to_dict(), separators=(",", ":")), 3)
-    hop = given.latency + len(full) / given.bandwidth
-    found = {
-        "message_of_a_rank_bytes": len(part),
-        "merged_message_bytes": len(full),
-        "gathered_bytes_a_rank": len(part) * given.ranks,
-        "tree_bytes_a_rank_at_most": 2 * len(full) * (given.ranks - 1).bit_length(),
-        "packing_seconds": packing,
-        "merging_seconds": merging,
-        "exchange_seconds": packing + tree_seconds(given.ranks, hop, merging),
-        "record_bytes": len(line),
-        "record_seconds": writing,
-        "records_a_month": round(MONTH / STEP_SECONDS / given.every),
-        "month_bytes": len(line) * round(MONTH / STEP_SECONDS / given.every),
+    found: dict[str, float] = {
+        "message_bytes": len(message),
+        "merging_two_seconds": seconds_of(lambda: merged([message, message])),
+        "record_bytes": len(record.to_line()),
     }
-    for name, value in found.items():
-        print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value:,}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "scores.jsonl"
+        sink = JsonLines(path)
+        found["writing_a_record_seconds"] = seconds_of(lambda: sink(record))
+        found["reading_a_record_seconds"] = seconds_of(lambda: read_log(path)) / REPEATS
+    for index, world in enumerate(given.ranks):
+        seconds = exchange_seconds(world, given.layers, given.heads, given.port + index)
+        found[f"exchange_of_{world}_ranks_seconds"] = seconds
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in found.items()}, indent=1))
 
 
 if __name__ == "__main__":

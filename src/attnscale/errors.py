@@ -16,7 +16,7 @@ What is told and stops nothing, as a tree:
     ├── NotFollowedWarning          operations or modules that watching could not follow, and left out
     ├── NotInsideWarning            attentions that are watched from outside at every step, which costs more
     ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
-    ├── LostRankWarning             a rank that did not answer, and is not waited for again
+    ├── LostRankWarning             a rank that did not answer, whose rows are missing
     ├── SinkWarning                 a sink that failed, or a log that could not be written
     └── DamagedFileWarning          a kept result that could not be read, and is computed again
 
@@ -82,7 +82,7 @@ class NotRecordedWarning(AttnscaleWarning):
 
 
 class LostRankWarning(AttnscaleWarning):
-    """A rank that did not answer, and is not waited for again."""
+    """A rank that did not answer, whose rows are missing from records."""
 
 
 class SinkWarning(AttnscaleWarning):

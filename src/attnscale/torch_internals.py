@@ -6,7 +6,6 @@ Without one, what `lost` names is lost, never the user's forward; tests/test_tor
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from types import FrameType
@@ -219,16 +218,11 @@ def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
     return _shard_offset(shape, mesh, placements)
 
 
-def gloo_group(name: str, rank: int, size: int, seconds: float) -> Any:
-    """A gloo group that only its members know of, and that ends when it is let go.
+def store_of_ranks(name: str) -> Any:
+    """A connection of its own to the key-value store by which the ranks of a job met, for keys under a name."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    One of new_group() takes the name of an earlier group of the same ranks once that is destroyed, and meets what it
-    left in the store.
-    """
-    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
-
-    store = PrefixStore(name, _default_store())
-    return ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
+    return PrefixStore(name, _default_store().clone())
 
 
 def fsdp_groups(module: torch.nn.Module) -> list[Any]:

@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnscale import Monitor
 from attnscale.diagnose.alarm import Thresholds
+from attnscale.errors import LostRankWarning
 from attnscale.measure.statistics import STATISTICS
+from attnscale.train.ranks import Moment, Ranks
 
 from .training import batch, loss_of, small_model
 
-BATCH, STEPS = 8, 3
+BATCH, STEPS, TIMEOUT = 8, 3, 5.0
 
 
 def begin(rank, world, store):
@@ -115,25 +117,39 @@ def one_rank_sees_nothing(rank, world, folder):
     dist.destroy_process_group()
 
 
-def one_rank_dies(rank, world, folder, how):
-    begin(rank, world, f"{folder}/store")
+def one_rank_stops(rank, world, folder, port, how, who):
+    """A rank is killed, or stopped, between two steps; the first rank hosts the store by which they met."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     model = small_model()
-    monitor = Monitor(model, every=1, rows=None, sinks=[f"{folder}/scores.jsonl"], timeout=8)
-    told = []
+    monitor = Monitor(model, every=1, rows=8, sinks=[f"{folder}/scores.jsonl"], timeout=TIMEOUT)
+    told, seconds = [], []
     for step in range(3):
-        if rank == 2 and step == 1:
-            wait_for(Path(f"{folder}/answered3"))
+        if rank == who and step == 1:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         loss_of(model, batch(BATCH, step).chunk(world)[rank]).backward()
         if step == 0:
             dist.barrier()  # on a busy machine they start far apart
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            began = time.monotonic()
             monitor.step()
-        told += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
-        Path(f"{folder}/answered{rank}").touch()
+            seconds.append(time.monotonic() - began)
+        told += [str(warning.message) for warning in caught if warning.category is LostRankWarning]
+        if step == 0:
+            Path(f"{folder}/began{rank}").touch()
+            wait_for(*(Path(f"{folder}/began{other}") for other in range(world)))  # they have their answer
     monitor.close()
-    Path(f"{folder}/told{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    Path(f"{folder}/told{rank}.json").write_text(json.dumps([told, seconds]), encoding="utf-8")
     if rank == 0:
-        wait_for(*(Path(f"{folder}/told{other}.json") for other in (1, 3)))  # the file store's owner goes last
+        wait_for(*(Path(f"{folder}/told{other}.json") for other in range(world) if other != who))
     os._exit(0)  # a group with a dead member does not shut down
+
+
+def large_payload(rank, world, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    own = bytes([rank]) * (9 * 2**20)  # a TCPStore takes 8 MiB at most
+    found = Ranks(None, 30.0, print).combine(Moment(0, 0), own, b"".join)
+    assert (found.ranks, len(found.payload), {*found.payload}) == (world, world * len(own), set(range(world)))
+    dist.barrier()
+    dist.destroy_process_group()

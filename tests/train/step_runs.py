@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from attnscale import Monitor
-from attnscale.train.ranks import Moment, Ranks
 
 from .rank_runs import begin
 from .training import batch, loss_of, small_model
@@ -53,10 +52,6 @@ def raises(rank, monitor):
     monitor.close()
 
 
-def samples_otherwise(rank, monitor):
-    run(rank, monitor, lambda step: False)
-
-
 def sees_nothing(rank, monitor):
     """Watching fails on one rank: it takes part all the same."""
     if rank == 1:
@@ -65,10 +60,7 @@ def sees_nothing(rank, monitor):
     run(rank, monitor, lambda step: False)
 
 
-CASES = {
-    each.__name__: each
-    for each in (skips_a_batch, loads_the_state_alone, is_late, raises, samples_otherwise, sees_nothing)
-}
+CASES = {each.__name__: each for each in (skips_a_batch, loads_the_state_alone, is_late, raises, sees_nothing)}
 
 
 def everything(rank, world, folder):
@@ -76,37 +68,17 @@ def everything(rank, world, folder):
     found = {}
     for name, case in CASES.items():
         records, model = [], small_model()
-        every = 2 + rank if case is samples_otherwise else 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            began = time.monotonic()
-            monitor = Monitor(model, every=every, rows=8, sinks=[records.append], timeout=TIMEOUT)
+            monitor = Monitor(model, every=1, rows=8, sinks=[records.append], timeout=TIMEOUT)
             case(rank, monitor)
-            taken = time.monotonic() - began
         told = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
-        found[name] = ([(record.step, record.ranks) for record in records], told, taken)
+        found[name] = ([(record.step, record.ranks) for record in records], told)
         dist.barrier()
-    found["not heard from"] = not_heard_from(rank)
     found["left behind"] = [left_behind() for _ in range(MONITORS)]
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def not_heard_from(rank):
-    """Threads that wait for another rank, before and after both close: on one a receiver, on the other a sender."""
-    ranks = Ranks(None, TIMEOUT, 1, lambda warning: None)
-    before = threading.active_count()
-    if rank == 0:
-        (child,) = [neighbour for neighbour, _ in ranks._children]
-        child.peer.receive(0.1)
-    else:
-        ranks.break_off(Moment(0, 0))
-        ranks.break_off(Moment(0, 1))
-    waiting = threading.active_count() - before
-    dist.barrier()
-    ranks.close()
-    return [waiting, threading.active_count() - before]
 
 
 def left_behind():

@@ -131,8 +131,8 @@ def read_log(path: str | Path) -> Log:
     """Read all records of a log into memory, and count the damaged lines."""
     runs, damage = Runs(), Damage()
     found = [(runs.add(record).number, record) for record in records_in(Path(path), damage)]
-    records = [record for run in runs.all for number, record in found if number == run.number and run.holds(record)]
-    return Log(records, damage.count)
+    found.sort(key=lambda pair: pair[0])  # runs one after the other, each in the order of the log
+    return Log([record for number, record in found if runs.all[number - 1].holds(record)], damage.count)
 
 
 def scan(path: Path, seen: Callable[[Record], None], damage: Damage) -> Runs:

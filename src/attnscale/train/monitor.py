@@ -111,7 +111,7 @@ class Monitor:
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
-        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, every, vars(limits), self._tell)
+        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, vars(limits), self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._learning = Learning()  # what was given of the present step

@@ -1,233 +1,173 @@
-"""Ranks: the tallies of every rank become one, by one packed message a rank up a tree and one down.
+"""Ranks: what every rank measured at a step becomes one, through the key-value store by which the ranks of a job met.
 
-A binomial tree with a merge of our own, since counts add, maxima do not, and means move: of 16,384 ranks each waits
-for 14 messages at most, where gathering would bring every rank 16,384. It runs on a gloo group of its own. Messages say
-of which moment they are, and only those of the same moment are merged. A rank that does not answer is left out, and
-not waited for until it is heard from again; a rank that lost its parent keeps what its own branch saw.
+Every rank writes its payload to the store. Rank 0 waits for those of the same moment, merges them and writes the
+result, which the others read. A collective hangs, or breaks its group, when a rank is missing. A store is read with a
+time-out, whatever backend training uses, and a rank that does not answer is left out.
 """
 
-import json
+import struct
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from attnscale.errors import AttnscaleWarning, LostRankWarning, NotRecordedWarning
-from attnscale.torch_internals import gloo_group
-from attnscale.train.peer import GOODBYE, Peer
+from attnscale.errors import AttnscaleWarning, LostRankWarning
+from attnscale.torch_internals import store_of_ranks
 
-POLL = 0.05  # seconds in which a rank that was late is found to have spoken
-NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # of the groups that these ranks made, in the order of their program
-PARTING = 1.0  # seconds in which the others close their groups too
+PART = 4 * 2**20  # bytes of a value: a TCPStore closes the connection of a client that sends 8 MiB
+PAUSES = 5e-4, 0.02  # seconds between two looks at the store, at first and at most
+COLLECTING, ANSWERING = 0.5, 0.9  # shares of the time-out: rank 0 collects, and the others still read its answer
+HEADER = struct.Struct("<qqq")  # of a value: the two numbers of its moment, and how many parts a payload has
+RANKS = struct.Struct("<q")
+NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # of exchanges between the same ranks, in the order of their program
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Of what a message is: a run, by how often it was resumed, a step of it, and which call of that step."""
+class Moment(NamedTuple):
+    """A training step of a run, and how often the run was resumed before it."""
 
     run: int
     step: int
-    call: int = 0
 
     def __str__(self) -> str:
-        resumed = f" of a run resumed {self.run} times" * (self.run > 0)
-        return f"step {self.step}{resumed}"
+        return f"step {self.step}{f' of a run resumed {self.run} times' * (self.run > 0)}"
 
 
 @dataclass(frozen=True)
 class Combined:
-    """What came of a round: the merged payload, from how many ranks, and whether it is that of all of them."""
+    """The merged payload, and of how many ranks it is."""
 
     payload: bytes
     ranks: int
-    agreed: bool  # came down from rank 0, so every rank that is reached holds the same
+    agreed: bool  # by rank 0, so that every rank that was reached has the same
 
 
-@dataclass(frozen=True)
-class _Message:
-    moment: Moment
-    every: int  # steps between those that its sender samples
-    ranks: int
-    answers: Moment | None  # the message from below that was heard last
-    agreed: bool
-    is_absent: bool  # its sender broke the step off
-    payload: bytes
+@dataclass
+class _Absence:
+    """A rank that did not answer in time."""
 
-    def to_bytes(self) -> bytes:
-        head = asdict(self)
-        del head["payload"]
-        return json.dumps(head).encode() + b"\n" + self.payload
-
-    @classmethod
-    def from_bytes(cls, message: bytes) -> "_Message":
-        line, _, payload = message.partition(b"\n")
-        head = json.loads(line)
-        answers = None if head["answers"] is None else Moment(**head.pop("answers"))
-        return cls(**{**head, "moment": Moment(**head["moment"]), "answers": answers, "payload": payload})
-
-
-@dataclass(eq=False)
-class _Neighbour:
-    """A rank that this one reports to, or that reports to it, and how it kept time so far."""
-
-    peer: Peer
-    every: int | None = None
-    failures: int = 0  # waits in vain since it was last in time
-    rest: int = 0  # rounds in which it is not waited for, though it was heard
-    missed: set[Moment] = field(default_factory=set)  # rounds without a word from it, which comes late perhaps
-    kept: _Message | None = None  # of a step that is still to come
-    heard: Moment | None = None
+    since: Moment  # the first moment of which it has not been heard since it was last waited for
+    failures: int = 0  # times in a row that it was waited for in vain
+    rest: int = 0  # rounds in which it is not waited for
 
 
 class Ranks:
-    """The ranks of a training run, as a tree with rank 0 at its root."""
+    """The ranks of a group. Nothing here waits longer than `timeout` seconds; `warn` gets what goes wrong."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, timeout: float, every: int, tell: Callable[[AttnscaleWarning], None]
+        self, group: dist.ProcessGroup | None, timeout: float, warn: Callable[[AttnscaleWarning], None]
     ) -> None:
-        self.timeout, self._every, self._tell = timeout, every, tell
-        self._mismatched: set[int] = set()  # ranks that were told of
+        self.timeout, self._warn = timeout, warn
         self._members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
+        self._patience = timeout * (COLLECTING if self.rank == 0 else ANSWERING)
         number = next(NUMBERS.setdefault(tuple(self._members), count()))
-        name = f"attnscale/{'-'.join(map(str, self._members))}/{number}"
-        self._group: Any = gloo_group(name, self.rank, self.size, timeout)
-        self._children: list[tuple[_Neighbour, int]] = []  # with the depth of their branch, the nearest first
-        distance, depth = 1, 0
-        while self.rank + distance < self.size and not self.rank & distance:
-            self._children.append((self._neighbour(self.rank + distance), depth))
-            distance, depth = 2 * distance, depth + 1
-        self._parent = self._neighbour(self.rank & (self.rank - 1)) if self.rank > 0 else None
-
-    def _neighbour(self, rank: int) -> _Neighbour:
-        return _Neighbour(Peer(rank, self._group, self._members[rank]))
+        self._store: Any = store_of_ranks(f"attnscale/{zlib.crc32(repr(self._members).encode())}/{number}")
+        self._absent: dict[int, _Absence] = {}
+        self._warned: set[int] = set()
+        self._warnings: list[str] = []  # from the thread of an exchange
+        self._thread: Thread | None = None
 
     def combine(self, moment: Moment, own: bytes, merge: Callable[[list[bytes]], bytes]) -> Combined:
-        """Merge the payloads that all ranks have of this moment; `merge` is associative."""
-        payloads, ranks = [own], 1
-        for child, depth in self._children:
-            received = self._from_child(child, moment, (depth + 1) * self.timeout)
-            if received is not None:
-                payloads.append(received.payload)
-                ranks += received.ranks
-        merged = merge(payloads) if len(payloads) > 1 else own
-        found = self._message(moment, merged, ranks, agreed=self.rank == 0)
-        if self._parent is not None:
-            self._parent.peer.send(found.to_bytes())
-            answer = self._from_parent(self._parent, moment, (self.size.bit_length() + 2) * self.timeout)
-            found = found if answer is None else answer
-        for child, _ in self._children:
-            down = self._message(moment, found.payload, found.ranks, agreed=found.agreed, answers=child.heard)
-            child.peer.send(down.to_bytes())
-        return Combined(found.payload, found.ranks, found.agreed)
+        """Merge the payloads that the ranks have of this moment; a rank that is not reached keeps its own."""
+        exchange = self._collect if self.rank == 0 else self._report
+        found = self._in_time(lambda: exchange(moment, own, merge))
+        return Combined(own, 1, agreed=False) if found is None else found
 
     def break_off(self, moment: Moment) -> None:
-        """Nothing comes from this rank of a moment that the others will ask for; nobody is waited for."""
-        message = self._message(moment, b"", 0, agreed=False, is_absent=True).to_bytes()
-        for neighbour in (*(child for child, _ in self._children), *([] if self._parent is None else [self._parent])):
-            neighbour.missed.add(moment)
-            neighbour.peer.send(message)
+        """Tell the others that nothing will come of this moment."""
+        self._in_time(lambda: self._write("merged" if self.rank == 0 else str(self.rank), moment, b""))
 
-    def close(self) -> None:
-        """Part from the others and let the group go; a thread that waits for a rank that stays keeps it until then."""
-        peers = [each.peer for each in (*(child for child, _ in self._children), self._parent) if each is not None]
-        for peer in peers:
-            peer.send(GOODBYE)
-        until = time.monotonic() + PARTING
-        for peer in peers:
-            peer.part(until - time.monotonic())
-        self._children, self._parent, self._group = [], None, None
-
-    def _message(
-        self,
-        moment: Moment,
-        payload: bytes,
-        ranks: int,
-        *,
-        agreed: bool,
-        answers: Moment | None = None,
-        is_absent: bool = False,
-    ) -> _Message:
-        return _Message(moment, self._every, ranks, answers, agreed, is_absent, payload)
-
-    def _from_child(self, child: _Neighbour, moment: Moment, seconds: float) -> _Message | None:
-        def is_it(message: _Message) -> bool | None:
-            child.heard = message.moment
-            if message.moment == moment:
-                return True
-            if message.moment in child.missed or message.is_absent:
-                return None  # late, and of no use any more
-            if message.moment.run == moment.run and message.moment.step > moment.step:
-                child.kept = message
-            return False
-
-        return self._heard(child, moment, seconds, is_it)
-
-    def _from_parent(self, parent: _Neighbour, moment: Moment, seconds: float) -> _Message | None:
-        def is_it(message: _Message) -> bool | None:
-            if message.moment == moment:
-                return message.is_absent or message.answers == moment or message.answers is None or message.agreed
-            return False if message.answers == moment else None
-
-        return self._heard(parent, moment, seconds, is_it)
-
-    def _heard(
-        self, neighbour: _Neighbour, moment: Moment, seconds: float, is_it: Callable[[_Message], bool | None]
-    ) -> _Message | None:
-        """The message of this moment: True; None: wait for another; False: it is elsewhere, and not waited for."""
-        is_due = neighbour.every is None or moment.step % neighbour.every == 0
-        waits = is_due and not neighbour.failures
-        until, behind = time.monotonic() + (seconds if waits else POLL), None
-        while True:
-            message, neighbour.kept = neighbour.kept, None
-            if message is None:
-                received = neighbour.peer.receive(until - time.monotonic())
-                if received is None:
-                    self._missed(neighbour, moment, waited=waits, is_due=is_due)
-                    if behind is not None and waits:
-                        self._mismatch(neighbour, behind, moment)
-                    return None
-                message = _Message.from_bytes(received)
-            neighbour.every = message.every
-            found = is_it(message)
-            if found is not None:
-                break
-            behind = message.moment
-            if neighbour.failures and is_due and not neighbour.rest and not waits:
-                waits, until = True, time.monotonic() + seconds  # it is there, if behind
-        if not found:
-            self._mismatch(neighbour, message.moment, moment)
+    def _in_time(self, exchange: Callable[[], Combined | None]) -> Combined | None:
+        """Run an exchange on a thread of its own: a store whose host has stopped keeps its callers for ever."""
+        if self._thread is not None and self._thread.is_alive():
             return None
-        neighbour.failures = neighbour.rest = 0
-        neighbour.missed.clear()
-        return None if message.is_absent else message
+        found: list[Combined | None] = []
 
-    def _missed(self, neighbour: _Neighbour, moment: Moment, *, waited: bool, is_due: bool) -> None:
-        if not is_due:
-            return
-        neighbour.missed.add(moment)
-        neighbour.rest = max(0, neighbour.rest - 1)
-        if waited or neighbour.peer.is_gone:
-            neighbour.failures += 1
-            neighbour.rest = 2 ** (min(neighbour.failures, 16) - 1) - 1  # less and less often waited for in vain
-            until = "from now on" if neighbour.peer.is_gone else "until it is heard from again"
-            self._tell(
-                LostRankWarning(
-                    f"Rank {neighbour.peer.name} did not answer rank {self._members[self.rank]} within "
-                    f"{self.timeout:g} s and is left out of the score statistics {until}."
-                )
-            )
+        def run() -> None:
+            try:
+                found.append(exchange())
+            except Exception as error:  # the run is worth more than its log
+                self._warnings.append(f"The exchange between ranks failed: {type(error).__name__}: {error}.")
 
-    def _mismatch(self, neighbour: _Neighbour, theirs: Moment, ours: Moment) -> None:
-        if neighbour.peer.name not in self._mismatched:
-            self._mismatched.add(neighbour.peer.name)
-            self._tell(
-                NotRecordedWarning(
-                    f"Rank {neighbour.peer.name} is at {theirs} where rank {self._members[self.rank]} is at {ours}: "
-                    "only what ranks saw at the same step is merged. Call step() on every rank alike, with the same "
-                    "`every`, and load the same state on each."
-                )
+        self._thread = Thread(target=run, daemon=True)
+        self._thread.start()
+        self._thread.join(self.timeout)
+        if self._thread.is_alive():
+            self._warnings.append(f"The store of the ranks did not answer within {self.timeout:g} s.")
+        while self._warnings:
+            self._warn(LostRankWarning(f"{self._warnings.pop(0)} Training goes on, without rows of ranks not reached."))
+        return found[0] if found else None
+
+    def _collect(self, moment: Moment, own: bytes, merge: Callable[[list[bytes]], bytes]) -> Combined:
+        payloads, deadline = [own], time.monotonic() + self._patience
+        for rank in sorted(range(1, self.size), key=self._absent.__contains__):
+            payload = self._receive(str(rank), rank, moment, deadline)
+            payloads += [payload] if payload else []  # an empty one was broken off
+        merged = merge(payloads) if len(payloads) > 1 else own
+        self._write("merged", moment, RANKS.pack(len(payloads)) + merged)
+        return Combined(merged, len(payloads), agreed=True)
+
+    def _report(self, moment: Moment, own: bytes, _: Callable[[list[bytes]], bytes]) -> Combined | None:
+        deadline = time.monotonic() + self._patience
+        self._write(str(self.rank), moment, own)
+        answer = self._receive("merged", 0, moment, deadline)
+        return Combined(answer[RANKS.size :], RANKS.unpack_from(answer)[0], agreed=True) if answer else None
+
+    def _receive(self, key: str, rank: int, moment: Moment, deadline: float) -> bytes | None:
+        """Read what a rank wrote of a moment; one that was absent is waited for once it was heard from again.
+
+        If it is waited for in vain again and again, as a rank that skipped a step, that is tried less and less often.
+        """
+        absence = self._absent.get(rank, _Absence(moment))
+        last = self._moment(key) if rank in self._absent else moment
+        is_awaited = absence.rest == 0 and last is not None and last >= absence.since
+        payload = self._read(key, moment, deadline if is_awaited else 0.0)
+        if payload is not None:
+            self._absent.pop(rank, None)
+            return payload
+        absence.rest = max(0, absence.rest - 1)
+        if is_awaited:
+            absence.since, absence.failures = moment, absence.failures + 1
+            absence.rest = 2 ** min(absence.failures - 1, 16) - 1
+        self._absent[rank] = absence
+        if rank not in self._warned:
+            self._warned.add(rank)
+            last = self._moment(key)
+            heard = "it has not answered before" if last is None else f"it was last at {last}"
+            self._warnings.append(
+                f"Rank {self._members[rank]} did not answer rank {self._members[self.rank]} at {moment} within "
+                f"{self._patience:g} s; {heard}. Only what ranks measured at the same step is merged: call step() on "
+                "every rank alike, with the same `every`, and load the same state on each."
             )
+        return None
+
+    def _write(self, key: str, moment: Moment, payload: bytes) -> None:
+        parts = [payload[start : start + PART] for start in range(0, max(1, len(payload)), PART)]
+        for number, part in enumerate(parts):
+            self._store.set(f"{key}/{number}", HEADER.pack(*moment, number) + part)
+        self._store.set(key, HEADER.pack(*moment, len(parts)))
+
+    def _read(self, key: str, moment: Moment, deadline: float) -> bytes | None:
+        """Wait until a rank is at this moment; None where it is not in time, or is past it."""
+        pause, longest = PAUSES
+        while (found := self._moment(key)) is None or found < moment:
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        *_, count_of_parts = HEADER.unpack(self._store.get(key))
+        parts = [self._store.get(f"{key}/{number}") for number in range(count_of_parts)]
+        if any(HEADER.unpack_from(part) != (*moment, number) for number, part in enumerate(parts)):
+            return None  # its writer has gone on
+        return b"".join(part[HEADER.size :] for part in parts)
+
+    def _moment(self, key: str) -> Moment | None:
+        """Return the moment of the latest payload under a key."""
+        if not self._store.check([key]):
+            return None
+        return Moment(*HEADER.unpack(self._store.get(key))[:2])

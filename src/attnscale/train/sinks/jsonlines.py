@@ -57,9 +57,9 @@ def path_of_rank(path: Path, rank: int | None) -> Path:
 def append(path: Path, line: bytes, limit: int) -> None:
     """Write a whole line at once to the end of a file, on a line of its own also after one that was cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # no file yet; or one that cannot be renamed goes on growing
-        if path.stat().st_size + len(line) > limit > 0:
-            set_full_aside(path)
+    with suppress(OSError):  # no file yet; or one that cannot be renamed, and goes on growing
+        if (size := path.stat().st_size) and size + len(line) > limit:
+            rename_full(path)
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
         if os.fstat(handle).st_size:
@@ -74,7 +74,7 @@ def append(path: Path, line: bytes, limit: int) -> None:
 write = os.write  # a name of its own, so that a test can fill the disk
 
 
-def set_full_aside(path: Path) -> None:
+def rename_full(path: Path) -> None:
     """Rename a full file; its new name is taken first, so that two processes never choose the same."""
     number = 1 + max((int(file.suffixes[-2][1:]) for file in full_files(path)), default=0)
     while True:
@@ -83,4 +83,8 @@ def set_full_aside(path: Path) -> None:
             break
         except FileExistsError:
             number += 1
-    path.replace(full_file(path, number))
+    try:
+        path.replace(full_file(path, number))
+    except OSError:
+        full_file(path, number).unlink()
+        raise
