@@ -106,6 +106,7 @@ def _sweep_until_killed(folder, begins):
     swept(folder)
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_twenty_moments_goes_on_where_it_was(tmp_path, timed):
     (whole, seconds), moments, before, counts = timed, random.Random(0), {}, set()
     longest = seconds / 4
