@@ -102,6 +102,7 @@ def test_jagged_tensors_and_rules_make_one_graph_with_gradients():
     assert_same(run, ragged, *ragged.nested())
 
 
+@pytest.mark.slow
 def test_inductor_takes_it_too():
     ragged = batch(Q_LENS, Q_LENS, value_dim=3, dtype=torch.float32, requires_grad=True)
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from docs.tools.generate import PART
 from tests.docs.blocks import FENCE, PAGES, ROOT
 from tests.test_rooms import ROOMS, SRC
 
@@ -82,3 +83,11 @@ def test_a_definition_is_a_class_a_function_or_an_assignment(name, tmp_path):
     file = tmp_path / "module.py"
     file.write_text("class Watcher:\n    def read(self): ...\n\nREADERS: dict = {}\n", encoding="utf-8")
     assert is_defined(name, file) is (name != "READERS_2")
+
+
+def test_no_page_says_that_the_gradient_vanishes_or_is_small_without_the_scale():
+    wrong = re.compile(r"[Mm]ost queries (then )?(pass|receive) (hardly|little)|not smaller in sum")
+    pages = [page for page in PAGES if page.parent.name != "decisions"]
+    texts = {page.name: PART.sub("", page.read_text(encoding="utf-8")) for page in pages}
+    texts["explore"] = (SRC / "show/templates/explore/page.html.j2").read_text(encoding="utf-8")
+    assert [name for name, text in texts.items() if wrong.search(text)] == []

@@ -116,8 +116,11 @@ def test_search_finds_a_rule_in_a_page_opened_from_a_file(site, open_page):
 @pytest.mark.parametrize(
     "name",
     [
-        "index.html", "theory.html", "claims.html", "findings.html", "api.html", "guides/does-not-learn.html",
-        "architecture.html", "command-line.html", "results/index.html",
+        "index.html", "claims.html",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (
+            "theory.html", "findings.html", "api.html", "guides/does-not-learn.html", "architecture.html",
+            "command-line.html", "results/index.html", "decisions/index.html",
+        )),
     ],
 )  # fmt: skip
 def test_pages_fit_a_phone(site, open_page, name):

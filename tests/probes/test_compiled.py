@@ -135,7 +135,11 @@ def test_the_numbers_are_those_of_an_eager_run(model, way):
 
 @pytest.mark.parametrize(
     ("model", "compiled"),
-    [("one layer", whole("inductor")), ("transformer", each_block("inductor")), ("checkpoints", whole("inductor"))],
+    [
+        ("one layer", whole("inductor")),
+        pytest.param("transformer", each_block("inductor"), marks=pytest.mark.slow),
+        pytest.param("checkpoints", whole("inductor"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_numbers_are_those_of_an_eager_run_with_inductor(model, compiled):
     expected, plain = monitored(MODELS[model], lambda model: model, 4, every=2)
@@ -229,9 +233,9 @@ def test_a_model_that_attends_otherwise_than_before_is_followed_again():
     ("make", "backend"),
     [
         (one_layer, "aot_eager"),
-        (one_layer, "inductor"),
+        pytest.param(one_layer, "inductor", marks=pytest.mark.slow),
         (made(Checkpointed, False, 1), "aot_eager"),
-        (made(Checkpointed, False, 1), "inductor"),
+        pytest.param(made(Checkpointed, False, 1), "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_two_forwards_may_come_before_a_backward(make, backend):

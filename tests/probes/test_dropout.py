@@ -166,6 +166,7 @@ def test_the_numbers_are_those_of_an_eager_run(model):
     assert counters["stats"]["unique_graphs"] == 1  # of sampled steps; the first was followed
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_an_eager_run_with_inductor():
     with config.patch(fallback_random=True):  # the random numbers of an eager run
         expected, losses = monitored(MODELS["GPT-2"], as_it_is, 3, batches=batches)

@@ -61,7 +61,7 @@ def run_steps(model, run, after, steps=3):
 
 
 @pytest.mark.parametrize("kind", ["documents", "window", "soft-cap", "slopes"])
-@pytest.mark.parametrize("backend", ["aot_eager", "eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_tells_what_watching_it_does(kind, backend):
     model, records = Flex(kind), []
     run = torch.compile(model, backend=backend, fullgraph=True)

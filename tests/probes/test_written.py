@@ -119,6 +119,7 @@ def test_the_numbers_are_those_of_an_eager_run_however_it_is_compiled(way, again
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_an_eager_run_with_inductor():
     expected, losses = monitored(lambda: Model(plain), lambda model: model, 2)
     found, same = monitored(lambda: Model(plain), whole("inductor"), 2)

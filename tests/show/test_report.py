@@ -157,14 +157,11 @@ def test_the_freezing_point_is_that_of_the_keys_seen():
     page = check_report(checked(("a", "b"), scale=3.0))
     spread = spread_of(layers["a"])
     assert spread.keys == 12  # of 23 causal rows, on average
-    by_layer = figure(page, "freezing-points").views["by layer"]
+    by_layer = figure(page, "freezing-points").views[""]
     freezes = math.sqrt(2 * math.log(12)), math.sqrt(2 * math.log(23))
     assert [one.y[0] for one in by_layer.series[1:]] == pytest.approx(freezes)
-    by_keys = figure(page, "freezing-points").views["by keys"]
-    curve = by_keys.series[0]
-    assert curve.y == pytest.approx([math.sqrt(2 * math.log(n)) for n in curve.x])
-    assert "6 of 6 heads spread beyond" in by_keys.notice
-    assert "furthest past it" in by_keys.notice
+    assert "6 of 6 heads spread beyond" in by_layer.notice
+    assert "furthest past it" in by_layer.notice
 
 
 def test_a_log_shows_growth_with_a_forecast_and_its_interval():
@@ -288,7 +285,7 @@ def test_concentrated_heads_are_shown_with_what_they_look_at():
 
 
 def test_one_layer_has_its_freezing_line():
-    one = freezing("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views["by layer"]
+    one = freezing("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views[""]
     lines = [series for series in one.series if series.mode == "steps"]
     assert lines
     assert all(list(line.x) == [-0.5, 0.5] and line.y[0] == line.y[1] for line in lines)

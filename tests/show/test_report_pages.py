@@ -84,9 +84,6 @@ def test_a_log_of_one_layer_has_its_loss_and_its_freezing_line(report):
     assert page.locator("#spread-curves .line[stroke-dasharray='8 5']").count() == 1
     line = page.locator("#freezing .line").bounding_box()
     assert line["width"] > page.locator("#freezing svg").first.bounding_box()["width"] / 2  # across, and not a point
-    before = page.locator("#head-histogram .xtitle").text_content()
-    page.locator("#lying .switch").get_by_text("largest score", exact=True).click()
-    assert (before, page.locator("#head-histogram .xtitle").text_content()) == ("spread", "largest score")
     names = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
     assert len(set(names)) == len(names)
 
@@ -109,9 +106,6 @@ def test_every_switch_changes_what_it_should(report):
         seen.add((colours(page, "head-map"), page.locator("#head-map-notice").inner_text()))
         assert metric in page.locator("#head-map-notice").inner_text()
     assert len(seen) == 5
-    before = page.locator("#freezing-points .xtitle").text_content()
-    page.get_by_text("by keys").click()
-    assert (before, page.locator("#freezing-points .xtitle").text_content()) == ("layer", "keys n")
     scores = page.locator("#score-densities-notice").inner_text()
     page.locator("#scores .switch label").nth(1).click()
     assert page.locator("#score-densities-notice").inner_text() != scores
@@ -126,6 +120,7 @@ def test_one_switch_serves_both_twins(report):
     assert "gradient gain" in page.locator("#heads-1-notice").inner_text()
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_and_works_it(report):
     page = report("check")
     reached, seen = [], set()
@@ -142,7 +137,7 @@ def test_the_keyboard_reaches_everything_and_works_it(report):
         seen.add(focused[1])
     assert seen == {"solid"}  # the focus is always visible
     assert reached[0] == "skip"
-    assert {"head-map", "score-densities", "freezing-points", "wide"} <= set(reached)
+    assert {"head-map", "score-densities", "wide"} <= set(reached)
     page.locator("input[name=head-map]").first.focus()
     before = colours(page, "head-map")
     page.keyboard.press("ArrowRight")
@@ -164,6 +159,7 @@ def test_a_report_is_small_and_pointing_at_a_curve_reads_it(report, written):
     assert re.search(r"[\d,.]+: [\d,.]+", page.locator("#run-curves .hovertext").text_content())
 
 
+@pytest.mark.slow
 def test_landmarks_and_labels_are_there(report):
     page = report("check")
     for role in ("banner", "main", "navigation", "contentinfo"):
@@ -180,6 +176,7 @@ def test_landmarks_and_labels_are_there(report):
     assert page.evaluate("document.activeElement.id") == "what-matters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_phone_the_page_does_not_scroll_sideways_and_figures_fit(report, kind):
     page = report(kind, viewport=PHONE)
@@ -190,6 +187,7 @@ def test_on_a_phone_the_page_does_not_scroll_sideways_and_figures_fit(report, ki
     assert page.evaluate("[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('.main-svg'))")
 
 
+@pytest.mark.slow
 def test_on_a_phone_a_table_keeps_the_verdict_in_sight(report):
     page = report("check", viewport=PHONE)
     cells = page.locator("td.fine, td.warning, td.error, td.note")
@@ -198,6 +196,7 @@ def test_on_a_phone_a_table_keeps_the_verdict_in_sight(report):
     assert box["x"] + box["width"] <= PHONE["width"]
 
 
+@pytest.mark.slow
 def test_dark_mode_follows_the_system_and_paper_is_white(report):
     page = report("check", color_scheme="dark")
 
@@ -221,6 +220,7 @@ def test_dark_mode_follows_the_system_and_paper_is_white(report):
     assert ink() == "rgb(28, 30, 38)"
 
 
+@pytest.mark.slow
 def test_a_report_prints_to_pages(report):
     printed = report("check", color_scheme="dark").pdf(format="A4")
     assert printed.startswith(b"%PDF")
@@ -235,6 +235,7 @@ def large():
     return report_page(Checked("a large model", "random tokens", "cpu", None, (), diagnose(layers, trained=False)))
 
 
+@pytest.mark.slow
 def test_a_hundred_layers_of_128_heads_open_in_two_seconds_and_take_less_than_7_mb(report, written):
     assert written("large", large).stat().st_size < 7e6
     taken = []

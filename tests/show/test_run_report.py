@@ -39,7 +39,7 @@ def test_a_loss_that_was_not_a_number_is_told():
 
 @pytest.mark.parametrize("layers", [ONE, ("blocks.0.attention", "blocks.1.attention")])
 def test_every_layer_has_its_freezing_line_also_the_only_one(layers):
-    by_layer = figure(run_report("log", records(layers)), "freezing").views["by layer"]
+    by_layer = figure(run_report("log", records(layers)), "freezing").views[""]
     measured, line = by_layer.series
     assert measured.x == list(range(len(layers)))
     assert len(line.x) == 2  # and not a point

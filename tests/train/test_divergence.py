@@ -35,6 +35,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_half_precision_scores_stay_finite_with_qk_clip_compiled(divergence):
     text = encode(default_text())

@@ -1,4 +1,4 @@
-"""What measuring costs, in the terminal and as the README's table."""
+"""What measuring costs, in the terminal."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ HEADINGS = ("timed as", "ms", "× plain", "quartiles", "peak MB", "host µs")
 def show_costs(costs: Sequence[dict[str, Any]]) -> None:
     """Print each case with its variants, as ratios to plain SDPA: on the device alone, and called from Python."""
     console = Console()
-    for title, group in groupby(costs, key=_title):
+    for title, group in groupby(costs, key=title_of):
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print(_table([line for cost in group for line in _lines(cost)]))
 
@@ -45,50 +45,8 @@ def _cells(timing: dict[str, Any]) -> tuple[str, str, str]:
     return readable(timing["milliseconds"]), f"{timing['ratio']:.3f}", f"{low:.3f}–{high:.3f}"
 
 
-def markdown_table(costs: Sequence[dict[str, Any]]) -> str:
-    """One line a case: what attnscale's statistics, all of them read, and eager ones cost over plain SDPA.
-
-    Where a CUDA graph was timed too, its ratio, the device's own, stands first; behind it that of calls from Python,
-    and how long the host takes for one.
-    """
-    columns = {
-        "exact, read": "attnscale, every row",
-        "64 rows, read": "attnscale, 64 rows",
-        "eager with statistics": "eager with statistics",
-    }
-    return _markdown([cost for cost in costs if not cost["case"].get("lengths")], columns)
-
-
-def ragged_table(costs: Sequence[dict[str, Any]]) -> str:
-    """The same of ragged batches, over plain SDPA of a batch with as many tokens."""
-    columns = {
-        "packed, no statistics": "attnscale, packed",
-        "exact, read": "attnscale, packed, every row",
-        "64 rows, read": "attnscale, packed, 64 rows",
-        "jagged, exact, read": "attnscale, jagged, every row",
-        "jagged, 64 rows, read": "attnscale, jagged, 64 rows",
-        "torch's varlen_attn, no statistics": "torch's varlen_attn",
-        "torch's jagged SDPA, none": "torch's SDPA, jagged",
-        "padded, none": "padded, with a mask",
-    }
-    return _markdown([cost for cost in costs if cost["case"].get("lengths")], columns)
-
-
-def _markdown(costs: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    lines = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for title, group in groupby(costs, key=_title):
-        found = {cost["variant"]: _ratios(cost) for cost in group}
-        lines.append(f"| {title} | {' | '.join(found.get(variant, '–') for variant in columns.values())} |")
-    return "\n".join(lines)
-
-
-def _ratios(cost: dict[str, Any]) -> str:
-    calls, host = f"{cost['calls']['ratio']:.2f}×", cost["host_microseconds"]
-    called = calls if host is None else f"{calls}, {host:.0f} µs"
-    return called if cost["graph"] is None else f"{cost['graph']['ratio']:.2f}× ({called})"
-
-
-def _title(cost: dict[str, Any]) -> str:
+def title_of(cost: dict[str, Any]) -> str:
+    """Return what was timed: shape, dtype and passes."""
     case = cost["case"]
     passes = "forward and backward" if case["backward"] else "forward"
     causal = ", causal" if case["is_causal"] else ""

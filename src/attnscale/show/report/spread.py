@@ -15,7 +15,6 @@ from attnscale.theory.limits import freezing_point
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
-BEYOND = 4  # times the longest row: as far as the freezing curve is drawn
 SCORES = 2**18  # looked at in a layer, about
 MOST_KEYS, LEAST_ROWS = 1024, 8  # of a head
 BINS = 60
@@ -68,12 +67,7 @@ def spreads_of(record: Record) -> list[Spread]:
 
 
 def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
-    """Return the spread of at least one layer beside its freezing point, by layer and by the number of keys."""
-    notice = _notice(spreads)
-    return Figure(name, {"by layer": _by_layer(spreads, notice), "by keys": _by_keys(spreads, notice)}, "Spread")
-
-
-def _by_layer(spreads: Sequence[Spread], notice: str) -> Chart:
+    """Return the spread of each layer, at least one, beside its freezing point."""
     x, names = list(range(len(spreads))), tuple(spread.name for spread in spreads)
     low, high = ([edge(spread.heads, default=None) for spread in spreads] for edge in (min, max))
     means = [spread.mean for spread in spreads]
@@ -85,21 +79,10 @@ def _by_layer(spreads: Sequence[Spread], notice: str) -> Chart:
     lines = [Series("√(2 ln n), n keys seen on average", across, average, tone="ink", mode="steps")]
     if longest != average:
         lines.append(Series("√(2 ln n) of the longest row", across, longest, tone="ink", mode="steps", dashed=True))
-    top = 1.1 * _top(spreads)
-    return Chart(
-        (measured, *lines), Axis("layer", ticks=ticks(names)), Axis("spread of the scores", range=(0.0, top)), notice
-    )
-
-
-def _by_keys(spreads: Sequence[Spread], notice: str) -> Chart:
-    most = BEYOND * max(spread.longest for spread in spreads)
-    keys = sorted({round(2 * (most / 2) ** (step / 60)) for step in range(61)})
-    seen, means = [max(spread.keys, 1.0) for spread in spreads], [spread.mean for spread in spreads]
-    names = tuple(spread.name for spread in spreads)
-    curve = Series("√(2 ln n): softmax freezes", keys, [freezing_point(n) for n in keys], tone="ink")
-    layers = Series("layers, at the keys a row sees on average", seen, means, mode="points", points=names)
-    top = 1.1 * max(_top(spreads), freezing_point(most))
-    return Chart((curve, layers), Axis("keys n", log=True), Axis("spread of the scores", range=(0.0, top)), notice)
+    values = [value for spread in spreads for value in (*spread.heads, freezing_point(spread.longest))]
+    top = 1.1 * (max(values, default=1.0) or 1.0)
+    axes = Axis("layer", ticks=ticks(names)), Axis("spread of the scores", range=(0.0, top))
+    return Figure(name, {"": Chart((measured, *lines), *axes, _notice(spreads))})
 
 
 def _notice(spreads: Sequence[Spread]) -> str:
@@ -115,11 +98,6 @@ def _notice(spreads: Sequence[Spread]) -> str:
         f"{nearest.name}: {number(nearest.mean)} over {nearest.keys:.0f} keys, where softmax freezes at "
         f"{number(nearest.freezes)}."
     )
-
-
-def _top(spreads: Sequence[Spread]) -> float:
-    values = [value for spread in spreads for value in (*spread.heads, freezing_point(spread.longest))]
-    return max(values, default=1.0) or 1.0
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ function showNumbers({ spread, variance, freezing, expected, row, regime: word, 
     show(`row-${name}`, row[name]);
   }
   show("row-spread", row.spread);
-  const frozen = spread >= freezing ? "frozen" : word;
-  byId("verdict").dataset.regime = frozen;
-  byId("verdict-word").textContent = frozen;
+  byId("verdict").dataset.regime = word;
+  byId("verdict-word").textContent = word;
   byId("verdict-text").textContent = `spread ${figure(spread)} over ${whole(n)} keys at dₖ ${whole(d)}; freezing point ${figure(freezing)}`;
   byId("verdict-more").textContent = `entropy ${figure(expected.entropy_ratio)} · top-1 ${figure(expected.top1)} · gain ${figure(expected.gradient_gain)}`;
 }
@@ -139,7 +138,6 @@ function listen() {
     byId("proof-list").querySelector("[aria-current]").focus();
   });
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
-  dragKeys(byId("freezing-plot"));
   addEventListener("popstate", readAddress);
   addEventListener("resize", () => {
     widths = new Map();
@@ -147,22 +145,12 @@ function listen() {
   });
 }
 
-function dragKeys(host) {
-  const move = (event) => change({ n: keysUnder(event, host.firstChild, controlNamed("n")) });
-  host.addEventListener("pointerdown", (event) => {
-    host.setPointerCapture(event.pointerId);
-    event.preventDefault();
-    move(event);
-  });
-  host.addEventListener("pointermove", (event) => host.hasPointerCapture(event.pointerId) && move(event));
-}
-
 listen();
 readAddress();
 
 // For a console, and for the tests that hold these numbers to the library's.
 window.attnscale = {
-  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, freezingPoint, scoreVariance, scoreDensity, fromAddress, toAddress, parseScores,
+  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, freezingPoint, scoreVariance, fromAddress, toAddress, parseScores,
   expectedSoftmax: (spread, keys) => expectedSoftmax(spread, keys, data.limits),
   regime: (spread, keys) => regime(spread, keys, data.limits),
   at: (changed) => {

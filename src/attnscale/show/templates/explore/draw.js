@@ -94,19 +94,12 @@ function roundTicks(low, high, about = 5) {
 
 const plain = (value) => String(Number(value.toPrecision(6))).replace("-", "−");
 
-const emptyMaps = new Map();
-
-function emptyMap(key, cells) {
-  if (!emptyMaps.has(key)) emptyMaps.set(key, element("g", {}, ...cells()));
-  return emptyMaps.get(key);
-}
-
 // The square map of a matrix in two colours: what is positive, and what is negative; the square root lets small show.
 function matrixMap(host, matrix, { label, largest, faded = () => false, side = 280, write = null }) {
   const size = matrix.length, cell = side / size;
   const box = (i, j) => ({ x: j * cell + 0.5, y: i * cell + 0.5, width: cell - 1, height: cell - 1, rx: Math.min(3, cell / 8) });
   const svg = element("svg", { viewBox: `0 0 ${side} ${side}`, width: side, height: side, role: "img", "aria-label": label });
-  svg.append(emptyMap(`${size} ${side}`, () => matrix.flatMap((row, i) => row.map((_, j) => element("rect", { class: "cell", ...box(i, j) })))).cloneNode(true));
+  svg.append(...matrix.flatMap((row, i) => row.map((_, j) => element("rect", { class: "cell", ...box(i, j) }))));
   matrix.forEach((row, i) => row.forEach((value, j) => {
     const strength = Math.sqrt(Math.min(1, Math.abs(value) / largest)), pale = faded(i, j);
     if (strength > 0.01) {

@@ -112,25 +112,6 @@ function largest(gaussian, { tau, from, last, log }, keys) {
   return sum + Math.exp(tau + (i + 1 - half) * step) / Math.expm1(step);
 }
 
-// Density, in units of its own spread, of q·k for d independent Gaussian components: normals of spread ‖q‖ / √d, mixed.
-function scoreDensity(d, points) {
-  const width = 1 / Math.sqrt(2 * d), step = Math.min(0.1, 0.3 * width);
-  const low = -Math.max(20 / d, 9 * width), high = 9 * width;
-  const logs = [], weights = [];
-  let total = 0;
-  for (let w = low; w <= high; w += step) { // ‖q‖ = √d · e^w, χ-distributed
-    const weight = Math.exp(d * (w - Math.expm1(2 * w) / 2));
-    logs.push(w);
-    weights.push(weight);
-    total += weight;
-  }
-  const radii = logs.map(Math.exp);
-  return points.map((x) => {
-    let density = 0;
-    for (let i = 0; i < radii.length; i++) density += weights[i] / radii[i] * Math.exp(-((x / radii[i]) ** 2) / 2);
-    return density / total / Math.sqrt(2 * Math.PI);
-  });
-}
 // Draws that a seed fixes, so that a view that is sent shows the same sample.
 
 function uniforms(seed) {
@@ -153,20 +134,15 @@ function normals(seed, count) {
   return drawn.subarray(0, count);
 }
 
-// ‖q‖² of d standard normal components, without drawing them one by one (Marsaglia and Tsang's gamma).
+// ‖q‖² of d standard normal components: a sum of few, else Wilson and Hilferty's cube of a normal.
 function chiSquares(seed, d, count) {
-  const uniform = uniforms(seed), boosted = d < 2, shape = d / 2 + (boosted ? 1 : 0);
-  const offset = shape - 1 / 3, width = 1 / Math.sqrt(9 * offset);
-  const normal = () => Math.sqrt(-2 * Math.log(uniform())) * Math.cos(2 * Math.PI * uniform());
-  return Float64Array.from({ length: count }, () => {
-    for (;;) {
-      const x = normal(), cube = (1 + width * x) ** 3;
-      if (cube > 0 && Math.log(uniform()) < x * x / 2 + offset * (1 - cube + Math.log(cube))) {
-        return 2 * offset * cube * (boosted ? uniform() ** (2 / d) : 1);
-      }
-    }
-  });
+  if (d <= 8) {
+    const drawn = normals(seed, d * count);
+    return Float64Array.from({ length: count }, (_, i) => drawn.subarray(d * i, d * (i + 1)).reduce((sum, x) => sum + x * x, 0));
+  }
+  return normals(seed, count).map((z) => d * (1 - 2 / (9 * d) + z * Math.sqrt(2 / (9 * d))) ** 3);
 }
+
 // What a rule multiplies q·k by. The page knows no rule: it has each as a product of factors of one setting each,
 // tabulated by the library, and reads between the lines of the table in logarithms.
 
