@@ -5,6 +5,7 @@ Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the
 
 import logging
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +33,10 @@ LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
 ROUNDING = 1e-5
 STALE = "it was clipped since it was measured, and waits to be measured again"
+WAITS = "so much was taken from its weights that its next scores are waited for"
 NO_EFFECT = "its scores did not follow when its weights were scaled"
 UNDONE = "what a clip writes to its weights is undone by the next step"
+NUMBER = re.compile(r"-?\d[\d.e+-]*")  # in a reason that is the same as before
 MAXIMUM, BOUND, ADDED, SINK = range(4)  # what is known of the scores of a head
 
 
@@ -345,10 +348,9 @@ class Clipper:
         """Return what was done with this rank's heads, from numbers that have reached the host."""
         scaler, here = self.scaler, self.scaler.slots.own
         own, largest, bounds = factors[here], numbers[decides, here], numbers[min(BOUND, len(numbers) - 1), here]
-        number_of = {head: number for number, head in enumerate(scaler.heads)}
         clipped = []
         for each in scaler.scaled(own):
-            number = number_of[each.layer, each.head]
+            number = scaler.rows.number_of[each.layer, each.head]
             how = "exact" if measured is None else measured.get(each.layer, "exact")
             maximum, bound = float(largest[number]), float(bounds[number])
             clipped.append(ClippedHead(each.layer, each.head, maximum, bound, how, each.factor, each.touched))
@@ -374,7 +376,7 @@ class Clipper:
             return f"its largest score is the soft-cap, {cap:.4g}, and what came before is not known"
         if self._effect.stopped[slot]:
             return self._state.stopped.get(self.scaler.heads[number][0], NO_EFFECT)
-        return self.scaler.rows.why_fixed(number)
+        return self.scaler.rows.why_fixed(number) if self._known[FIXED, slot] else WAITS
 
     def _log(self, report: ClipReport) -> None:
         """Log each head that was clipped, with its maximum before, and once each layer that could not be."""
@@ -382,10 +384,10 @@ class Clipper:
             for head in report.heads:
                 LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
         for left in report.left:
-            said = left.layer, left.reason
-            if self._is_first and said not in self._state.said:
+            said = left.layer, NUMBER.sub("", left.reason)
+            if self._is_first and said not in self._state.said and left.reason != WAITS:
                 self._state.said.add(said)
-                heads = [each.head for each in report.left if (each.layer, each.reason) == said]
+                heads = [each.head for each in report.left if (each.layer, each.reason) == (left.layer, left.reason)]
                 which = printable(f"{left.layer}, heads {', '.join(map(str, heads))}: left as they are: {left.reason}")
                 LOGGER.warning("QK-Clip at %g: %s", report.threshold, which)
 

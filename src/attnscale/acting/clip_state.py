@@ -164,6 +164,8 @@ class WriteCheck:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._tries = model, 0
+        dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+        self._rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         self.is_done, self.is_armed = False, device_of(model).type == "cpu"  # elsewhere once something was clipped
         self._sample: list[tuple[Callable[[], Tensor], Tensor, Tensor]] = []
         self._others: list[tuple[Tensor, Tensor]] = []
@@ -185,7 +187,7 @@ class WriteCheck:
     @torch.no_grad()
     def votes(self) -> Tensor:
         """Return (is undone, is there) as 0 or 1; both 0 where that is not clear."""
-        found = torch.zeros(2)
+        found = torch.zeros(2, device=device_of(self._model))
         if not self._sample:
             return found
         undone = stayed = gap = whole = 0.0
@@ -202,7 +204,7 @@ class WriteCheck:
         self.forget()
         self._tries += 1
         self.is_done = self._tries >= self.MOST_TRIES
-        if gap / max(whole, 1e-300) > self.CLEARLY * step / size:
+        if gap / max(whole, 1e-300) > self.CLEARLY * max(step / size, self._rounding**2):
             found[0] = float(step > 0.0 and self.CLEARLY * undone < stayed)
             found[1] = float(self.CLEARLY * stayed < undone)
         return found

@@ -111,7 +111,7 @@ class HeadRows:
         self._blocks: dict[tuple[object, ...], Block] = {}
         self._rows = 0
         self.heads: list[Head] = [(name, head) for name, layer in layers.items() for head in range(layer.heads)]
-        self._number = {head: number for number, head in enumerate(self.heads)}
+        self.number_of = {head: number for number, head in enumerate(self.heads)}
         calls = [call for layer in layers.values() for call in layer.origins]
         self._widest = max((side.features for call in calls for side in (call.query, call.key) if side), default=1)
         self._reasons: dict[str, str] = {}
@@ -209,7 +209,7 @@ class HeadRows:
         for source in sources:
             block = self._block(source)
             self._dtypes.setdefault(name, self._parameters[source.parameter].dtype)
-            number = self._number[(name, 0)] + (source.heads[:, None] * shared + np.arange(shared)).ravel()
+            number = self.number_of[(name, 0)] + (source.heads[:, None] * shared + np.arange(shared)).ravel()
             feature = np.repeat(source.features, shared)
             found.append(Uses(block.first + np.repeat(source.rows, shared), number, number * self._widest + feature))
         return Uses.joined(found)

@@ -128,6 +128,7 @@ class QKClip:
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Call step() after every step of this optimiser; remove() of what is returned ends it."""
+        refuse_foreign_parameters(self.model)
         refuse_copies(self.model, optimizer)
 
         def after(*_: Any) -> None:
@@ -181,6 +182,7 @@ class QKClip:
         """Leave the model, and forget what was found out about it."""
         self._remove()
         self._late.close()
+        self._check.forget()
         self._coverage = Coverage()
 
     def _trace_late_modules(self, probed: ProbedClip) -> None:
