@@ -1,12 +1,13 @@
 """What each rank of a distributed test runs; a module of its own, so that spawned processes can import it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnscale
@@ -80,3 +81,27 @@ def exploding_transformer():
         model.blocks[0].attention.query.weight[8:16] *= 200
         model.blocks[1].attention.query.weight[16:24] *= 300
     return model, torch.randint(0, 17, (2, 11))
+
+
+def flattened(rank, folder):
+    """FSDP1, of which the model and what is inside it are given to all that writes: what each answers."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    answers = []
+    for own in (False, True):
+        inner, (x, _) = model_and_batches()
+        inner.first = FullyShardedDataParallel(inner.first, use_orig_params=own, device_id=torch.device("cpu"))
+        outer = FullyShardedDataParallel(inner, use_orig_params=own, device_id=torch.device("cpu"))
+        for model in (outer, inner, inner.first.module):
+            for act in (
+                lambda model: attnscale.QKClip(model, 1.0),
+                lambda model: attnscale.clip_qk_(model, SimpleNamespace(layers={}), 1.0),
+                lambda model, x=x: attnscale.calibrate_(model, (x,)),
+            ):
+                try:
+                    act(model)
+                    answers.append("nothing")
+                except attnscale.errors.SettingError as error:
+                    answers.append(str(error))
+    Path(folder, f"{rank}.txt").write_text("\n".join(answers), encoding="utf-8")
+    dist.destroy_process_group()

@@ -7,12 +7,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import attnscale
-from attnscale.acting.clip import gamma
 from attnscale.errors import SettingError
 
 from ..zoo import CORRECT
@@ -57,7 +54,7 @@ LEFT = {
     "positions.Sinks": "sink", "positions.RelativeKeys": "more than one product",
     "positions.ContentAndPosition": "more than one product", "structures.TwoProducts": "more than one product",
     "norms_and_caps.UnitVectors": "no gain", "norms_and_caps.CosinePerHead": "no gain",
-    "norms_and_caps.DifferentPerHead": "no gain",
+    "norms_and_caps.DifferentPerHead": "no gain", "structures.TalkingHeads": "mix several heads",
 }  # fmt: skip
 
 
@@ -85,31 +82,6 @@ def test_every_attention_of_the_zoo_meets_the_threshold_or_says_why_not(name):
         assert float(now[head.head]) <= threshold * rounding
     over = [head for head in clipped if head.maximum > threshold]
     assert all(float(now[head.head]) > 0.95 * threshold for head in over), "clipped more than it had to be"
-
-
-@given(st.floats(allow_nan=True, allow_infinity=True), st.floats(1e-3, 1e6))
-def test_gamma_lowers_what_is_above_and_nothing_else(maximum, threshold):
-    if not math.isfinite(maximum) and not maximum < 0:
-        with pytest.raises(SettingError):
-            gamma(maximum, threshold)
-        return
-    found = gamma(maximum, threshold)
-    assert 0 < found <= 1
-    assert found == 1 if maximum <= threshold else maximum * found == pytest.approx(threshold)
-
-
-@given(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(0, 1))
-def test_gamma_leaves_room_for_what_is_added(maximum, threshold, share):
-    bias = share * threshold * 0.99
-    if maximum > threshold:
-        assert gamma(maximum, threshold, bias) * (maximum - bias) + bias == pytest.approx(threshold)
-
-
-@given(st.floats(1, 49.99), st.floats(0.5, 49))
-def test_gamma_under_a_softcap_counts_what_came_before_it(maximum, threshold):
-    if maximum > threshold:
-        raw = 50 * math.atanh(maximum / 50)
-        assert 50 * math.tanh(gamma(maximum, threshold, softcap=50.0) * raw / 50) == pytest.approx(threshold)
 
 
 def test_one_head_over_and_another_negative_writes_no_nan():

@@ -42,3 +42,11 @@ def test_tensor_parallel_ranks_clip_their_own_heads_as_one_process_would(tmp_pat
         assert highest <= rank_runs.THRESHOLD
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_flattened_parameters_are_refused(tmp_path):
+    on_ranks(rank_runs.flattened, rank_runs.WORLD, str(tmp_path))
+    for rank in range(rank_runs.WORLD):
+        answers = (tmp_path / f"{rank}.txt").read_text(encoding="utf-8").splitlines()
+        assert len(answers) == 18
+        assert all("FSDP1" in answer for answer in answers), answers

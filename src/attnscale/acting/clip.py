@@ -5,29 +5,39 @@ Kimi Team, Kimi K2, 2025. The gradient is not touched, so it is called after the
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+import re
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from attnscale.acting.clip_history import fresh_maxima, note_changed, note_taken
-from attnscale.acting.folding import Folding, Head, Left
-from attnscale.acting.replicas import Maxima, agreed_maxima, axes_of, device_of
-from attnscale.acting.writing import Touched
-from attnscale.errors import SettingError
+from attnscale.acting.clip_state import WriteCheck, clip_state, fresh_maxima, note_changed
+from attnscale.acting.head_rows import HeadRows, SkippedHead, Touched
+from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
+from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of
+from attnscale.acting.scaling import FIXED, HeadScaler
+from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
+from attnscale.tracing.parameters import Origins
 from attnscale.watching.layer import Layer
 
 LOGGER = logging.getLogger(__name__)
 # A clipped head aims below the threshold by what rounding its parameters may add to a score.
 ROUNDING = 1e-5
 STALE = "it was clipped since it was measured, and waits to be measured again"
+WAITS = "so much was taken from its weights that its next scores are waited for"
+NO_EFFECT = "its scores did not follow when its weights were scaled"
+UNDONE = "what a clip writes to its weights is undone by the next step"
+NUMBER = re.compile(r"-?\d[\d.e+-]*")  # in a reason that is the same as before
+MAXIMUM, BOUND, ADDED, SINK = range(4)  # what is known of the scores of a head
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,8 @@ class ClippedHead:
 
     def __str__(self) -> str:
         how = "" if self.measured == "exact" else f" ({self.measured}, at most {self.bound:.4g})"
-        told = f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
-        return printable(told)
+        text = f"{self.layer}, head {self.head}: largest score {self.maximum:.4g}{how}, times {self.gamma:.4g}"
+        return printable(text)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class ClipReport:
 
     threshold: float
     heads: tuple[ClippedHead, ...]
-    left: tuple[Left, ...]
+    left: tuple[SkippedHead, ...]
 
     @property
     def factors(self) -> list[tuple[str, int, float]]:
@@ -81,7 +91,7 @@ class ClipReport:
 
 
 class Watched(Protocol):
-    """What watch() or a Monitor saw of a model."""
+    """A model's attentions as watch() or a Monitor saw them."""
 
     @property
     def layers(self) -> Mapping[str, Layer]:
@@ -95,6 +105,7 @@ def clip_qk_(
     threshold: float = 100.0,
     *,
     by_bound: bool = False,
+    frozen: Frozen = "keep",
     group: "dist.ProcessGroup | None" = None,
 ) -> ClipReport:
     """Scale down, in place, every head whose largest score in `seen` passed the threshold: γ = threshold / maximum.
@@ -105,9 +116,15 @@ def clip_qk_(
     queries with one that is over. A head seen NaN or infinite is left, as is one whose parameters could not be
     followed; the report says so, and every clipped head is logged with its maximum before.
 
+    Parameters that require no gradient are not written, unless `frozen="write"`: a head is left where its queries need
+    one that is frozen, as under LoRA.
+
     Where rows were sampled, the largest score seen decides; `by_bound` decides by the upper bound instead, after which
     no score of that input can pass the threshold, though a head may be clipped that did not need it. What was measured
     clips once: given again, as by a monitor between its sampled steps, it leaves the heads it clipped.
+
+    The scores of a clipped head must follow. Where they do not, call after call, its layer gets back what was taken, is
+    clipped no more, and one warning says so. Until that is known no call takes more than a factor of 1,000.
 
     Where torch.distributed runs, call it on every rank that holds the model, also on one that saw nothing: what several
     ranks hold stays the same on all to the last bit. FSDP2, tensor parallel and DDP are found, also from the module
@@ -128,110 +145,253 @@ def clip_qk_(
     True
     """
     check_threshold(threshold)
-    layers = seen.layers
-    axes = axes_of(model, group)
+    check_frozen(frozen)
+    refuse_foreign_parameters(model)
+    return clip_layers(model, seen.layers, threshold, axes_of(model, group), frozen, by_bound=by_bound)
+
+
+def clip_layers(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    threshold: float,
+    axes: Sequence[Axis],
+    frozen: Frozen = "keep",
+    *,
+    by_bound: bool = False,
+    check: WriteCheck | None = None,
+) -> ClipReport:
+    """Clip what was measured of these layers; along the axes every rank takes part."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    own = {name: _limits(layer, fresh_maxima(layer, parameters)) for name, layer in layers.items()}
-    largest = agreed_maxima(axes, own, device_of(model))
-    decides = 1 if by_bound else 0
-    asked = {
-        (name, head): known
+    own = {name: _numbers(layer, fresh_maxima(layer, parameters)) for name, layer in layers.items()}
+    decides = BOUND if by_bound else MAXIMUM
+    if not axes and all(bool((numbers[decides] <= threshold).all()) for numbers in own.values()):
+        clip_state(model)
+        if check is not None:
+            check.forget()
+        return ClipReport(threshold, (), tuple(_stale(layers, own, threshold, decides)))
+    clipper = Clipper(model, agreed_layers(axes, heads_of(layers)), threshold, axes, frozen, check)
+    unknown = torch.full((4, 1), -torch.inf, dtype=torch.float64)
+    each = [own[name][:, head, None] if name in own else unknown for name, head in clipper.scaler.heads]
+    agreed, votes = clipper.agreed(torch.cat([unknown[:, :0], *each], 1))
+    numbers, factors = agreed.cpu(), clipper.clip_(agreed, decides).cpu().numpy()
+    clipper.observe(numbers.numpy(), factors, votes.tolist(), decides)
+    inexact = "bound" if by_bound else "sampled"
+    measured = {name: "exact" if layer.stats.exact else inexact for name, layer in layers.items()}
+    report = clipper.report(numbers.numpy(), factors, decides, measured)
+    clipper.settle()
+    changed: dict[str, dict[str, list[int]]] = {name: {} for name in layers}
+    for head in (head for head in report.heads if head.layer in layers):
+        for touched in head.touched:
+            changed[head.layer].setdefault(touched.parameter, []).append(head.head)
+    for name, layer in layers.items():
+        note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed[name].items()))
+    of_layer = {name: numbers[:, slots] for name, slots in clipper.slots_of_layers().items()}
+    stale = _stale({name: layers[name] for name in of_layer if name in layers}, of_layer, threshold, decides)
+    return ClipReport(threshold, report.heads, (*stale, *report.left))
+
+
+def heads_of(layers: Mapping[str, Layer]) -> dict[str, LayerHeads]:
+    """Return what clipping needs to know of layers."""
+    return {
+        name: LayerHeads(
+            layer.heads,
+            layer.softcap,
+            tuple(
+                Origins(*(side and side.resolved() for side in (call.query, call.key, call.value)))
+                for call in layer.origins
+            ),
+        )
         for name, layer in layers.items()
-        for head, known in enumerate(largest[name].T[: layer.heads].tolist())
     }
-    over = {head: known for head, known in asked.items() if not known[decides] <= threshold}
-    left = list(_stale(layers, largest, threshold, decides))
-    if not over and not axes:
-        note_taken(model, ())
-        return ClipReport(threshold, (), tuple(left))
-    folding = Folding(model, layers)
-    aims = {name: aim_of(threshold, folding.dtype(name)) for name in layers}
-    wanted: dict[Head, float] = {}
-    for head, known in over.items():
-        maximum, bias, sink, aim = known[decides], known[2], known[3], aims[head[0]]
-        if sink > aim:
-            left.append(Left(*head, f"a sink beside its keys has the score {sink:.4g}"))
-            continue
-        try:
-            wanted[head] = gamma(maximum, aim, bias, layers[head[0]].softcap)
-        except SettingError as error:
-            left.append(Left(*head, str(error)))
-    folded, not_folded = folding.multiply_(wanted, merge=min, axes=axes)
-    clipped = []
-    for name, of_layer in groupby(folded, key=lambda each: each.layer):
-        layer, changed = layers[name], dict[str, list[int]]()
-        measured = "exact" if layer.stats.exact else "bound" if by_bound else "sampled"
-        for each in of_layer:
-            known = asked[name, each.head]
-            for touched in each.touched:
-                changed.setdefault(touched.parameter, []).append(each.head)
-            clipped.append(ClippedHead(name, each.head, known[decides], known[1], measured, each.factor, each.touched))
-        note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed.items()))
-    report = ClipReport(threshold, tuple(clipped), (*left, *not_folded))
-    note_taken(model, report.factors)
-    log(report)
-    return report
 
 
 def check_threshold(threshold: float) -> None:
-    """Refuse what no score can be held to."""
+    """Refuse a threshold that no score can be held to."""
     if isinstance(threshold, bool) or not (isinstance(threshold, int | float) and 0 < threshold < math.inf):
         raise SettingError(f"Expected threshold as a positive, finite number, got {threshold!r}.")
 
 
-def aim_of(threshold: float, dtype: torch.dtype) -> float:
-    """What a head with parameters of this dtype is clipped to."""
-    return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))
-
-
-def gamma(maximum: float, threshold: float, bias: float = 0.0, softcap: float | None = None) -> float:
-    """What to multiply q·k by so that the largest score comes down to the threshold; 1 where it is not above.
-
-    Of scores to which up to `bias` is added, only the rest can be scaled: γ = (τ − b) / (M − b). Under a soft-cap c
-    the score before it counts: γ = artanh(τ/c) / artanh(M/c).
-
-    >>> gamma(400.0, 100.0), gamma(-3.0, 100.0), gamma(110.0, 100.0, bias=90.0)
-    (0.25, 1.0, 0.5)
-    """
-    if maximum <= threshold:
-        return 1.0
-    if not math.isfinite(maximum):
-        raise SettingError(f"its largest score is {maximum}")
-    if bias >= threshold:
-        raise SettingError(f"what is added to its scores, up to {bias:.4g}, passes the threshold alone")
-    above, aim = maximum - bias, threshold - bias
-    if softcap is not None:
-        if above >= softcap:
-            raise SettingError(f"its largest score is the soft-cap, {softcap:.4g}, and what came before is not known")
-        above, aim = math.atanh(above / softcap), math.atanh(aim / softcap)
-    return aim / above
-
-
-def _stale(layers: Mapping[str, Layer], largest: Maxima, threshold: float, decides: int) -> Iterator[Left]:
-    """Heads that passed the threshold where they were clipped since, and that nobody measured again."""
-    for name, layer in layers.items():
-        waiting = np.flatnonzero(largest[name][decides] == -np.inf).tolist()
-        before = (layer.stats.max_bound if decides else layer.stats.max).tolist() if waiting else []
-        yield from (Left(name, head, STALE) for head in waiting if not before[head] <= threshold)
-
-
-def _limits(layer: Layer, maxima: torch.Tensor) -> NDArray[np.float64]:
+def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
     """The largest score, its bound, the most that is added and the highest sink, (4, heads); NaN counts as ∞."""
     added = torch.full((layer.heads,), layer.highest_bias, dtype=torch.float64)
     sinks = torch.full_like(added, -math.inf) if layer.sinks is None else layer.sinks.double().cpu().expand(layer.heads)
-    limits: NDArray[np.float64] = (
-        torch.cat([maxima, torch.stack([added, sinks])])
-        .nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        .numpy()
-    )
-    return limits
+    numbers = torch.cat([maxima, torch.stack([added, sinks])])
+    return numbers.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def log(report: ClipReport) -> None:
-    """Each head that was clipped, with its maximum before, and each that could not be."""
-    for head in report.heads:
-        LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
-    for left in report.left:
-        LOGGER.log(
-            logging.DEBUG if left.reason == STALE else logging.WARNING, "QK-Clip at %g: %s", report.threshold, left
-        )
+def _stale(
+    layers: Mapping[str, Layer], numbers: Mapping[str, Tensor], threshold: float, decides: int
+) -> Iterator[SkippedHead]:
+    """Heads that passed the threshold where they were clipped since, and that nobody measured again."""
+    for name, layer in layers.items():
+        waiting = (numbers[name][decides] == -torch.inf).nonzero().flatten().tolist()
+        before = (layer.stats.max_bound if decides else layer.stats.max).tolist() if waiting else []
+        yield from (SkippedHead(name, head, STALE) for head in waiting if not before[head] <= threshold)
+
+
+AIM, SOFTCAP, LAYER = range(3, 6)  # what ranks tell of their heads
+
+
+class Clipper:
+    """Clips the heads of a model, on the device of its parameters; made by all ranks of the axes alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, LayerHeads],
+        threshold: float,
+        axes: Sequence[Axis],
+        frozen: Frozen = "keep",
+        check: WriteCheck | None = None,
+    ) -> None:
+        self.threshold, self._state, self._check = threshold, clip_state(model), check
+
+        def known(rows: HeadRows) -> list[list[float]]:
+            aims = [_aim(threshold, rows.dtype(name)) for name, _ in rows.heads]
+            caps = [layers[name].softcap or math.inf for name, _ in rows.heads]
+            return [aims, caps, [float(zlib.crc32(name.encode())) for name, _ in rows.heads]]
+
+        self.scaler = HeadScaler(model, layers, axes, frozen, known)
+        self._is_first = all(dist.get_rank(axis.group) == 0 for axis in axes)
+        self._effect = self._state.effect_of(self.scaler)
+        device = self.scaler.fixed.device
+        self.scaler.fixed |= torch.from_numpy(self._effect.stopped).to(device)
+        self._aims, self._caps = (torch.from_numpy(self._known[row]).to(device) for row in (AIM, SOFTCAP))
+
+    @property
+    def _known(self) -> Floats:
+        return self.scaler.slots.known
+
+    def slots_of_layers(self) -> dict[str, list[int]]:
+        """Return the slots of this rank's heads by layer."""
+        found: dict[str, list[int]] = {}
+        for number, (layer, _) in enumerate(self.scaler.heads, self.scaler.slots.own.start):
+            found.setdefault(layer, []).append(number)
+        return found
+
+    def agreed(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest numbers that any rank has of each slot, (numbers, slots), and votes for observe()."""
+        votes = torch.zeros(2) if self._check is None else self._check.votes()
+        return self.scaler.slots.agreed(own.to(self._aims), votes)
+
+    def clip_(self, numbers: Tensor, decides: int = MAXIMUM) -> Tensor:
+        """Scale what passed the threshold; return the factor of each slot."""
+        factors = self._effect.limited(self.factors(numbers, decides))
+        if self._check is not None:
+            self._check.before_clip(self.scaler, factors)
+        self.scaler.multiply_(factors)
+        return factors
+
+    def factors(self, numbers: Tensor, decides: int = MAXIMUM) -> Tensor:
+        """Return what the scores of each slot are to be multiplied by, float64; 1 where they are left.
+
+        Of scores to which up to b is added, only the rest can be scaled: γ = (τ − b) / (M − b). Under a soft-cap c the
+        score before it counts: γ = artanh(τ/c) / artanh(M/c).
+        """
+        largest, has_more = numbers[decides], len(numbers) > 1
+        added = numbers[ADDED].clamp(min=0.0) if has_more else 0.0
+        above, aim = self._uncapped(largest - added), self._uncapped(self._aims - added)
+        can = (largest > self.threshold) & torch.isfinite(above) & (aim > 0)
+        can = can & (numbers[SINK] <= self._aims) if has_more else can
+        return self.scaler.by_family(torch.where(can, aim / above, 1.0), "least")
+
+    def _uncapped(self, scores: Tensor) -> Tensor:
+        """Scores as they were before the soft-cap."""
+        if not self._is_capped:
+            return scores
+        caps = self._caps.to(scores.device)
+        return torch.where(caps == torch.inf, scores, caps * torch.atanh(scores / caps))
+
+    @cached_property
+    def _is_capped(self) -> bool:
+        return bool(np.isfinite(self._known[SOFTCAP]).any())
+
+    def observe(self, numbers: Floats, factors: Floats, votes: Sequence[float], decides: int = MAXIMUM) -> None:
+        """Check on the host that clips have an effect, and stop where they have none; by all ranks at the same step."""
+        if self._check is not None:
+            self._check.is_armed |= bool((factors < 1.0).any())
+            self._check.is_done |= any(votes)
+            if votes[0] and not votes[1]:
+                self._stop(np.ones(len(factors), dtype=np.bool_), UNDONE)
+        added = np.maximum(numbers[ADDED], 0.0) if len(numbers) > 1 else 0.0
+        scores = self._uncapped(torch.from_numpy(numbers[decides] - added)).numpy()
+        is_free = ~self._effect.stopped & (self._known[FIXED] == 0)
+        is_over = (numbers[decides] > self.threshold) & np.isfinite(scores) & is_free
+        self._effect.observe(scores, is_over, factors)
+
+    def settle(self) -> None:
+        """Judge the effect of clips that took much, once everything was observed that was done."""
+        if self._effect.is_due:
+            failed = self._effect.judge(self.scaler)
+            if failed.any():
+                self._stop(failed, NO_EFFECT)
+
+    @property
+    def is_due(self) -> bool:
+        """True if settle() has something to judge."""
+        return self._effect.is_due
+
+    def _stop(self, slots: NDArray[np.bool_], why: str) -> None:
+        self._effect.stopped |= slots
+        self.scaler.fixed |= torch.from_numpy(slots).to(self.scaler.fixed.device)
+        own = np.flatnonzero(slots[self.scaler.slots.own]).tolist()
+        layers = dict.fromkeys(self.scaler.heads[number][0] for number in own)
+        self._state.stopped |= dict.fromkeys(layers, why)
+        if self._is_first and layers:
+            which = ", ".join(layers) if len(layers) < len(self.slots_of_layers()) else "every layer"
+            done = "" if why == UNDONE else ", and its weights have what was taken back"
+            warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
+
+    def report(
+        self, numbers: Floats, factors: Floats, decides: int = MAXIMUM, measured: Mapping[str, str] | None = None
+    ) -> ClipReport:
+        """Return what was done with this rank's heads, from numbers that have reached the host."""
+        scaler, here = self.scaler, self.scaler.slots.own
+        own, largest, bounds = factors[here], numbers[decides, here], numbers[min(BOUND, len(numbers) - 1), here]
+        clipped = []
+        for each in scaler.scaled(own):
+            number = scaler.rows.number_of[each.layer, each.head]
+            how = "exact" if measured is None else measured.get(each.layer, "exact")
+            maximum, bound = float(largest[number]), float(bounds[number])
+            clipped.append(ClippedHead(each.layer, each.head, maximum, bound, how, each.factor, each.touched))
+        over = np.flatnonzero(~(largest <= self.threshold) & (own == 1.0)).tolist()
+        first = scaler.slots.own.start
+        left = [SkippedHead(*scaler.heads[at], self._why_left(numbers[:, first + at], at, decides)) for at in over]
+        report = ClipReport(self.threshold, tuple(clipped), tuple(left))
+        self._state.note(report.factors)
+        self._log(report)
+        return report
+
+    def _why_left(self, numbers: Floats, number: int, decides: int) -> str:
+        slot = number + self.scaler.slots.own.start
+        aim, cap, largest = self._known[AIM, slot], self._known[SOFTCAP, slot], numbers[decides]
+        added, sink = (max(numbers[ADDED], 0.0), numbers[SINK]) if len(numbers) > 1 else (0.0, -math.inf)
+        if sink > aim:
+            return f"a sink beside its keys has the score {sink:.4g}"
+        if not math.isfinite(largest):
+            return f"its largest score is {largest}"
+        if added >= aim:
+            return f"what is added to its scores, up to {added:.4g}, passes the threshold alone"
+        if largest - added >= cap:
+            return f"its largest score is the soft-cap, {cap:.4g}, and what came before is not known"
+        if self._effect.stopped[slot]:
+            return self._state.stopped.get(self.scaler.heads[number][0], NO_EFFECT)
+        return self.scaler.rows.why_fixed(number) if self._known[FIXED, slot] else WAITS
+
+    def _log(self, report: ClipReport) -> None:
+        """Log each head that was clipped, with its maximum before, and once each layer that could not be."""
+        if LOGGER.isEnabledFor(logging.INFO):
+            for head in report.heads:
+                LOGGER.info("QK-Clip at %g: %s", report.threshold, head)
+        for left in report.left:
+            said = left.layer, NUMBER.sub("", left.reason)
+            if self._is_first and said not in self._state.said and left.reason != WAITS:
+                self._state.said.add(said)
+                heads = [each.head for each in report.left if (each.layer, each.reason) == (left.layer, left.reason)]
+                which = printable(f"{left.layer}, heads {', '.join(map(str, heads))}: left as they are: {left.reason}")
+                LOGGER.warning("QK-Clip at %g: %s", report.threshold, which)
+
+
+def _aim(threshold: float, dtype: torch.dtype) -> float:
+    """What a head with parameters of this dtype is clipped to."""
+    return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))

@@ -8,8 +8,10 @@ a QK-norm's gain or a key that is left whole, are the same on every rank though 
 import gc
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attnscale.acting.writing import Change, is_sharded
+from attnscale.acting.parameters import is_sharded
 from attnscale.torch_internals import fsdp_groups
+from attnscale.tracing.parameters import Origins
 
-Changes = dict[str, Change]
-Maxima = dict[str, NDArray[np.float64]]
+Floats = NDArray[np.float64]
+FLAG = ("", ())  # by which ranks tell each other something that belongs to no row
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +37,18 @@ class Axis:
     cut: frozenset[str] = frozenset()
 
     def gathered(self, own: Any) -> list[Any]:
-        """What every rank of it gives, in their order."""
+        """Gather an object from every rank, in their order."""
         found = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(found, own, group=self.group)
         return found
 
     def all_same(self, own: bytes) -> bool:
-        """Whether every rank gives the same."""
+        """Return True if every rank gives the same."""
         return len(set(self.gathered(hashlib.blake2b(own, digest_size=16).digest()))) == 1
 
 
 def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
-    """The axes of a model, and the group that was given; in one order on all ranks, whatever each of them saw."""
+    """Return the axes of a model, and the group that was given, in one order on all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     copied = [each for each in (group, data_parallel_group(model)) if each is not None]
@@ -61,7 +64,7 @@ def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
 
 
 def data_parallel_group(model: nn.Module) -> "dist.ProcessGroup | None":
-    """The group of the DDP that a model is, has inside, or is inside of: a module does not know what wraps it."""
+    """Return the group of the DDP that a model is, has inside, or is inside of, of which a module does not know."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     first = next(model.parameters(), None)
     if not wrappers and first is not None and dist.get_world_size() > 1:
@@ -85,55 +88,122 @@ def _ranks(group: "dist.ProcessGroup") -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def agreed_maxima(axes: Sequence[Axis], maxima: Maxima, device: torch.device) -> Maxima:
-    """The largest numbers of every layer that any rank saw, over the axes along which all compute the same heads."""
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of a layer, and which parameters make their queries and keys; can be told to other ranks."""
+
+    heads: int
+    softcap: float | None
+    origins: tuple[Origins, ...]
+
+
+def agreed_layers(axes: Sequence[Axis], own: Mapping[str, LayerHeads]) -> dict[str, LayerHeads]:
+    """Return the layers that any rank saw, over the axes along which all compute the same heads."""
+    layers = dict(own)
     for axis in (each for each in axes if not each.cut):
-        if axis.all_same(pickle.dumps([(name, values.shape) for name, values in maxima.items()])):
-            maxima = _reduced(axis, maxima, device)
-        else:  # some rank saw less than others
-            maxima = _united(axis.gathered(maxima))
-    return maxima
+        if not axis.all_same(pickle.dumps([(name, layer.heads) for name, layer in layers.items()])):
+            told = sorted(axis.gathered(layers), key=len, reverse=True)
+            layers = {name: layer for each in reversed(told) for name, layer in each.items()}
+            layers = {name: layers[name] for each in told for name in each}
+    return layers
 
 
-def _reduced(axis: Axis, maxima: Maxima, device: torch.device) -> Maxima:
-    if not maxima:
-        return maxima
-    packed = torch.from_numpy(np.concatenate([values.ravel() for values in maxima.values()])).to(device)
-    dist.all_reduce(packed, dist.ReduceOp.MAX, group=axis.group)
-    parts = np.split(packed.cpu().numpy(), np.cumsum([values.size for values in maxima.values()])[:-1])
-    return {name: part.reshape(values.shape) for part, (name, values) in zip(parts, maxima.items(), strict=True)}
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """All heads, those of ranks that share them out one after the other; `own` are those that this rank computes."""
+
+    axes: Sequence[Axis]
+    own: slice
+    known: Floats  # (numbers, slots): what ranks told of their heads
+
+    @classmethod
+    def of(cls, axes: Sequence[Axis], known: Floats) -> "Slots":
+        """Have every rank of the axes tell what it knows of its own heads, (numbers, heads)."""
+        place = tuple(dist.get_rank(axis.group) for axis in axes if axis.cut)
+        told = {place: known}
+        for axis in (axis for axis in axes if axis.cut):
+            told = {where: numbers for each in axis.gathered(told) for where, numbers in each.items()}
+        parts = [told[where] for where in sorted(told)]
+        first = sum(part.shape[1] for where, part in sorted(told.items()) if where < place)
+        return cls(axes, slice(first, first + known.shape[1]), np.concatenate(parts, axis=1))
+
+    @property
+    def count(self) -> int:
+        """Number of all heads."""
+        return int(self.known.shape[1])
+
+    @cached_property
+    def _groups(self) -> "list[dist.ProcessGroup | None]":
+        """The groups over which numbers are reduced; one where the axes span all ranks."""
+        sizes = [dist.get_world_size(axis.group) for axis in self.axes]
+        if len(sizes) > 1 and prod(sizes) == dist.get_world_size():
+            return [None]
+        return [axis.group for axis in self.axes]
+
+    def agreed(self, own: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest numbers that any rank has of each slot, from (numbers, own heads), and of the votes."""
+        if not self.axes:
+            return own, votes
+        every = own.new_full((len(own), self.count), -torch.inf)
+        every[:, self.own] = own
+        every = torch.cat([every.flatten(), votes.to(every)])
+        for group in self._groups:
+            dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
+        return every[: -len(votes)].view(len(own), self.count), every[-len(votes) :]
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all ranks."""
+        for group in self._groups:
+            dist.all_reduce(numbers, group=group)
+        return numbers
 
 
-def _united(of_ranks: list[Maxima]) -> Maxima:
-    found: Maxima = {}
-    for each in of_ranks:
-        for name, values in each.items():
-            known = found.get(name)
-            fits = known is not None and known.shape == values.shape
-            found[name] = np.maximum(known, values) if known is not None and fits else values
-    return found
+@dataclass(frozen=True)
+class Block:
+    """A parameter, as this rank computes with it, whose rows are known by numbers from `first` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    across: tuple[int, ...]
+    offset: float
+    first: int
 
 
-def agreed_changes(axes: Sequence[Axis], own: Changes, layers: int) -> Changes:
-    """The changes that every rank makes: of what is the same on several ranks, all make those of the one that saw most.
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of parameters that are whole on ranks with heads of their own: what each rank finds of them, together."""
 
-    `layers` is how many this rank saw.
-    """
-    for axis in axes:
-        common = {name: change for name, change in own.items() if name not in axis.cut}
-        if axis.all_same(pickle.dumps(sorted((name, change.key) for name, change in common.items()))):
-            continue
-        told = axis.gathered((layers, common))
-        ordered = [changes for _, changes in sorted(told, key=lambda each: -each[0])]
-        united: Changes = {name: change for name, change in own.items() if name in axis.cut}
-        for changes in ordered:
-            for name, change in changes.items():
-                united[name] = united[name].with_rows_of(change) if name in united else change
-        own = united
-    return own
+    axes: Sequence[Axis]  # along which heads are shared out
+    blocks: Sequence[Block]
+    rows: int
+
+    def least(self, *values: Floats, flag: float = 0.0) -> tuple[list[Floats], float]:
+        """Return the least of each number of a row over all ranks that have it, ∞ where none does; and of the flags."""
+        found = np.stack(values)
+        for axis in self.axes:
+            told: list[dict[Any, tuple[NDArray[np.int64], Floats]]] = axis.gathered(self._own(axis, found, flag))
+            flag = min(float(each[FLAG][1].min()) for each in told)
+            for block, last in self._spans():
+                for rows, numbers in (each[key] for each in told if (key := (block.name, block.across)) in each):
+                    held = rows < last - block.first
+                    at = block.first + rows[held]
+                    found[:, at] = np.minimum(found[:, at], numbers[:, held])
+        return list(found), flag
+
+    def _own(self, axis: Axis, found: Floats, flag: float) -> dict[Any, tuple[NDArray[np.int64], Floats]]:
+        own: dict[Any, tuple[NDArray[np.int64], Floats]] = {FLAG: (np.zeros(1, dtype=np.int64), np.array([flag]))}
+        for block, last in self._spans():
+            rows = np.flatnonzero(np.isfinite(found[:, block.first : last]).any(0))
+            if block.name not in axis.cut and len(rows):
+                own[block.name, block.across] = (rows, found[:, block.first + rows])
+        return own
+
+    def _spans(self) -> list[tuple[Block, int]]:
+        bounds = [block.first for block in self.blocks] + [self.rows]
+        return list(zip(self.blocks, bounds[1:], strict=True))
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters lie."""
+    """Return the device of the parameters."""
     first: Tensor | None = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnscale.acting.folding import Folding, Head, Left
-from attnscale.acting.writing import Touched
+from attnscale.acting.clip import heads_of
+from attnscale.acting.head_rows import Head, ScaledHead, SkippedHead, Touched
+from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
+from attnscale.acting.scaling import HeadScaler
 from attnscale.declared.attributes import SCALE_NAMES
 from attnscale.declared.declaration import note_folded
 from attnscale.declared.fields import number
@@ -61,7 +63,7 @@ class RescaleReport:
     """What was rescaled, by how much and where; and the heads that could not be."""
 
     heads: tuple[RescaledHead, ...]
-    left: tuple[Left, ...]
+    left: tuple[SkippedHead, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON takes it."""
@@ -74,27 +76,30 @@ class RescaleReport:
         return "\n".join([*lines, *(f"  {left}" for left in self.left)])
 
 
-def rescale_(model: nn.Module, rule: Scale, batch: Any = None) -> RescaleReport:
+def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
     """Make every attention of the model apply a rule's scale: `inverse_sqrt`, `constant(0.1)`, `0.1`, `"unscaled"`, …
 
     Where the module keeps its scale as a number, that is set; else the ratio is folded into what makes queries and
     keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to multiply again.
     The rule must be one number for a head dimension: a learned rule, or one that looks at tensors, cannot be folded.
     `batch` is what the model is called on to see what it applies now: keyword arguments as a dict, several arguments
-    as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention.
+    as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention. Parameters that require no
+    gradient are not written, unless `frozen="write"`.
 
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
     >>> report = rescale_(layer, "unscaled")
     >>> [round(head.before**-2) for head in report.heads], [round(head.after, 6) for head in report.heads]
     ([32, 32], [1.0, 1.0])
     """
+    check_frozen(frozen)
+    refuse_foreign_parameters(model)
     batch = _example(model) if batch is None else batch
     before = _watched(model, batch)
     scales = {name: _constant(rule, layer.head_dim) for name, layer in before.layers.items()}
     attributes = _set_attributes(model, batch, before, scales)
     now = _watched(model, batch) if attributes else before
     wanted = _ratios(now, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
-    folded, left = Folding(model, now.layers).multiply_(wanted, merge=_geometric_mean)
+    folded, left = _multiply(model, now.layers, wanted, frozen)
     by_head = {(each.layer, each.head): each for each in folded}
     _note_folded(model, now.layers, {head: fold.factor for head, fold in by_head.items()})
     heads = []
@@ -107,12 +112,12 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None) -> RescaleReport:
     return RescaleReport(tuple(heads), tuple(left))
 
 
-def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
+def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> RescaleReport:
     """Fold into each head what gives its scores on this batch a standard deviation of one.
 
     For a model at initialisation: dividing by √d_k gives unit spread only where queries and keys have unit variance.
-    The model runs without dropout, a few times, since the scores of a layer move those after it. `batch` as in
-    rescale_(). Heads that share what makes their queries, as the gain of a QK-norm, have unit spread in the mean.
+    The model runs without dropout, a few times, since the scores of a layer move those after it. `batch` and `frozen`
+    as in rescale_(). Heads that share what makes their queries, as the gain of a QK-norm, have unit spread in the mean.
 
     >>> layer = nn.MultiheadAttention(64, 2, batch_first=True)
     >>> x = torch.randn(4, 50, 64)
@@ -120,9 +125,11 @@ def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
     >>> [round(head.after, 2) for head in report.heads]
     [1.0, 1.0]
     """
+    check_frozen(frozen)
+    refuse_foreign_parameters(model)
     with _evaluating(model):
         before = after = _watched(model, batch, rows=None)
-        left: list[Left] = []
+        left: list[SkippedHead] = []
         touched: dict[Head, tuple[Touched, ...]] = {}
         factors: dict[Head, float] = {}
         for _ in range(MOST_PASSES):
@@ -130,7 +137,7 @@ def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
             wanted = {head: factor for head, factor in wanted.items() if abs(factor - 1) > UNIT_SPREAD / 2}
             if not wanted:
                 break
-            folded, left = Folding(model, after.layers).multiply_(wanted, merge=_geometric_mean)
+            folded, left = _multiply(model, after.layers, wanted, frozen)
             if not folded:
                 break
             for each in folded:
@@ -144,6 +151,19 @@ def calibrate_(model: nn.Module, batch: Any) -> RescaleReport:
         was, now = (float(seen.layers[name].stats.std[head]) for seen in (before, after))
         heads.append(RescaledHead(name, head, was, now, factors[name, head], touched=changes))
     return RescaleReport(tuple(heads), tuple(left))
+
+
+def _multiply(
+    model: nn.Module, layers: Mapping[str, Layer], wanted: Mapping[Head, float], frozen: Frozen
+) -> tuple[list[ScaledHead], list[SkippedHead]]:
+    """Multiply the scores of these heads; heads of one family take the geometric mean of their factors."""
+    scaler = HeadScaler(model, heads_of(layers), frozen=frozen)
+    logs = torch.tensor([math.log(wanted.get(head, 1.0)) for head in scaler.heads], dtype=torch.float64)
+    factors = scaler.by_family(logs.to(scaler.fixed.device).exp(), "geometric mean")
+    scaler.multiply_(factors)
+    skipped = [number for number, head in enumerate(scaler.heads) if head in wanted and scaler.fixed[number]]
+    left = [SkippedHead(*scaler.heads[number], scaler.rows.why_fixed(number)) for number in skipped]
+    return scaler.scaled(factors.cpu().numpy()), left
 
 
 def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:

@@ -35,6 +35,7 @@ class Trail:
     other_scores: "list[tuple[Node, float]]" = field(default_factory=list)  # of the products added, with their factors
     normalised: bool = False
     blended: bool = False  # passed an operation whose effect on the value is not known
+    mixed: bool = False  # passed a projection that sums over heads
     dropped: bool = False  # some were set to zero at random
     detached: bool = False  # no gradient goes further
     kept: bool = False  # passed a cache
@@ -126,6 +127,7 @@ def _walk(trail: Trail, step: Step) -> None:
         trail.detached |= not trail.kept
     elif step.effect == "other":
         trail.blended = True
+        trail.mixed |= trail.node.projection is not None
     trail.kept |= step.is_kept
     trail.node = step.parent
     if step.back is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from attnscale.acting.clip_history import taken_from
+from attnscale.acting.clip_state import taken_from
 from attnscale.train.record import LayerRecord
 from attnscale.watching.seen import LayerFacts
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
 from attnscale.train.own_loggers import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
@@ -44,6 +45,7 @@ class QKClipCallback(TrainerCallback, ExportableState):
         if self.clip is not None:
             self.clip.close()
         self.clip = QKClip(kwargs["model"], **self.settings)
+        refuse_copies(kwargs["model"], kwargs.get("optimizer"))
         trainer = trainer_above() if self._is_logged else None
         self._log = None if trainer is None else TrainerLog(trainer, self)
         stored: Any = state.stateful_callbacks

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
 from attnscale.train.own_loggers import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
@@ -37,6 +38,8 @@ class LightningQKClipCallback(Callback):
         """Begin, or go on where the checkpoint was taken."""
         self._leave()
         self._told = trainer.global_step
+        for optimizer in trainer.optimizers:
+            refuse_copies(pl_module, optimizer)
         self.clip = QKClip(pl_module, **self.settings)
         if self._saved is not None:
             self.clip.load_state_dict({**self._saved, "steps": trainer.global_step})

@@ -3,21 +3,23 @@
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.acting.clip import ClipReport, check_threshold, clip_qk_
-from attnscale.acting.clip_history import arrives_by
+from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
+from attnscale.acting.clip_state import WriteCheck, clip_state
+from attnscale.acting.parameters import Frozen, check_frozen, refuse_copies, refuse_foreign_parameters
 from attnscale.acting.replicas import Axis, axes_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
 from attnscale.probes.placement import Placement
 from attnscale.probes.unprobed import LateModules
 from attnscale.torch_internals import never_compiled
-from attnscale.train.probed_clip import Coverage, ProbedClip, TracedLayers, why_not_probed
+from attnscale.train.probed_clip import Coverage, ProbedClip, why_not_probed
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
@@ -40,7 +42,11 @@ class QKClip:
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Name ranks that are not found, copies without DDP or ranks
-    that share out keys, by their `group`. What clip_qk_ promises holds.
+    that share out keys, by their `group`. What clip_qk_ promises holds, also of parameters that are `frozen`.
+
+    What is clipped must be what the optimiser moves. Models whose weights are kept elsewhere are refused: FSDP1's,
+    DeepSpeed's, and by attach() an optimiser of copies. Where a step undoes what a clip wrote, clipping stops and one
+    warning says so.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -57,11 +63,21 @@ class QKClip:
     >>> clip.close()
     """
 
-    def __init__(self, model: nn.Module, threshold: float = 100.0, *, group: "dist.ProcessGroup | None" = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        threshold: float = 100.0,
+        *,
+        frozen: Frozen = "keep",
+        group: "dist.ProcessGroup | None" = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"Expected a torch.nn.Module to clip, got {type(model).__name__}.")
         check_threshold(threshold)
-        self.model, self._threshold, self._group = model, float(threshold), group
+        check_frozen(frozen)
+        refuse_foreign_parameters(model)
+        self.model, self._threshold, self._frozen, self._group = model, float(threshold), frozen, group
+        self._check = WriteCheck(model)
         self.steps = 0
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
@@ -69,7 +85,7 @@ class QKClip:
         self._coverage, self._late = Coverage(), LateModules(None)
         self._told: set[str] = set()
         self._may_probe, self._is_closed = True, False
-        arrives_by(model, self.flush)
+        clip_state(model).fetch = WeakMethod(self.flush)
         self._begin_trace()
 
     @property
@@ -112,6 +128,8 @@ class QKClip:
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
         """Call step() after every step of this optimiser; remove() of what is returned ends it."""
+        refuse_foreign_parameters(self.model)
+        refuse_copies(self.model, optimizer)
 
         def after(*_: Any) -> None:
             self.step()
@@ -164,6 +182,7 @@ class QKClip:
         """Leave the model, and forget what was found out about it."""
         self._remove()
         self._late.close()
+        self._check.forget()
         self._coverage = Coverage()
 
     def _trace_late_modules(self, probed: ProbedClip) -> None:
@@ -193,8 +212,9 @@ class QKClip:
             layers: dict[str, Layer] = dict(seen.layers)
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
-        report = clip_qk_(self.model, TracedLayers(layers), self.threshold, group=self._group)
-        axes = axes_of(self.model, self._group) if self._may_probe else []
+        refuse_foreign_parameters(self.model)  # perhaps wrapped since
+        axes = axes_of(self.model, self._group)
+        report = clip_layers(self.model, layers, self.threshold, axes, self._frozen, check=self._check)
         if not self._may_probe or not self._install(seen, layers, axes):
             self._begin_trace()
         if not report.heads and not report.left:
@@ -225,7 +245,7 @@ class QKClip:
         self._coverage.begin()
         self._late.close()
         self._late = LateModules(placement, self._coverage.known)
-        self._probed = ProbedClip(placement, layers, self.threshold, axes)
+        self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
         if placement.fallbacks:
             which = "; ".join(f"{printable(path)}: {placement.reason(path)}" for path in placement.fallbacks)
             self._warn_once(

@@ -228,8 +228,8 @@ class WrittenCall:
         return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
 
     def origins(self) -> Origins:
-        """Where queries and keys come from; of a sum of several products, none."""
-        if self.trail.other_scores:
+        """Where queries and keys come from; of a sum of several products, or of mixed heads, none."""
+        if self.trail.other_scores or self.trail.mixed:
             return Origins()
         return Origins(self.probed.origin(queries=True).settled(), self.probed.origin(queries=False).settled())
 
