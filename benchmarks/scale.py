@@ -8,8 +8,6 @@ messages one after the other, merges, and sends one up; the merged message comes
 import argparse
 import json
 import time
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,10 +15,7 @@ from attnscale import score_stats
 from attnscale.declared import Declared
 from attnscale.train.numbers import records
 from attnscale.train.record import Record
-from attnscale.train.room import Thinner
-from attnscale.train.snapshot import beside
 from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes, whole_layers
-from attnscale.train.thinning import thin
 from attnscale.watching.gradients import GradientSquares
 from attnscale.watching.layer import Layer
 
@@ -77,34 +72,6 @@ def tree_seconds(ranks: int, hop: float, merging: float) -> float:
     return reached(0, ready(0))
 
 
-def thinning_stalls(line: str) -> dict:
-    """What rank 0 waits for when its log is full: a rename and the start of a process, whatever the size of the log."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "scores.jsonl"
-        count = 24
-        for word, steps in (("older", range(count // 2)), (None, range(count // 2, count))):
-            with (path if word is None else beside(path, word)).open("w", encoding="utf-8") as file:
-                file.writelines(line.replace('"step":1000000', f'"step":{step}', 1) + "\n" for step in steps)
-        thinner, start = Thinner(path), time.perf_counter()
-        thinner.make_room()
-        stall = time.perf_counter() - start
-        while beside(path, "aside").exists():
-            time.sleep(0.05)
-        thinned = time.perf_counter() - start
-    return {"stall_when_full_seconds": stall, "thinning_seconds_a_record": thinned / count}
-
-
-def month_thinned(count: int, every: int, capacity: int) -> dict:
-    """How a month looks in a log that is thinned whenever it is full."""
-    kept, thinnings = [], 0
-    for index in range(count):
-        if len(kept) + 1 > capacity:
-            kept, thinnings = thin(kept), thinnings + 1
-        kept.append(Record(index * every, 0.0, {}))
-    spans = [(record.until or record.step) - record.step for record in kept]
-    return {"thinnings_a_month": thinnings, "records_kept": len(kept), "widest_record_steps": max(spans)}
-
-
 def main() -> None:
     """Print the costs."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,9 +106,6 @@ def main() -> None:
         "record_seconds": writing,
         "records_a_month": round(MONTH / STEP_SECONDS / given.every),
         "month_bytes": len(line) * round(MONTH / STEP_SECONDS / given.every),
-        "records_in_half_a_GB": 10**9 // 2 // len(line),
-        **month_thinned(round(MONTH / STEP_SECONDS / given.every), given.every, 10**9 // 2 // len(line)),
-        **thinning_stalls(line),
     }
     for name, value in found.items():
         print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value:,}")

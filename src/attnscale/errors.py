@@ -17,7 +17,7 @@ What is told and stops nothing, as a tree:
     ├── NotInsideWarning            attentions that are watched from outside at every step, which costs more
     ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
     ├── LostRankWarning             a rank that did not answer, and is not waited for again
-    ├── SinkWarning                 a sink that failed, or a log that could not be written or thinned
+    ├── SinkWarning                 a sink that failed, or a log that could not be written
     └── DamagedFileWarning          a kept result that could not be read, and is computed again
 
 Every message finishes the sentence: what was expected, what came, what to do. Code tells errors and warnings apart by
@@ -86,7 +86,7 @@ class LostRankWarning(AttnscaleWarning):
 
 
 class SinkWarning(AttnscaleWarning):
-    """A sink that failed, or a log that could not be written or thinned."""
+    """A sink that failed, or a log that could not be written."""
 
 
 class DamagedFileWarning(AttnscaleWarning):

@@ -10,7 +10,7 @@ from attnscale.errors import SettingError
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "report": ("jinja2", "markupsafe"),
-    "hf": ("transformers", "tokenizers", "safetensors"),
+    "hf": ("transformers", "tokenizers", "safetensors", "accelerate"),
     "lab": ("submitit",),
 }
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
-from attnscale.checking.line import line_of
+from attnscale.checking.checked import line_of
 from attnscale.diagnose import Audit, Finding
 from attnscale.diagnose.grouped import grouped
 from attnscale.diagnose.verdict import worst_code

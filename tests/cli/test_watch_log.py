@@ -60,13 +60,6 @@ def test_its_json_is_the_run(log):
     assert plain["alarms"][0]["step"] == 750
 
 
-def test_thinning_rewrites_the_log(log):
-    before = len(read_log(log).records)
-    result = run("watch-log", str(log), "--thin", "--json")
-    assert json.loads(result.stdout)["records"] == len(read_log(log).records) < before
-    assert json.loads(result.stdout)["layers"][1]["highest"] == pytest.approx(5 * math.exp(4.75), rel=1e-4)
-
-
 def test_an_error_among_the_alarms_ends_with_status_one(log):
     alarm = Finding("blocks.1.attention", None, "non_finite", "error", "NaN.", None, None, "Stop.")
     layers = read_log(log).records[-1].layers

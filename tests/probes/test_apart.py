@@ -62,8 +62,8 @@ def test_the_numbers_are_those_of_an_eager_run():
     assert torch.equal(losses, same)
     assert_same(found, expected, 1e-4)
     for record in (found[-1], Record.from_dict(found[-1].to_dict())):
-        assert [layer.apart for layer in record.layers.values()] == [False, True, False, True]
-    assert not any(layer.apart for layer in expected[0].layers.values())  # all of it was traced
+        assert [layer.uncompiled for layer in record.layers.values()] == [False, True, False, True]
+    assert not any(layer.uncompiled for layer in expected[0].layers.values())  # all of it was traced
 
 
 @pytest.mark.parametrize("way", [each_layer, lambda model: torch.compile(model, backend="aot_eager")])

@@ -15,10 +15,11 @@ from attnscale.show.report.check import check_report
 from attnscale.show.report.run import run_report
 from attnscale.show.run import show_run
 from attnscale.train import JsonLines, Record, read_log, summarise
+from attnscale.train.course import merged
 from attnscale.train.sinks import sink_from
-from attnscale.train.thinning import folded
-from docs.tools.generated import with_statistics
+from docs.tools.generate import PARTS
 from tests.show.reports import checked
+from tests.train.trackers import WandbRun
 from tests.train.training import batch, loss_of, small_model
 
 BENT = Statistic(
@@ -68,11 +69,11 @@ def test_it_is_in_a_record_its_line_and_what_is_read_from_that(record, tmp_path)
     assert read_log(tmp_path / "scores.jsonl").records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
 
 
-def test_thinning_keeps_its_bad_end(record):
+def test_a_course_keeps_its_bad_end(record):
     lower = json.loads(json.dumps(record.to_dict()))
     lower["layers"][LAYER]["bent"] = [1, 2, 44]
-    kept = folded(record, Record.from_dict(lower))
-    assert kept.layers[LAYER].numbers["bent"] == [1.0, 2.0, 33.0]
+    kept = merged(record, Record.from_dict(lower))
+    assert kept.layers[LAYER].numbers["bent"] == [1.0]
 
 
 def test_it_is_in_every_table_of_the_terminal(record, capsys):
@@ -120,13 +121,12 @@ def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch
     found = events.EventAccumulator(str(tmp_path))
     found.Reload()
     assert found.Scalars(f"attnscale_bent/{LAYER}")[0].value == 33.0
-    points = {}
-    run = SimpleNamespace(log=lambda values, commit: points.update(values))
+    run = WandbRun()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
     sink_from("wandb")(record)
-    assert points[f"attnscale_bent/{LAYER}"] == 33.0
+    assert run.finish()[0][f"attnscale_bent/{LAYER}"] == 33.0
 
 
 def test_it_is_in_the_guide():
     row = "| `bent` | how bent the scores are | 0 to 40 | straight at 0 |"
-    assert row in with_statistics("# Statistics\n\n<!-- statistics -->\n")
+    assert row in PARTS["statistics"]()

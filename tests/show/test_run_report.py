@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from attnscale.show.report.run import run_report
-from attnscale.train import Monitor
+from attnscale.train import Monitor, Record
 from attnscale.train.course import Course
-from attnscale.train.line import line_of, parsed
 from tests.train.training import LENGTH, batch, loss_of, small_model
 
 from .reports import records
@@ -74,7 +73,7 @@ def test_a_monitor_writes_the_keys_that_rows_see_and_a_course_keeps_the_first_he
     for _ in range(3):
         loss_of(model, batch()).backward()
         monitor.step()
-        course.add(parsed(line_of(found[-1])))
+        course.add(Record.from_line(found[-1].to_line()))
     monitor.close()
     layers = [layer for record in course.records for layer in record.layers.values()]
     assert [layer.keys for layer in layers] == [(LENGTH + 1) / 2] * 6  # of causal rows

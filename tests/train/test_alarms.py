@@ -11,7 +11,7 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.models import load_bundled
 from attnscale.train import LayerRecord, Record
 from attnscale.train.history import History
-from attnscale.train.run import raised_alarms
+from attnscale.train.run import grouped_alarms
 
 FACTORS = {"scale": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
 
@@ -58,7 +58,7 @@ def test_a_trained_model_that_monitor_is_given_is_judged_from_where_it_begins(ca
     monitor = Monitor(model, every=1)
     model(tokens[:, :64]).sum().backward()
     monitor.step()
-    assert monitor.last.layers["blocks.0.attention"].felt[0] > 100
+    assert monitor.last.layers["blocks.0.attention"].effective_max[0] > 100
     assert monitor.last.alarms == []
     assert not caplog.records
     again = Monitor(model, every=1)
@@ -120,7 +120,7 @@ def test_alarms_that_say_the_same_are_told_once_with_their_layers_and_steps():
     for step in range(12):
         found = history.add(10 * step, {f"blocks.{index}.attention": layer(4.0 * 2**step) for index in range(3)})
         alarms += [(10 * step, alarm) for alarm in found]
-    (told,) = raised_alarms(alarms)
+    (told,) = grouped_alarms(alarms)
     assert told.group.layers == tuple(f"blocks.{index}.attention" for index in range(3))
     assert told.group.first.severity == "warning"
     assert len(alarms) > 3

@@ -8,7 +8,6 @@ import pytest
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.train import LayerRecord, Record, summarise
 from attnscale.train.history import History
-from attnscale.train.thinning import folded
 from attnscale.train.trend import Sample, is_held, trend
 
 RATE, THRESHOLD = 0.01, 100.0
@@ -37,14 +36,6 @@ def test_the_field_is_kept_by_a_log_and_optional():
     assert "clipped" not in json.loads(plain.to_json())["layers"]["layer"]
     assert Record.from_dict(plain.to_dict()).layers["layer"].clipped is None
     assert plain.layers["layer"].lowered == 1.0
-
-
-def test_records_put_together_were_clipped_by_the_product_of_both():
-    first, second = records()[20:22]
-    both = [
-        one * other for one, other in zip(first.layers["layer"].clipped, second.layers["layer"].clipped, strict=True)
-    ]
-    assert folded(first, second).layers["layer"].clipped == pytest.approx(both)
 
 
 def test_growth_is_what_the_optimiser_did():

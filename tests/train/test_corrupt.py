@@ -43,8 +43,6 @@ def test_a_corrupt_line_is_counted_and_shown_and_no_other_is_lost(tmp_path, watc
     status, out = watch_log(path, "--json", "--html", tmp_path / "report.html")
     assert (status, json.loads(out)["damaged_lines"]) == (0, 1)
     assert json.loads(out)["damage"][0].startswith("scores.jsonl, line 6: ")
-    status, out = watch_log(path, "--thin", "--json")
-    assert (status, json.loads(out)["damaged_lines"], json.loads(out)["last_step"]) == (0, 1, 80)
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -55,7 +53,7 @@ def test_an_odd_line_is_read_and_shown_wherever_it_stands(tmp_path, watch_log, k
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert read_log(path).damaged == 0
     assert len(read_log(path).records) == 9
-    for options in ([], ["--json"], ["--html", tmp_path / "report.html"], ["--thin"]):
+    for options in ([], ["--json"], ["--html", tmp_path / "report.html"]):
         status, out = watch_log(path, *options)
         assert status == 0
         assert out.replace("\n", "").isprintable()

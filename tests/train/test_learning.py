@@ -10,13 +10,12 @@ import torch
 from attnscale import Monitor
 from attnscale.errors import NotRecordedWarning
 from attnscale.train import LightningScoreCallback, Record, ScoreCallback, read_log, summarise
+from attnscale.train.course import merged
 from attnscale.train.learning import Losses
-from attnscale.train.line import line_of, parsed
 from attnscale.train.merging import _merged
 from attnscale.train.schema import LineError
 from attnscale.train.sinks.scalars import scalars
 from attnscale.train.tally import to_bytes
-from attnscale.train.thinning import folded
 
 from .corrupt import line
 from .test_huggingface import trainer
@@ -95,22 +94,22 @@ def test_what_is_no_number_is_told_and_loses_no_record(run):
 
 def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_given():
     given = replace(record(), loss=math.nan, lr=3e-4)
-    plain = json.loads(line_of(given))
+    plain = json.loads(given.to_line())
     assert (plain["loss"], plain["lr"]) == (None, 3e-4)
-    found = parsed(line_of(given))
+    found = Record.from_line(given.to_line())
     assert math.isnan(found.loss)
     assert found.lr == 3e-4
-    assert not {"loss", "lr"} & json.loads(line_of(record())).keys()
-    old = parsed(line().encode())
+    assert not {"loss", "lr"} & record().to_dict().keys()
+    old = Record.from_line(line().encode())
     assert (old.loss, old.lr) == (None, None)
     with pytest.raises(LineError, match="'loss' of a record as a number"):
-        parsed(line(loss="low").encode())
+        Record.from_line(line(loss="low").encode())
 
 
-def test_a_thinned_log_keeps_the_highest_loss():
+def test_a_course_keeps_the_highest_loss():
     first, second = (Record(step, 0.0, {}, loss=loss, lr=0.1) for step, loss in ((0, 3.0), (1, 2.0)))
-    assert (folded(first, second).loss, folded(first, second).lr) == (3.0, 0.1)
-    assert math.isnan(folded(first, replace(second, loss=math.nan)).loss)
+    assert (merged(first, second).loss, merged(first, second).lr) == (3.0, 0.1)
+    assert math.isnan(merged(first, replace(second, loss=math.nan)).loss)
 
 
 def test_ranks_keep_the_mean_of_those_that_gave_one():

@@ -23,6 +23,7 @@ from attnscale.train.tally import Arriving
 
 from .test_huggingface import LAYERS
 from .test_huggingface import trainer as trainer_of
+from .trackers import WandbRun
 from .training import batch, loss_of, small_model
 
 SPREAD, LARGEST = f"attnscale_spread/{LAYERS[0]}", f"attnscale_max/{LAYERS[0]}"
@@ -96,15 +97,14 @@ class FailingLogger(TrainerCallback):
 
 
 def test_a_logger_that_fails_stops_nobody_and_one_whose_tool_is_a_sink_is_given_nothing_twice(tmp_path, monkeypatch):
-    points_of_sink = []
-    run = SimpleNamespace(log=lambda values, commit: points_of_sink.append(values), alert=lambda title, text: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    wandb_run = WandbRun()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=wandb_run))
     run, of_wandb, other = trainer(tmp_path, ScoreCallback(every=3, sinks=["wandb"])), WandbCallback(), Logger()
     for logger in (FailingLogger(), of_wandb, other):
         run.add_callback(logger)
     with pytest.warns(SinkWarning, match="no such host"):
         run.train()
-    assert (len(points_of_sink), of_wandb.given, other.given) == (3, [], [1, 4, 7])
+    assert (len(wandb_run.finish()), of_wandb.given, other.given) == (3, [], [1, 4, 7])
 
 
 def test_only_the_first_process_logs(tmp_path):

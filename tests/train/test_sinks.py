@@ -1,4 +1,4 @@
-"""The other sinks: TensorBoard read back, a stand-in for W&B, the table as it is drawn."""
+"""The other sinks: TensorBoard read back, stand-ins for W&B and MLflow, the table as it is drawn."""
 
 import inspect
 import sys
@@ -14,9 +14,13 @@ from attnscale.diagnose import Finding
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.show.live_table import LiveTable
-from attnscale.train import LayerRecord, Record
+from attnscale.train import LayerRecord, Record, read_log
 from attnscale.train.sinks import SINKS, sink_from
+from attnscale.train.sinks.scalars import scalars
+from attnscale.train.sinks.tensorboard import TensorBoard
+from attnscale.train.sinks.wandb import WeightsAndBiases
 
+from .trackers import Mlflow, WandbRun
 from .training import batch, loss_of, small_model
 
 ALARM = Finding("blocks.0", 1, "exploding", "warning", "The largest score is 1500.", 1500.0, 1000.0, "Clip it.")
@@ -45,44 +49,110 @@ def test_tensorboard_has_a_curve_a_layer_and_number(tmp_path):
     assert "custom_scalars__config__" in found.Tags()["tensors"]  # a chart a number, in which layers are the lines
 
 
-def test_wandb_gets_points_that_do_not_commit_a_step_and_alerts(monkeypatch):
-    logged, alerts = [], []
-    run = SimpleNamespace(
-        log=lambda values, commit: logged.append((values, commit)), alert=lambda title, text: alerts.append(title)
-    )
+@pytest.fixture
+def wandb(monkeypatch):
     stand_in = SimpleNamespace(run=None)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    stand_in = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", stand_in)
+    return stand_in
+
+
+def test_wandb_gets_curves_over_a_step_of_their_own_and_alerts(wandb):
     sink = sink_from("wandb")
     with pytest.raises(SettingError, match=r"call wandb\.init\(\) before training"):
         sink(record())
-    stand_in.run = run
+    wandb.run = WandbRun()
     sink(record())
-    ((values, commit),) = logged
-    assert not commit
-    assert values["attnscale/step"] == 50
-    assert values["attnscale_max/blocks.0"] == 1500.0
-    assert alerts == ["attnscale: exploding in blocks.0, head 1"]
+    (row,) = wandb.run.finish()
+    assert row["attnscale/step"] == 50
+    assert row["attnscale_max/blocks.0"] == 1500.0
+    assert wandb.run.metrics == dict.fromkeys(("attnscale/*", "attnscale_*"), "attnscale/step") | {
+        "attnscale/step": None
+    }
+    assert [title for title, _ in wandb.run.alerts] == ["attnscale: exploding in blocks.0, head 1"]
 
 
-def test_mlflow_gets_points_at_their_step_under_names_that_it_takes_and_alarms_as_tags(monkeypatch):
-    points, tags = [], {}
-    stand_in = SimpleNamespace(
-        active_run=lambda: None,
-        log_metrics=lambda values, step: points.append((values, step)),
-        set_tag=tags.__setitem__,
-    )
-    monkeypatch.setitem(sys.modules, "mlflow", stand_in)
-    sink = sink_from("mlflow")
+LOOPS = {
+    "without a step": lambda run, step: run.log({"loss": step}),
+    "with the training step": lambda run, step: run.log({"loss": step}, step=step),
+    "with a count of tokens": lambda run, step: run.log({"loss": step}, step=1000 * step),
+    "twice a step": lambda run, step: (run.log({"loss": step}), run.log({"lr": step})),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("logs_first", [False, True])
+def test_wandb_loses_no_record_and_nothing_of_the_loop_however_that_logs(wandb, tmp_path, loop, every, logs_first):
+    wandb.run = run = WandbRun()
+    sinks = [sink_from("wandb"), sink_from(tmp_path / "scores.jsonl")]
+    for step in range(40):
+        calls = [lambda step=step: [sink(record(step)) for sink in sinks]] if step % 4 == 0 else []
+        calls += [lambda step=step: LOOPS[loop](run, step)] if step % every == 0 else []
+        for call in calls[::-1] if logs_first else calls:
+            call()
+    rows = run.finish()
+    assert [row["loss"] for row in rows if "loss" in row] == list(range(0, 40, every))
+    found = [row for row in rows if "attnscale/step" in row]
+    logged_records = read_log(tmp_path / "scores.jsonl").records
+    assert [row["attnscale/step"] for row in found] == [each.step for each in logged_records] == list(range(0, 40, 4))
+    for row, each in zip(found, logged_records, strict=True):
+        expected = dict(scalars(each))
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_mlflow_gets_points_at_their_step_under_names_that_it_takes(mlflow, tmp_path):
+    sinks = [sink_from("mlflow"), sink_from(tmp_path / "scores.jsonl")]
     with pytest.raises(SettingError, match=r"call mlflow\.start_run\(\) before training"):
+        sinks[0](record())
+    mlflow.start_run()
+    for step in (0, 50):
+        for sink in sinks:
+            sink(record(step))
+    sinks[0](replace(record(100), layers={"blocks[0]": record().layers["blocks.0"]}))
+    sinks[0](record(rank=1))
+    assert [step for step, _ in mlflow.points] == [0, 50, 100]
+    assert mlflow.points[2][1]["attnscale_max/blocks_0_"] == 1500.0
+    for (_, values), each in zip(mlflow.points, read_log(tmp_path / "scores.jsonl").records, strict=False):
+        assert values == pytest.approx(dict(scalars(each)), rel=1e-4)
+
+
+def test_mlflow_keeps_every_alarm_with_its_step(mlflow):
+    mlflow.start_run()
+    sink, error = sink_from("mlflow"), replace(ALARM, severity="error", message="x" * 9000)
+    sink(record(50))
+    sink(replace(record(100), alarms=[ALARM, error]))
+    assert sorted(mlflow.tags) == [
+        "attnscale.exploding.error.step_100",
+        "attnscale.exploding.warning.step_100",
+        "attnscale.exploding.warning.step_50",
+    ]
+    assert (
+        "step 50: warning: blocks.0, head 1: exploding: The largest"
+        in mlflow.tags["attnscale.exploding.warning.step_50"]
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_each_head_has_a_curve_where_that_is_asked_for(wandb, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    wandb.run = WandbRun()
+    sinks = [WeightsAndBiases(heads=True), TensorBoard(str(tmp_path), heads=True)]
+    for sink in sinks:
         sink(record())
-    stand_in.active_run = SimpleNamespace
-    sink(replace(record(), layers={"blocks[0]": record().layers["blocks.0"]}))
-    ((values, step),) = points
-    assert step == 50
-    assert values["attnscale_max/blocks_0_"] == 1500.0
-    assert "1500" in tags["attnscale.exploding"]
-    sink(record(rank=1))
-    assert len(points) == 1
+    sinks[1].close()
+    (row,) = wandb.run.finish()
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    for head, value in enumerate((7.0, 1500.0)):
+        assert row[f"attnscale_max/blocks.0/head_{head}"] == value
+        assert found.Scalars(f"attnscale_max/blocks.0/head_{head}")[0].value == value
 
 
 def test_mlflow_that_is_not_installed_is_one_sentence(monkeypatch):
@@ -121,8 +191,8 @@ def test_only_rank_zero_of_ranks_that_are_not_merged_is_drawn(screen):
     assert screen() == ""
 
 
-MLFLOW = """
-class MLflow:
+COMET = """
+class Comet:
     written = []
 
     def __init__(self, experiment):
@@ -134,9 +204,9 @@ class MLflow:
 
 
 def test_a_new_sink_is_one_file_and_one_line(tmp_path, monkeypatch):
-    (tmp_path / "sink_for_comet.py").write_text(MLFLOW, encoding="utf-8")
+    (tmp_path / "sink_for_comet.py").write_text(COMET, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", "sink_for_comet:MLflow")
+    monkeypatch.setitem(SINKS, "comet:EXPERIMENT", "sink_for_comet:Comet")
     model = small_model()
     monitor = Monitor(model, sinks=["comet:first"])
     loss_of(model, batch()).backward()
@@ -158,9 +228,8 @@ def test_a_sink_that_is_none_is_told_every_way_to_name_one(given):
 @pytest.mark.parametrize("written", SINKS)
 def test_every_named_sink_is_where_it_is_said_to_be_and_takes_what_its_name_says(written):
     module, _, name = SINKS[written].partition(":")
-    taken = inspect.signature(getattr(import_module(module), name)).parameters
-    assert len(taken) == written.count(":")
-    assert all(parameter.default is parameter.empty for parameter in taken.values())
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters.values()
+    assert sum(parameter.default is parameter.empty for parameter in parameters) == written.count(":")
 
 
 def test_a_path_is_a_log_whatever_it_is_called(tmp_path):

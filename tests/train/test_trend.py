@@ -42,8 +42,8 @@ def test_a_monitor_and_its_log_tell_the_same_growth(name):
 
 def test_what_softmax_feels_is_told_by_the_first_of_the_heads_that_have_a_score():
     numbers = {"max": [math.nan, 3.0, 5.0, 5.0, 7.0], "max_above_mean": [1.0, 9.0, 4.0, math.nan, 5.0]}
-    assert LayerRecord(7, numbers).felt == (5.0, 3)
-    largest, head = LayerRecord(7, {"max": [float("nan"), math.nan]}).felt
+    assert LayerRecord(7, numbers).effective_max == (5.0, 3)
+    largest, head = LayerRecord(7, {"max": [float("nan"), math.nan]}).effective_max
     assert math.isnan(largest)
     assert head == 0
 

@@ -63,7 +63,7 @@ def lab(
         return
     if name not in EXPERIMENTS:
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
-    from attnscale.loading.devices import require_device
+    from attnscale.loading.load import require_device
 
     require_extra("report", "Its page")
     require_device(device)

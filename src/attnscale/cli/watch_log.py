@@ -11,17 +11,13 @@ from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 if TYPE_CHECKING:
-    from attnscale.train.survey import Survey
+    from attnscale.train.run import Survey
 
 POLL = 0.5  # seconds between looks at a log that is followed
 
 
 def watch_log(
     file: Annotated[Path, typer.Argument(help="A log that attnscale.Monitor wrote.", show_default=False)],
-    thin: Annotated[
-        bool,
-        typer.Option("--thin", help="First rewrite the log with fewer old records, each keeping their extremes."),
-    ] = False,
     run: Annotated[
         str | None,
         typer.Option(
@@ -38,27 +34,23 @@ def watch_log(
 
     Per layer: the largest score at the first and at the last record, by what it was multiplied over the latest
     records (a robust fit to its logarithm), and the next of 100, 1,000 and 10,000 that it will pass if its growth goes
-    on, where that is a few records ahead. Alarms are told by cause, each once, with the layers and steps. A log may
-    hold several runs: they are listed, and one is shown. Lines that are no records are left out, counted and told.
-    Ends with status 1 if an alarm is an error.
+    on, where that is a few records ahead. Alarms are shown by cause, each once, with the layers and steps. A log may
+    hold several runs: they are listed, and one is shown. Lines that are no records are counted, and the first of them
+    shown. Ends with status 1 if an alarm is an error.
 
     Example: attnscale watch-log scores.jsonl --html report.html
     """
     from attnscale.errors import SettingError
-    from attnscale.train.room import rewrite_thinned
-    from attnscale.train.survey import survey
+    from attnscale.train.run import survey
 
-    if follow and (html is not None or json or thin):
-        raise SettingError("Expected --follow without --html, --json and --thin: it shows a run that goes on.")
+    if follow and (html is not None or json):
+        raise SettingError("Expected --follow without --html and --json: it shows a run that goes on.")
     if follow:
         raise typer.Exit(_status(_follow(file, run)))
     if html is not None:
         require_extra("report", "A report")
         require_writable(html)
     found = survey(file, run, curves=html is not None)
-    if thin:
-        rewrite_thinned(file)
-        found = survey(file, run, curves=html is not None)
     if html is not None:
         from attnscale.show.report import run_page
 
@@ -82,19 +74,19 @@ def _show(found: "Survey") -> None:
 
 
 def _follow(file: Path, run: str | None) -> "Survey":
-    """Show a run whenever its log has changed; Ctrl-C ends it, with what was shown last."""
+    """Show a run whenever its log has changed, until Ctrl-C; return what was shown last."""
     import time
 
     from rich.console import Console
 
-    from attnscale.train.survey import survey
+    from attnscale.train.run import survey
 
-    found, seen = survey(file, run), file.stat().st_size
+    found, seen = survey(file, run), file.stat().st_size if file.exists() else 0
     try:
         _show(found)
         while True:
             time.sleep(POLL)
-            size = file.stat().st_size if file.exists() else seen  # set aside for a moment, while it is thinned
+            size = file.stat().st_size if file.exists() else seen  # renamed when it is full, and not begun anew yet
             if size != seen:
                 found, seen = survey(file, run), size
                 Console().clear()

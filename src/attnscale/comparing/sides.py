@@ -10,11 +10,8 @@ import numpy as np
 from attnscale.comparing.measuring import portray
 from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
 from attnscale.comparing.saved import is_saved, read
-from attnscale.errors import SettingError
-from attnscale.train.log import index_of
+from attnscale.train.log import Damage, choose_run, records_of, scan
 from attnscale.train.record import Record
-from attnscale.train.snapshot import snapshot
-from attnscale.train.survey import named_run
 
 if TYPE_CHECKING:
     from attnscale.checking import Checked
@@ -49,29 +46,24 @@ def checked_portrait(
     request: "Request", rows: int | None = None, what_if: str | None = None
 ) -> "tuple[Checked, Portrait]":
     """Check a model on several sequences, and keep what each of them showed."""
-    from attnscale.checking.run import check_loaded
+    from attnscale.checking.checked import check_loaded
     from attnscale.loading import offline
-    from attnscale.loading.huggingface import quiet
-    from attnscale.loading.telling import telling
+    from attnscale.loading.model_errors import as_model_error, quiet
 
     checked, loaded = check_loaded(replace(request, samples=SAMPLES), rows, what_if)
     request.report("comparing sequences")
-    with offline(), quiet(), telling(f"run {loaded.title} on {loaded.fed}"):
+    with offline(), quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
         known: dict[str, Any] = {"title": checked.title, "fed": checked.fed, "rows": rows}
         return checked, portray(loaded.model, loaded.args, loaded.kwargs, checked.audit, **known)
 
 
 def of_run(path: Path, name: str | None = None) -> Portrait:
     """The latest records of a run, each a sample, with all alarms that were raised."""
-    with snapshot(path) as log:
-        index = index_of(log)
-        if not index.runs:
-            raise SettingError(f"Expected records of attnscale.Monitor in {path}, and found none in it.")
-        run = index.newest if name is None else named_run(name, index)
-        latest, alarms = deque[Record](maxlen=LATEST), []
-        for record in run.records(log):
-            alarms += record.alarms
-            latest.append(record)
+    run = choose_run(scan(path, lambda record: None, Damage()), name)
+    latest, alarms = deque[Record](maxlen=LATEST), []
+    for record in records_of(path, run):
+        alarms += record.alarms
+        latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
     fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].last_step}"
     layers = {layer: _layer([record for record in latest if layer in record.layers], layer) for layer in _names(latest)}

@@ -1,6 +1,6 @@
 """The catalogue of statistics: what is known of each, for whoever computes, keeps, shows or explains it.
 
-A new statistic is a property of ScoreStats and one entry here. Logs, thinning, tables, reports, sinks and the guide to
+A new statistic is a property of ScoreStats and one entry here. Logs, tables, reports, sinks and the guide to
 the statistics take it from there.
 """
 
@@ -42,7 +42,7 @@ class Statistic:
     word: str = ""  # heading of a table with one line for it, where that is not the short one
     attribute: str | None = None  # of ScoreStats; None: of the layer, and known to its record alone
     unit: str = ""
-    bad: Literal["large", "small"] = "large"  # the end that a thinned log keeps and a report names
+    bad: Literal["large", "small"] = "large"  # the end that a report names, and its curves keep
     heads: Literal["mean", "max", "sum"] = "mean"  # what makes one number of a layer
     range: tuple[float, float] = POSITIVE
     format: Literal["number", "share"] = "number"

@@ -17,8 +17,8 @@ from attnscale.show.check import STYLES, place
 from attnscale.show.columns import Column
 from attnscale.show.naming import by_pattern
 from attnscale.show.numbers import number
-from attnscale.train.run import LayerRun, Raised, Run
-from attnscale.train.survey import Entry
+from attnscale.train.log import LoggedRun
+from attnscale.train.run import AlarmGroup, LayerRun, Run
 
 LISTED = 20  # runs of a log
 LAST, FIRST = EXPLODING[0][0], EXPLODING[-1][0]  # published thresholds
@@ -41,7 +41,7 @@ def show_run(run: Run) -> None:
     console.print(Text(conclusion(run), style=f"bold {STYLES.get(run.worst or '', 'green')}"))
 
 
-def show_runs(runs: Sequence[Entry], shown: Entry) -> None:
+def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
     """Print the runs of a log, where it holds several; of many, the last."""
     if len(runs) == 1:
         return
@@ -52,7 +52,7 @@ def show_runs(runs: Sequence[Entry], shown: Entry) -> None:
         table.add_column(heading, justify="right")
     for entry in runs[-LISTED:]:
         began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
-        numbers = map(str, (entry.first_step, entry.last_step, entry.records))
+        numbers = map(str, (entry.first_step, entry.last_step, len(entry.steps)))
         name = Text(printable(entry.name or "–"))
         table.add_row(str(entry.number), name, began, *numbers, style="bold" if entry is shown else "")
     console.print(table)
@@ -73,7 +73,7 @@ def conclusion(run: Run) -> str:
     """One sentence on the run."""
     kinds = sum(len(raised.group.findings) for raised in run.raised)
     alarms = f"{kinds} alarms" if kinds != 1 else "1 alarm"
-    highest = max((layer.felt for layer in run.layers if math.isfinite(layer.felt)), default=0.0)
+    highest = max((layer.effective_max for layer in run.layers if math.isfinite(layer.effective_max)), default=0.0)
     crossings = {
         layer.name: layer.crossing
         for layer in run.layers
@@ -86,14 +86,14 @@ def conclusion(run: Run) -> str:
             f"{when(crossing)}."
         )
     growing = [layer for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
-    past = sum(layer.felt >= LAST for layer in growing)
+    past = sum(layer.effective_max >= LAST for layer in growing)
     if past:
         return f"{alarms}; the largest score of {past} of {len(run.layers)} layers is past {LAST:,.0f} and growing."
     held = sum(layer.is_clipped for layer in run.layers)
     if held:
         return f"{alarms}; QK-Clip holds {held} of {len(run.layers)} layers where they are."
     if highest >= FIRST:
-        leading = next(layer for layer in run.layers if layer.felt == highest)
+        leading = next(layer for layer in run.layers if layer.effective_max == highest)
         how = "grows" if leading in growing else "does not grow any more"
         return f"{alarms}; the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}."
     if growing:
@@ -142,7 +142,7 @@ def _print_layers(title: str, members: list[tuple[str, LayerRun]], worst: dict[s
     console.print(table)
 
 
-def _print_raised(raised: Raised, console: Console) -> None:
+def _print_raised(raised: AlarmGroup, console: Console) -> None:
     first = raised.group.first
     style = STYLES[first.severity]
     console.print(

@@ -33,7 +33,7 @@ class Clipped:
             ]
             factors = [math.nan] * heads
             factors[first : first + layer.heads] = [math.exp(log) for log in own]
-        return replace(record, softcap=layer.softcap, clipped=factors, apart=layer.is_fallback)
+        return replace(record, softcap=layer.softcap, clipped=factors, uncompiled=layer.is_fallback)
 
 
 class Clips:

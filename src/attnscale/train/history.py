@@ -13,7 +13,7 @@ from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling
 from attnscale.diagnose.growth import Growth
-from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.trained import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
@@ -54,7 +54,9 @@ class History:
         outlooks = aheads(trends)
         for name, layer in layers.items():
             if name not in self._began and self.trained:
-                self._baseline[name] = Began(layer.felt[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain"))
+                self._baseline[name] = Began(
+                    layer.effective_max[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain")
+                )
             if not all(map(math.isfinite, self._began.get(name, [math.nan]))):  # of a call that was not followed
                 self._began[name] = _factors(layer)
             ahead, vital = outlooks[name], self._vital(name, layer, trends[name].ceiling, seen.get(name))
@@ -90,7 +92,7 @@ class History:
         self.trained = bool(state.get("trained", self.trained))
 
     def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: ScoreStats | None) -> Vital:
-        largest, head = layer.felt
+        largest, head = layer.effective_max
         return Vital(
             name,
             largest,

@@ -1,26 +1,28 @@
-"""Record: what was seen of every layer and head at one training step; one line of a log."""
+"""Record: the score statistics of every layer and head at one training step; one line of a log."""
 
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
-from attnscale.train.schema import LARGEST, LATEST, LONGEST_NAME, Fields, LineError
+from attnscale.train.schema import LARGEST, Fields, LineError
 
-VERSION = 1  # of the format of a line; lines from before there were versions have none
-FORMAT = "%.5g"  # of a number in a log
-LARGEST_BEGINS = "e+30"  # how exponents from LARGEST on begin
-OPTIONAL = ("rank", "until", "run", "part")  # fields of a record that a line has where they are known
-LEARNING = ("loss", "lr")  # likewise, and null where they are NaN or infinite
+VERSION = 2  # of the format of a line; readers ignore fields that they do not know
+RENAMED = {"apart": "uncompiled"}  # fields of a layer in lines of version 1
+OPTIONAL = ("rank", "until", "run", "part")  # fields of a line that are left out where they are None
+LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
+LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
+LONGEST_NAME = 128  # characters of the name of a run
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def new_name() -> str:
-    """A name for a run, or for a part of one, that no other has; torch's random numbers are left alone.
+    """Return a random name for a run, or for a part of one, without drawing from torch's random numbers.
 
     >>> len(new_name())
     8
@@ -28,38 +30,78 @@ def new_name() -> str:
     return secrets.token_hex(4)
 
 
+def unwrapped_name(layer: str) -> str:
+    """Return the name that a layer has in the model itself, without those of DDP, FSDP, checkpointing and compile.
+
+    >>> unwrapped_name("_orig_mod.module.blocks.0._checkpoint_wrapped_module.attention")
+    'blocks.0.attention'
+    """
+    parts = [part for part in layer.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts) if parts else layer
+
+
 @dataclass(frozen=True)
 class LayerRecord:
     """One layer at one step: lists with one number a head, NaN where there is none."""
 
-    rows: int  # looked at, over all heads
-    numbers: Mapping[str, list[float]]
+    rows: int  # measured, over all heads
+    numbers: Mapping[str, list[float]]  # by the names of the catalogue of statistics
     broken: int = 0  # heads whose scores are NaN or infinite
-    softcap: float | None = None  # which no score passes
-    clipped: Sequence[float] | None = None  # what QK-Clip multiplied each head's scores by since the record before
-    keys: float | None = None  # that a row sees on average
-    apart: bool = False  # its module alone ran uncompiled: it cannot be measured inside the model's run, others were
+    softcap: float | None = None
+    clipped: Sequence[float] | None = None  # factor of QK-Clip on each head's scores since the record before
+    keys: float | None = None  # visible to a row, on average
+    uncompiled: bool = False  # its module ran uncompiled under the tracer, others by probes
 
     @property
     def lowered(self) -> float:
-        """What clipping did to the head that it lowered most since the record before; 1 where it did nothing."""
+        """Smallest factor of QK-Clip on any head since the record before; 1 where it did nothing."""
         return min((factor for factor in self.clipped or () if factor > 0), default=1.0)
 
     @property
-    def felt(self) -> tuple[float, int]:
-        """What softmax sees of the largest score, as far as that is known, and the head that has it.
+    def effective_max(self) -> tuple[float, int]:
+        """Largest score as far as softmax sees it, and its head; NaN where no head has a score.
 
-        That is what it is above the mean of its row, and never more than it is. NaN where no head has a score.
+        Softmax sees how far a score is above the mean of its row; it is counted as that, or as the score if smaller.
         """
         largest = self.numbers.get("max", ())
-        above = self.numbers.get("max_above_mean", largest)
-        felt = list(map(min, largest, above))  # NaN where the score is
-        highest = max((value for value in felt if value == value), default=math.nan)
-        return highest, felt.index(highest) if highest == highest else 0
+        above_mean = self.numbers.get("max_above_mean", largest)
+        effective = list(map(min, largest, above_mean))  # NaN where the score is
+        highest = max((value for value in effective if value == value), default=math.nan)
+        return highest, effective.index(highest) if highest == highest else 0
 
     def whole(self, name: str) -> float:
-        """The number of the layer, by the rule of the catalogue: the largest of its heads, or their mean."""
+        """Return a statistic of the whole layer: the largest of its heads or their mean, as the catalogue says."""
         return STATISTICS[name].over_heads(self.numbers[name]) if name in self.numbers else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, numbers of five digits."""
+        found: dict[str, Any] = {"rows": self.rows}
+        found |= {"broken": self.broken} if self.broken else {}
+        found |= {"softcap": self.softcap} if self.softcap is not None else {}
+        found |= {"keys": _rounded(self.keys)} if self.keys is not None else {}
+        found |= {"uncompiled": 1} if self.uncompiled else {}
+        lists = self.numbers if self.clipped is None else {**self.numbers, "clipped": self.clipped}
+        return found | {name: list(map(_rounded, values)) for name, values in lists.items()}
+
+    @classmethod
+    def from_dict(cls, entries: Any) -> "LayerRecord":
+        """Read what to_dict() returned; numbers that are null are NaN."""
+        if isinstance(entries, dict):
+            entries = {RENAMED.get(name, name): value for name, value in entries.items()}
+        layer = Fields(entries, "a layer")
+        numbers = {name: layer.numbers(name) for name in logged() if name in layer}
+        clipped = layer.optional("clipped", layer.numbers)
+        if len({len(values) for values in (*numbers.values(), clipped) if values is not None}) > 1:
+            raise LineError("expected one number a head in every list of a layer, and some are shorter")
+        return cls(
+            layer.whole("rows"),
+            numbers,
+            layer.optional("broken", layer.whole) or 0,
+            layer.optional("softcap", layer.number),
+            clipped,
+            layer.optional("keys", layer.number, least=0.0),
+            bool(layer.optional("uncompiled", layer.whole, most=1)),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,49 +114,53 @@ class Record:
     alarms: list[Finding] = field(default_factory=list)  # raised at this step
     ranks: int = 1  # whose rows are in it
     rank: int | None = None  # whose record it is, where ranks were not merged
-    until: int | None = None  # the last step, where a thinned log keeps the extremes of several as one
+    until: int | None = None  # the last step, where a record stands for several
     run: str | None = None  # which run it belongs to; a log may hold several
-    part: str | None = None  # of that run: a resumed one goes on under the same name as another part
+    part: str | None = None  # of that run: after a resume the run goes on under its name as another part
     loss: float | None = None  # of the step, the mean of its ranks; NaN where it was none, None where it was not given
     lr: float | None = None  # the learning rate of the step
 
     @property
     def last_step(self) -> int:
-        """The last step that it stands for."""
+        """Last step that the record stands for."""
         return self.step if self.until is None else self.until
 
     def whole(self, name: str) -> float:
-        """The mean over all layers of which the number is known and finite; NaN where there is none."""
+        """Return the mean of a statistic over all layers in which it is finite; NaN where there is none."""
         known = [value for layer in self.layers.values() if math.isfinite(value := layer.whole(name))]
         return math.fsum(known) / len(known) if known else math.nan
 
-    def to_json(self) -> str:
-        """The record as one line of JSON: numbers of five digits, null for one that is NaN or infinite."""
-        head: dict[str, Any] = {"version": VERSION, "step": self.step, "time": round(self.time, 3), "ranks": self.ranks}
-        head |= {name: own for name in OPTIONAL if (own := getattr(self, name)) is not None}
-        head |= {name: _finite(own) for name in LEARNING if (own := getattr(self, name)) is not None}
-        layers = ",".join(f"{_json(name)}:{_layer_json(layer)}" for name, layer in self.layers.items())
-        alarms = _json([plain(asdict(alarm)) for alarm in self.alarms])
-        return f'{_json(head)[:-1]},"layers":{{{layers}}},"alarms":{alarms}}}'
-
     def to_dict(self) -> dict[str, Any]:
-        """What to_json() gives, as JSON takes it."""
-        found: dict[str, Any] = json.loads(self.to_json())
+        """Return plain values for JSON: numbers of five digits, None for NaN and infinity."""
+        found: dict[str, Any] = {"version": VERSION, "step": self.step, "time": round(self.time, 3)}
+        found |= {"ranks": self.ranks}
+        found |= {name: value for name in OPTIONAL if (value := getattr(self, name)) is not None}
+        found |= {name: _rounded(value) for name in LEARNING if (value := getattr(self, name)) is not None}
+        found["layers"] = {name: layer.to_dict() for name, layer in self.layers.items()}
+        found["alarms"] = [plain(asdict(alarm)) for alarm in self.alarms]
         return found
 
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "Record":
-        """The record that to_dict() gave, every field checked; numbers that were null are NaN.
+    def to_json(self) -> str:
+        """Return what to_dict() returns as one line of JSON."""
+        return json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
-        Of a record whose version is newer than this program's, what is not known is left out.
-        """
-        line = Fields(given, "a record")
-        step, is_newer = line.whole("step"), "version" in line and line.whole("version", least=1) > VERSION
+    def to_line(self) -> bytes:
+        """Return the line of a log."""
+        return f"{self.to_json()}\n".encode("utf-8", "surrogatepass")
+
+    @classmethod
+    def from_dict(cls, entries: Any) -> "Record":
+        """Read what to_dict() returned, checking every field; layers get the names they have in the model itself."""
+        line = Fields(entries, "a record")
+        step = line.whole("step")
+        line.optional("version", line.whole, least=1)
+        layers = {name: LayerRecord.from_dict(layer) for name, layer in line.entries("layers").items()}
+        by_own_name = {unwrapped_name(name): layer for name, layer in layers.items()}
         return cls(
             step,
             line.number("time", -LATEST, LATEST),
-            _layers(line.entries("layers"), is_newer),
-            _alarms(line.items("alarms"), is_newer),
+            by_own_name if len(by_own_name) == len(layers) else layers,
+            [_read_alarm(Fields(alarm, "an alarm")) for alarm in line.items("alarms")],
             line.whole("ranks", least=1) if "ranks" in line else 1,
             line.optional("rank", line.whole),
             line.optional("until", line.whole, least=step),
@@ -123,60 +169,24 @@ class Record:
             *(line.number_or_nan(name) if name in line else None for name in LEARNING),
         )
 
-
-def _layers(given: Mapping[str, Any], is_newer: bool) -> dict[str, LayerRecord]:
-    found, names = dict[str, LayerRecord](), logged()
-    for name, plain_layer in given.items():
+    @classmethod
+    def from_line(cls, line: bytes) -> "Record":
+        """Read a line of a log; a LineError says what is wrong with it."""
         try:
-            found[name] = _layer(Fields(plain_layer, "a layer"), names)
+            return cls.from_dict(json.loads(line.decode("utf-8", "surrogatepass"), parse_constant=_refuse))
         except LineError:
-            if not is_newer:
-                raise
-    if given and not found:
-        raise LineError("expected layers that can be read, and of this newer version none can")
-    return found
+            raise
+        except json.JSONDecodeError as error:
+            raise LineError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+        except UnicodeDecodeError:
+            raise LineError("no text in UTF-8") from None
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits; lists in lists in lists
+            raise LineError(f"no JSON that can be read: {str(error).partition(';')[0]}") from None
 
 
-def _layer(layer: Fields, names: Iterable[str]) -> LayerRecord:
-    numbers = _of_one_meaning({name: layer.numbers(name) for name in names if name in layer})
-    clipped = layer.optional("clipped", layer.numbers)
-    if len({len(values) for values in (*numbers.values(), clipped) if values is not None}) > 1:
-        raise LineError("expected as many numbers in every list of a layer as it has heads, and some have fewer")
-    broken = layer.whole("broken") if "broken" in layer else 0
-    return LayerRecord(
-        layer.whole("rows"),
-        numbers,
-        broken,
-        layer.optional("softcap", layer.number),
-        clipped,
-        layer.optional("keys", layer.number, least=0.0),
-        bool(layer.optional("apart", layer.whole, most=1)),
-    )
-
-
-def _of_one_meaning(numbers: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Logs that do not know the total spread yet have it under the name of the spread."""
-    if "spread" in numbers and "total_spread" not in numbers:
-        numbers["total_spread"] = numbers.pop("spread")
-    return numbers
-
-
-def _alarms(given: list[Any], is_newer: bool) -> list[Finding]:
-    found = []
-    for plain_alarm in given:
-        try:
-            found.append(_alarm(Fields(plain_alarm, "an alarm"), is_newer))
-        except LineError:
-            if not is_newer:
-                raise
-    return found
-
-
-def _alarm(alarm: Fields, is_newer: bool) -> Finding:
-    if not is_newer:
-        alarm.only([field.name for field in fields(Finding)])
+def _read_alarm(alarm: Fields) -> Finding:
     return Finding(
-        alarm.text("layer"),
+        unwrapped_name(alarm.text("layer")),
         alarm.optional("head", alarm.whole),
         alarm.text("code"),
         alarm.one_of("severity", SEVERITIES),
@@ -187,36 +197,14 @@ def _alarm(alarm: Fields, is_newer: bool) -> Finding:
     )
 
 
-_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+def _refuse(constant: str) -> NoReturn:
+    raise LineError(f"no JSON: {constant} is no number")
 
 
-def _layer_json(layer: LayerRecord) -> str:
-    head: dict[str, Any] = {"rows": layer.rows}
-    head |= {"broken": layer.broken} if layer.broken else {}
-    head |= {"softcap": layer.softcap} if layer.softcap is not None else {}
-    head |= {"keys": _finite(layer.keys)} if layer.keys is not None else {}
-    head |= {"apart": 1} if layer.apart else {}
-    lists = layer.numbers if layer.clipped is None else {**layer.numbers, "clipped": layer.clipped}
-    numbers = (f",{_json(name)}:[{_short(values)}]" for name, values in lists.items())
-    return f"{_json(head)[:-1]}{''.join(numbers)}}}"
+def _rounded(value: float) -> float | None:
+    """Round to five digits; None for NaN, infinity and what readers refuse.
 
-
-def _finite(value: float) -> float | None:
-    """To five digits; None for what no reader takes.
-
-    >>> _finite(0.123456), _finite(math.inf)
+    >>> _rounded(0.123456), _rounded(math.inf)
     (0.12346, None)
     """
-    return float(FORMAT % value) if abs(value) <= LARGEST else None
-
-
-def _short(values: Sequence[float]) -> str:
-    """To five digits, with commas between; null for what no reader takes.
-
-    >>> _short([0.123456, 7, math.nan, -1e301])
-    '0.12346,7,null,null'
-    """
-    text = ",".join([FORMAT] * len(values)) % tuple(values)
-    if "n" not in text and LARGEST_BEGINS not in text:  # one after the other takes twice the time
-        return text
-    return ",".join(FORMAT % value if abs(value) <= LARGEST else "null" for value in values)
+    return float(f"{value:.5g}") if abs(value) <= LARGEST else None

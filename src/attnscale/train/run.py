@@ -1,8 +1,12 @@
-"""Run: a log as a whole. How every layer began, where it is, how fast it grows, and where that leads."""
+"""Run: a log as a whole. How every layer began, where it is, how fast it grows, and where that leads.
+
+A log is read as a stream: what is kept of a run does not grow with its length, but for 8 bytes a record.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
@@ -13,12 +17,20 @@ from attnscale.diagnose.growth import Growth
 from attnscale.errors import InputError
 from attnscale.measure.statistics import logged
 from attnscale.plain import plain
+from attnscale.train.course import Course
+from attnscale.train.log import Damage, LoggedRun, choose_run, records_of, scan
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.trend import Sample, append, trend
 
+# Names in JSON of what a growth and a forecast are made of; the others keep theirs.
+JSON_NAMES = {
+    "level": "log_value", "low": "rate_low", "high": "rate_high", "lately": "latest_rate", "span": "steps_fitted",
+    "spacing": "steps_a_record", "seen": "steps_observed", "reach": "steps_ahead",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Raised:
+class AlarmGroup:
     """Alarms that say the same, of one layer or of several, over a run: the latest of the worst speaks for all."""
 
     group: Group
@@ -31,7 +43,7 @@ class Raised:
         return f"step {first}" if len(self.steps) == 1 else f"{len(self.steps)} steps from {first} to {last}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the group as JSON takes it."""
         return {**self.group.first.to_dict(), "layers": list(self.group.layers), "steps": list(self.steps)}
 
 
@@ -43,12 +55,17 @@ class LayerRun:
     first_max: float
     last_max: float
     highest: float  # the largest score of the whole run
-    felt: float  # what softmax sees of the largest score at the last record
+    effective_max: float  # the largest score of the last record as far as softmax sees it
     numbers: dict[str, float]  # at the last record, over its heads
     growth: Growth | None
-    ahead: Outlook | None  # where it may be going
-    crossing: Crossing | None  # of the next published threshold, where that is within reach
+    forecast: Outlook | None  # of the largest score
+    crossing: Crossing | None  # of the next published threshold, where the forecast comes to it
     is_clipped: bool = False  # QK-Clip keeps it down
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layer as JSON takes it."""
+        found = asdict(self) | {"growth": _json(self.growth), "forecast": _json(self.forecast)}
+        return dict(plain(found))
 
 
 @dataclass(frozen=True)
@@ -71,12 +88,12 @@ class Run:
         return worst(alarm for _, alarm in self.alarms)
 
     @property
-    def raised(self) -> tuple[Raised, ...]:
+    def raised(self) -> tuple[AlarmGroup, ...]:
         """Its alarms by layer and cause, those that say the same of several layers together; the worst first."""
-        return raised_alarms(self.alarms)
+        return grouped_alarms(self.alarms)
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as JSON takes it."""
+        """Return the run as JSON takes it."""
         return {
             "run": self.name,
             "first_step": self.first_step,
@@ -86,14 +103,14 @@ class Run:
             "damaged_lines": self.damaged,
             "damage": list(self.damage),
             "worst": self.worst,
-            "layers": [plain(asdict(layer)) for layer in self.layers],
+            "layers": [layer.to_dict() for layer in self.layers],
             "alarms": [{"step": step, **alarm.to_dict()} for step, alarm in self.alarms],
-            "raised": [raised.to_dict() for raised in self.raised],
+            "raised": [group.to_dict() for group in self.raised],
         }
 
 
-def raised_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[Raised, ...]:
-    """Alarms with their steps, grouped: of one layer and code one, and those of one code and severity together."""
+def grouped_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[AlarmGroup, ...]:
+    """Group alarms with their steps: by layer and code, and those of one code and severity together."""
     spoken, steps = dict[tuple[str, str], Finding](), dict[tuple[str, str], set[int]]()
     for step, alarm in alarms:
         key = alarm.layer, alarm.code
@@ -102,49 +119,49 @@ def raised_alarms(alarms: Sequence[tuple[int, Finding]]) -> tuple[Raised, ...]:
             spoken[key] = alarm
         steps.setdefault(key, set()).add(step)
     return tuple(
-        Raised(group, tuple(sorted({step for layer in group.layers for step in steps[layer, group.first.code]})))
+        AlarmGroup(group, tuple(sorted({step for layer in group.layers for step in steps[layer, group.first.code]})))
         for group in grouped(list(spoken.values()))
     )
 
 
 class Summary:
-    """A run while its records go by, in order of steps: what is known of it so far."""
+    """A run while its records are read, in order of steps."""
 
     def __init__(self) -> None:
-        self._layers: dict[str, _Following] = {}
+        self._layers: dict[str, _LayerSummary] = {}
         self._alarms: list[tuple[int, Finding]] = []
         self._steps: tuple[int, int] | None = None
         self._records = 0
         self._losses: tuple[float, float] | None = None
 
     def add(self, record: Record) -> None:
-        """Look at a record, and keep none of it but what a run is told by."""
+        """Take what is needed from the next record."""
         self._steps = (self._steps[0] if self._steps else record.step, record.step)
         self._records += 1
         if record.loss is not None:
             self._losses = (self._losses[0] if self._losses else record.loss, record.loss)
         self._alarms += [(record.step, alarm) for alarm in record.alarms]
         for name, layer in record.layers.items():
-            self._layers.setdefault(name, _Following()).add(record.step, layer)
+            self._layers.setdefault(name, _LayerSummary()).add(record.step, layer)
 
     def run(self, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
-        """The run as a whole."""
+        """Return the run as a whole."""
         if self._steps is None:
             raise InputError("Expected at least one record to summarise, got none.")
-        layers = [following.concluded(layer) for layer, following in self._layers.items()]
+        layers = [layer.run(name) for name, layer in self._layers.items()]
         return Run(*self._steps, self._records, damaged, layers, self._alarms, name, tuple(damage), self._losses)
 
 
 def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
-    """A run from its records, in order of steps; at least one."""
+    """Summarise a run from its records, in order of steps; at least one."""
     summary = Summary()
     for record in records:
         summary.add(record)
     return summary.run(damaged)
 
 
-class _Following:
-    """What is kept of one layer while its records go by."""
+class _LayerSummary:
+    """One layer while its records are read."""
 
     def __init__(self) -> None:
         self._first_max: float | None = None
@@ -159,13 +176,60 @@ class _Following:
         self._highest = max(largest, self._highest) if self._highest == self._highest else largest
         self._last = layer
 
-    def concluded(self, name: str) -> LayerRun:
-        assert self._first_max is not None  # it was seen
-        last_max, felt = self._last.whole("max"), self._samples[-1].largest
-        found = trend(self._samples, self._last.softcap)
-        numbers = {number: self._last.whole(number) for number in logged() if number in self._last.numbers}
-        crossing = forecast(found.ahead, found.ceiling, next_threshold(felt, self._last.clipped is not None))
+    def run(self, name: str) -> LayerRun:
+        assert self._first_max is not None  # a record was added
+        last, effective_max = self._last, self._samples[-1].largest
+        found = trend(self._samples, last.softcap)
         return LayerRun(
-            name, self._first_max, last_max, self._highest, felt, numbers, found.growth,
-            found.ahead, crossing, found.ceiling.is_clipped,
-        )  # fmt: skip
+            name,
+            self._first_max,
+            last.whole("max"),
+            self._highest,
+            effective_max,
+            {number: last.whole(number) for number in logged() if number in last.numbers},
+            found.growth,
+            found.ahead,
+            forecast(found.ahead, found.ceiling, next_threshold(effective_max, last.clipped is not None)),
+            found.ceiling.is_clipped,
+        )
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All runs of a log, the chosen one, and its course for curves."""
+
+    runs: list[LoggedRun]
+    chosen: LoggedRun
+    run: Run
+    course: list[Record]  # empty where no curves were asked for
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run as JSON takes it, and the list of all runs."""
+        return {**self.run.to_dict(), "number": self.chosen.number, "runs": [run.to_dict() for run in self.runs]}
+
+
+def survey(path: Path, wanted: str | None = None, curves: bool = False) -> Survey:
+    """Read a log: the run of a name or a number in it, or the one that was written last, with `curves` or without.
+
+    A log of one run, which most are, is read once; another twice.
+    """
+    summary, course, damage = Summary(), Course(), Damage()
+
+    def add(record: Record) -> None:
+        summary.add(record)
+        if curves:
+            course.add(record)
+
+    runs = scan(path, add, damage)
+    chosen = choose_run(runs, wanted)
+    if len(runs.all) > 1 or chosen.has_replaced:
+        summary, course = Summary(), Course()
+        for record in records_of(path, chosen):
+            add(record)
+    return Survey(runs.all, chosen, summary.run(damage.count, damage.messages, chosen.name), course.records)
+
+
+def _json(found: Growth | Outlook | None) -> Mapping[str, float] | None:
+    if found is None:
+        return None
+    return {JSON_NAMES.get(name, name): value for name, value in asdict(found).items()}

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, step: int, layer: LayerRecord) -> "Sample":
         """What a record has of it."""
-        return cls(step, layer.felt[0], layer.whole("max_bound"), layer.lowered)
+        return cls(step, layer.effective_max[0], layer.whole("max_bound"), layer.lowered)
 
 
 @dataclass(frozen=True)

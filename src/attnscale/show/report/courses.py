@@ -110,8 +110,8 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterable[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        if layer.ahead is not None and layer.crossing is not None and layer.felt >= SAME * layer.last_max:
-            yield _forecast(f"{short(labels[layer.name])}: if it goes on, 90% interval", layer.ahead, tone)
+        if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
+            yield _forecast(f"{short(labels[layer.name])}: if it goes on, 90% interval", layer.forecast, tone)
 
 
 def _forecast(name: str, ahead: Outlook, tone: int) -> Series:

@@ -1,61 +1,38 @@
-"""Writing a log of records as JSON lines, a whole line at a time."""
+"""Writing a log of records as JSON lines, each by one write to the end of the file."""
 
 import errno
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from attnscale.errors import SinkWarning
-from attnscale.train.line import line_of
+from attnscale.train.log import full_file, full_files
 from attnscale.train.record import Record, new_name
-from attnscale.train.room import Thinner, part_of
-from attnscale.train.snapshot import size_of
 
-DEFAULT_LIMIT = 10**9  # bytes of a log with all that belongs to it, while it is thinned too
-TORN = ".torn"  # what is set aside, beside the log
+DEFAULT_LIMIT = 250 * 10**6  # bytes of a file; at a megabyte a record, as of 126 layers of 128 heads, 250 records
 
 
 class JsonLines:
     """Append records to a file, one a rank; a full disk is told once and never stops training.
 
-    A record that names no run belongs to this sink's own, so that what is in the file already stays apart from it. A
-    last line that a killed process left half-written goes to FILE.torn. A log that reaches half of `limit` bytes is
-    thinned: its older records become fewer, each keeping the extremes of those it stands for. They go to
-    FILE.older.jsonl, by another process where that takes more than a moment.
+    A record that names no run belongs to this sink's own. A file that would pass `limit` bytes becomes FILE.1, the next
+    FILE.2 and so on (`scores.1.jsonl`), and FILE begins anew; nothing is deleted. Several processes may write one log.
     """
 
     def __init__(self, path: str | Path, limit: int = DEFAULT_LIMIT) -> None:
         self.path, self.limit = Path(path), limit
         self.run = new_name()
-        self._ready: dict[Path, Thinner] = {}
         self._warned = False
 
     def __call__(self, record: Record) -> None:
         """Append one line."""
-        line = line_of(record if record.run is not None else replace(record, run=self.run))
+        line = (record if record.run is not None else replace(record, run=self.run)).to_line()
         try:
-            self._append(path_of_rank(self.path, record.rank), line)
+            append(path_of_rank(self.path, record.rank), line, self.limit)
         except OSError as error:
             self._warn(error)
-
-    def _append(self, path: Path, line: bytes) -> None:
-        if path not in self._ready:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            set_aside_torn(path)
-            part_of(path).unlink(missing_ok=True)  # of a thinning that was killed as it ended
-            self._ready[path] = Thinner(path)
-        if size_of(path) + len(line) > self.limit // 2:
-            self._ready[path].make_room()
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            before = os.fstat(handle).st_size
-            written = write(handle, line)
-            if written < len(line):  # a part fitted: a line is whole or not there
-                os.ftruncate(handle, before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(handle)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -68,11 +45,8 @@ class JsonLines:
             )
 
 
-write = os.write  # a name of its own, so that a test can fill the disk
-
-
 def path_of_rank(path: Path, rank: int | None) -> Path:
-    """The file of a rank: rank 0 has the name that was given, others their number in it.
+    """Return the file of a rank: rank 0 has the name that was given, others their number in it.
 
     >>> path_of_rank(Path("scores.jsonl"), 3).name
     'scores.rank3.jsonl'
@@ -80,25 +54,33 @@ def path_of_rank(path: Path, rank: int | None) -> Path:
     return path if not rank else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-def set_aside_torn(path: Path) -> None:
-    """Cut a last line that was not finished, and keep it in FILE.torn."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = size
-        while start > 0:  # backwards to the last end of a line
-            step = min(2**16, start)
-            file.seek(start - step)
-            found = file.read(step).rfind(b"\n")
-            if found >= 0:
-                start += found + 1 - step
-                break
-            start -= step
-        if start == size:
-            return
-        file.seek(start)
-        torn = file.read()
-        with path.with_name(path.name + TORN).open("ab") as aside:
-            aside.write(torn + b"\n")
-        file.truncate(start)
+def append(path: Path, line: bytes, limit: int) -> None:
+    """Write a whole line at once to the end of a file, on a line of its own also after one that was cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # no file yet; or one that cannot be renamed goes on growing
+        if path.stat().st_size + len(line) > limit > 0:
+            set_full_aside(path)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        if os.fstat(handle).st_size:
+            os.lseek(handle, -1, os.SEEK_END)
+            line = line if os.read(handle, 1) == b"\n" else b"\n" + line
+        if write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(handle)
+
+
+write = os.write  # a name of its own, so that a test can fill the disk
+
+
+def set_full_aside(path: Path) -> None:
+    """Rename a full file; its new name is taken first, so that two processes never choose the same."""
+    number = 1 + max((int(file.suffixes[-2][1:]) for file in full_files(path)), default=0)
+    while True:
+        try:
+            os.close(os.open(full_file(path, number), os.O_CREAT | os.O_EXCL))
+            break
+        except FileExistsError:
+            number += 1
+    path.replace(full_file(path, number))

@@ -7,9 +7,11 @@ from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import scalars
 
+LONGEST_TAG = 5000  # characters of the text of a tag
+
 
 class MLflow:
-    """Log one metric a layer and number, at the step of the record; alarms as tags of the run."""
+    """Log one metric a layer and number, at the step of the record; every alarm as a tag of its own, with its step."""
 
     tool = "mlflow"
 
@@ -27,11 +29,12 @@ class MLflow:
             raise SettingError("The sink 'mlflow' needs an active run; call mlflow.start_run() before training.")
         self._mlflow.log_metrics({_allowed(name): value for name, value in scalars(record)}, step=record.step)
         for group in grouped(record.alarms):
-            self._mlflow.set_tag(_allowed(f"attnscale.{group.first.code}"), str(group))
+            tag = f"attnscale.{group.first.code}.{group.first.severity}.step_{record.step}"
+            self._mlflow.set_tag(_allowed(tag), f"step {record.step}: {group}"[:LONGEST_TAG])
 
 
 def _allowed(name: str) -> str:
-    """A name as MLflow takes it: letters, digits and a few signs.
+    """Replace what MLflow does not take in a name by underscores.
 
     >>> _allowed("attnscale_spread/layer[3]")
     'attnscale_spread/layer_3_'

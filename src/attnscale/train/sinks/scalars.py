@@ -9,10 +9,11 @@ from attnscale.train.record import LEARNING, Record
 PREFIX = "attnscale_"
 
 
-def scalars(record: Record, names: Iterable[str] | None = None) -> Iterator[tuple[str, float]]:
-    """`attnscale_NUMBER/LAYER` and its value over the heads, where finite; tools group by what stands first.
+def scalars(record: Record, names: Iterable[str] | None = None, *, heads: bool = False) -> Iterator[tuple[str, float]]:
+    """Yield `attnscale_NUMBER/LAYER` and its value over the heads, where finite; tools group by what stands first.
 
-    Where no names are given it is all numbers, with `attnscale/loss` and `attnscale/lr`.
+    Where no names are given it is all numbers, with `attnscale/loss` and `attnscale/lr`. With `heads` each head has
+    its own curve as well, `attnscale_NUMBER/LAYER/head_0`.
     """
     for name in LEARNING if names is None else ():
         value = getattr(record, name)
@@ -21,6 +22,8 @@ def scalars(record: Record, names: Iterable[str] | None = None) -> Iterator[tupl
     names = list(logged() if names is None else names)
     for layer, found in record.layers.items():
         for name in names:
-            value = found.whole(name)
-            if math.isfinite(value):
-                yield f"{PREFIX}{name}/{layer}", value
+            curves = {f"{PREFIX}{name}/{layer}": found.whole(name)}
+            if heads:
+                values = found.numbers.get(name, ())
+                curves |= {f"{PREFIX}{name}/{layer}/head_{head}": value for head, value in enumerate(values)}
+            yield from ((curve, value) for curve, value in curves.items() if math.isfinite(value))

@@ -8,18 +8,18 @@ from attnscale.train.sinks.scalars import PREFIX, scalars
 
 
 class TensorBoard:
-    """Write to an event file in a folder; alarms as text."""
+    """Write to an event file in a folder; alarms as text. With `heads` each head has its own curve as well."""
 
     tool = "tensorboard"
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, heads: bool = False) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise SettingError(
                 "The sink 'tensorboard:…' needs the package tensorboard; run 'pip install tensorboard'."
             ) from None
-        self._writer = SummaryWriter(folder)
+        self._heads, self._writer = heads, SummaryWriter(folder)
         charts = {name: ["Multiline", [f"^{PREFIX}{name}/"]] for name in logged()}
         self._writer.add_custom_scalars({"attnscale": charts})
 
@@ -27,7 +27,7 @@ class TensorBoard:
         """Add a point to every curve; those of ranks that were not merged are rank 0's."""
         if record.rank:
             return
-        for tag, value in scalars(record):
+        for tag, value in scalars(record, heads=self._heads):
             self._writer.add_scalar(tag, value, record.step)
         for group in grouped(record.alarms):
             self._writer.add_text("attnscale/alarms", str(group), record.step)

@@ -1,0 +1,280 @@
+"""A log survives what happens to it: killed writers, a full disk, several writers, resumed runs, damaged lines."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from attnscale import Monitor
+from attnscale.errors import SettingError, SinkWarning
+from attnscale.models import CausalTransformer
+from attnscale.train import JsonLines, LayerRecord, Record, log, read_log
+from attnscale.train.run import survey
+from attnscale.train.schema import LineError
+from attnscale.train.sinks import jsonlines
+from tests.cli.running import run as command
+from tests.ranks import processes
+
+from .corrupt import ALARM, LAYER, line
+from .logs import killed_writers, large_log, record, write_many
+
+
+def steps(records):
+    return [found.step for found in records]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "scores.jsonl"
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "scores.jsonl"
+    sink = JsonLines(path)
+    for step in (0, 50):
+        sink(record(step, 3.25))
+    log = read_log(path)
+    assert (steps(log.records), log.damaged) == ([0, 50], 0)
+    assert log.records[0].layers["layer"].numbers["max"] == [3.25, 0.5]
+    assert math.isnan(log.records[0].layers["layer"].numbers["spread"][1])
+
+
+@pytest.mark.parametrize("torn", [b'{"step":50,"la', b"x" * 200_000])
+def test_a_last_line_without_end_is_skipped_and_hides_nothing_after_it(path, torn):
+    JsonLines(path)(record(0))
+    with path.open("ab") as file:
+        file.write(torn)
+    log = read_log(path)
+    assert (steps(log.records), log.damaged) == ([0], 0)
+    for step in (100, 150):
+        JsonLines(path)(record(step))
+    log = read_log(path)
+    assert (steps(log.records), log.damaged) == ([0, 100, 150], 1)
+
+
+def test_writers_that_are_killed_lose_no_record_that_they_finished(path):
+    assert killed_writers(path, 3) == 3  # `make faults` kills fifty
+
+
+def test_several_processes_write_one_log_while_it_is_read(path):
+    writers = [processes().Process(target=write_many, args=(path, name, 200, 20_000)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    before = 0
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            log = read_log(path)
+            assert log.damaged == 0
+            assert len(log.records) >= before
+            before = len(log.records)
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    log = read_log(path)
+    assert {name: steps(records) for name, records in log.runs.items()} == {name: list(range(200)) for name in "abc"}
+    assert max(file.stat().st_size for file in path.parent.iterdir()) < 22_000  # the limit, and a line a writer
+
+
+def test_a_full_file_is_renamed_and_all_files_are_read_in_order(path):
+    sink = JsonLines(path, limit=1_000)
+    for step in range(60):
+        sink(record(step))
+    names = {file.name for file in path.parent.iterdir()}
+    assert names == {"scores.jsonl", *(f"scores.{number}.jsonl" for number in range(1, len(names)))}
+    assert len(names) > 10  # so that 10 comes after 9
+    assert steps(read_log(path).records) == list(range(60))
+    path.unlink()  # as between two writes
+    assert len(read_log(path).records) < 60
+
+
+def test_a_full_disk_is_told_once_and_later_records_are_kept(path, monkeypatch):
+    JsonLines(path)(record(0))
+    free = [path.stat().st_size + 100]
+
+    def write(handle, data):
+        if not free[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(handle, data[: free[0]])
+        free[0] -= written
+        return written
+
+    monkeypatch.setattr(jsonlines, "write", write)
+    sink = JsonLines(path)
+    with pytest.warns(SinkWarning, match="No space left on device. Training goes on") as told:
+        list(map(sink, map(record, range(1, 5))))
+    assert len(told) == 1
+    assert steps(read_log(path).records) == [0, 1]
+    free[0] = 10_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sink(record(9))
+    assert steps(read_log(path).records) == [0, 1, 9]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_device_that_is_full_is_told_once(path):
+    path.symlink_to("/dev/full")
+    sink = JsonLines(path)
+    with pytest.warns(SinkWarning, match="No space left on device") as told:
+        list(map(sink, map(record, range(2))))
+    assert len(told) == 1
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from attnscale.train.run import survey
+from attnscale.show import report  # so that what is imported is not counted
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report.run_page("log", (found := survey(Path(sys.argv[1]), curves=True)).course, found.run)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_a_report_takes_less_memory_than_a_tenth_of_what_is_in_the_log(path):
+    large_log(path, 25 * 2**20)
+    done = subprocess.run([sys.executable, "-c", MEASURED, str(path)], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 20  # MB; as Python's own objects these records take 140
+
+
+def test_every_rank_that_is_not_merged_has_a_file_of_its_own(path):
+    sink = JsonLines(path)
+    for rank in (None, 0, 3):
+        sink(record(1, rank=rank))
+    assert sorted(file.name for file in path.parent.iterdir()) == ["scores.jsonl", "scores.rank3.jsonl"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
+def test_what_is_no_log_is_refused_in_one_sentence(path):
+    os.mkfifo(path.with_name("pipe.jsonl"))
+    for name in (path.with_name("pipe.jsonl"), type(path)("/dev/zero"), path.parent):
+        with pytest.raises(SettingError, match="it is no file"):
+            survey(name)
+    with pytest.raises(SettingError, match="No such file"):
+        read_log(path)
+
+
+def test_a_line_that_is_too_long_is_damage(path, monkeypatch):
+    monkeypatch.setattr(log, "LONGEST", 1000)
+    JsonLines(path)(record(0))
+    with path.open("ab") as file:
+        file.write(b"x" * 999 + b"\n")
+        file.write(b"x" * 2_500 + b"\n")
+    JsonLines(path)(record(1))
+    found = read_log(path)
+    assert (steps(found.records), found.damaged) == ([0, 1], 4)
+
+
+def test_a_resumed_run_goes_on_under_its_name_and_replaces_what_it_repeats(path):
+    model = CausalTransformer(vocabulary=17, d_model=32, layers=1, heads=2)
+
+    def train(monitor, steps):
+        for _ in range(steps):
+            model(torch.zeros(1, 5, dtype=torch.int64)).sum().backward()
+            monitor.step()
+
+    first = Monitor(model, every=1, sinks=[path])
+    train(first, 3)
+    kept = json.loads(json.dumps(first.state_dict()))
+    train(first, 4)
+    first.close()
+    for more in (2, 3):  # resumed twice, from the same checkpoint
+        again = Monitor(model, every=1, sinks=[path])
+        again.load_state_dict(kept)
+        train(again, more)
+        again.close()
+    runs = read_log(path).runs
+    assert list(runs) == [first.run]
+    assert steps(runs[first.run]) == [0, 1, 2, 3, 4, 5]
+    assert len({found.part for found in runs[first.run]}) == 2
+    found = survey(path, curves=True)
+    assert (found.run.records, steps(found.course), found.chosen.last_step) == (6, [0, 1, 2, 3, 4, 5], 5)
+
+
+def test_a_part_that_was_replaced_and_still_writes_changes_nothing(path):
+    sink = JsonLines(path)
+    for step, largest in ((0, 1.0), (50, 2.0), (100, 3.0), (50, 20.0), (150, 4.0), (100, 30.0)):
+        sink(record(step, largest, part="first" if largest < 10 else "resumed"))
+    records = read_log(path).records
+    assert [(found.step, found.layers["layer"].whole("max")) for found in records] == [
+        (0, 1.0),
+        (50, 20.0),
+        (100, 30.0),
+    ]
+    assert survey(path).run.records == 3
+
+
+def test_two_runs_of_one_file_are_told_apart_also_without_names(path):
+    sinks = [JsonLines(path), JsonLines(path)]
+    for step in range(3):
+        for sink in sinks:
+            sink(record(step, run=None))
+    assert [steps(records) for records in read_log(path).runs.values()] == [[0, 1, 2]] * 2
+    path.write_bytes(b"".join(record(step, run=None).to_line() for step in (0, 10, 20, 0, 30, 40)))
+    assert b'"run"' not in path.read_bytes()
+    found = survey(path)
+    assert [run.to_dict()["records"] for run in found.runs] == [3, 3]
+    assert (found.chosen.number, found.run.last_step, len(read_log(path).records)) == (2, 40, 6)
+    assert survey(path, "1").run.last_step == 20
+
+
+def test_watch_log_lists_the_runs_and_shows_the_one_that_is_asked_for(path):
+    for name, last in (("first", 5), ("second", 3)):
+        sink = JsonLines(path)
+        for step in range(last + 1):
+            sink(record(step, run=name))
+    newest = command("watch-log", str(path))
+    assert "2 runs in this log; number 2 is shown" in newest.stdout
+    assert "steps 0–3, 4 records" in newest.stdout
+    for wanted in ("first", "1"):
+        plain = json.loads(command("watch-log", str(path), "--run", wanted, "--json").stdout)
+        assert (plain["run"], plain["number"], plain["last_step"]) == ("first", 1, 5)
+        assert [(entry["name"], entry["records"]) for entry in plain["runs"]] == [("first", 6), ("second", 4)]
+    refused = command("watch-log", str(path), "--run", "third")
+    assert refused.returncode == 2
+    assert "Unknown run 'third'. Expected the number or the name of one: 1 (first), 2 (second)." in refused.stderr
+
+
+def test_a_log_of_version_1_is_read_with_its_thinned_files_and_the_names_of_now(path):
+    def old(step, name, **more):
+        return line(step, version=1, run="old", layers={name: LAYER | {"apart": 1}}, **more) + "\n"
+
+    header = '{"holds":{"bytes":700,"of":"0123456789abcdef"}}\n'
+    path.with_name("scores.older.jsonl").write_text(header + old(0, "module.a.0", until=40), encoding="utf-8")
+    path.with_name("scores.aside.jsonl").write_text(old(50, "_orig_mod.module.a.0"), encoding="utf-8")
+    path.write_text(old(60, "_fsdp_wrapped_module.a._checkpoint_wrapped_module.0"), encoding="utf-8")
+    JsonLines(path)(record(70, run="old", part="resumed"))
+    log = read_log(path)
+    assert (log.damaged, steps(log.records), log.records[0].last_step) == (0, [0, 50, 60, 70], 40)
+    assert all(found.layers["a.0"].uncompiled for found in log.records[:3])
+    assert {layer.name for layer in survey(path).run.layers} == {"a.0", "layer"}
+
+
+def test_layers_keep_their_names_where_two_would_become_one():
+    found = Record.from_line(line(layers={"module.a.0": LAYER, "a.0": LAYER}).encode())
+    assert list(found.layers) == ["module.a.0", "a.0"]
+
+
+def test_a_line_has_a_version_and_what_a_newer_one_adds_is_ignored():
+    found = Record.from_line(line().encode())
+    plain = json.loads(found.to_line())
+    assert plain["version"] == 2
+    layers, alarms = {"a.0": LAYER | {"colour": "red"}}, [ALARM | {"since": 40}]
+    newer = Record.from_line(line(version=3, weather="fine", layers=layers, alarms=alarms).encode())
+    assert str(newer.layers) == str(found.layers)
+    assert [alarm.to_dict() for alarm in newer.alarms] == [ALARM]
+    with pytest.raises(LineError, match="version"):
+        Record.from_line(line(version="two").encode())
+
+
+def test_a_number_of_a_record_is_the_mean_of_the_layers_that_have_it():
+    layers = {name: LayerRecord(7, {"max": [value, 0.5]}) for name, value in (("a", 2.0), ("b", 4.0))}
+    layers |= {"c": LayerRecord(7, {"max": [math.inf]}), "d": LayerRecord(7, {"spread": [1.0]})}
+    assert Record(0, 0.0, layers).whole("max") == 3.0
+    assert math.isnan(Record(0, 0.0, layers).whole("top1"))
