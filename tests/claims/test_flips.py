@@ -6,18 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from attnscale.claims import (
-    SOURCES,
-    computations,
-    discussion,
-    ledger,
-    post,
-    practice,
-    textbook,
-    trained,
-    tutorial,
-    worked_numbers,
-)
+from attnscale.claims import SOURCES, computations, ledger, post, practice, trained, tutorial, worked_numbers
 from attnscale.claims.computations import Spread, WithoutScale
 from attnscale.claims.judging import judge
 from attnscale.claims.ledger import recorded
@@ -42,11 +31,12 @@ def wide(dim, shift=0.0):
     return Spread(float(dim**2), 0.01 * dim**2)
 
 
+ROWS = computations.drawn_rows(4, 2.0)
+
+
 def rows(**means):
     def made(dim, divisor=1.0, keys=1024):
-        return dataclasses.replace(
-            computations.drawn_rows(4, 2.0), **{name: np.full(7, value(dim, divisor)) for name, value in means.items()}
-        )
+        return dataclasses.replace(ROWS, **{name: np.full(7, value(dim, divisor)) for name, value in means.items()})
 
     return made
 
@@ -57,38 +47,38 @@ SAME, GONE = WithoutScale(1.0, 1.0, 0.4, 0.4), WithoutScale(0.01, 0.01, 0.4, 0.4
 
 # claim, where, what is computed there, what it then computes, the verdict then
 FLIPS = [
-    ("score-variance", post, "drawn_spread", wide, "refuted"),
-    ("large-scores-sharpen", post, "drawn_rows", rows(top1=lambda d, by: 0.5), "refuted"),
+    ("score-variance", computations, "drawn_spread", wide, "refuted"),
+    ("large-scores-sharpen", computations, "drawn_rows", rows(top1=lambda d, by: 0.5), "refuted"),
     ("scaled-variance-near-one", computations, "drawn_spread", wide, "refuted"),
-    ("inverse-dim-variance", post, "drawn_spread", wide, "refuted"),
-    ("inverse-dim-uniform", post, "drawn_rows", rows(entropy_ratio=lambda d, by: 0.9), "refuted"),
+    ("inverse-dim-variance", computations, "drawn_spread", wide, "refuted"),
+    ("inverse-dim-uniform", computations, "drawn_rows", rows(entropy_ratio=lambda d, by: 0.9), "refuted"),
     ("inverse-dim-cannot-focus", post, "_weight_of_match", lambda divisor: 0.5, "refuted"),
     ("inverse-dim-precision", post, "lost", lambda scale, dim, kind: Lost(scale, scale), "refuted"),
     ("wide-range-of-dims", post, "final_loss", lambda dim, *_: 3.0 if dim > 100 else 0.5, "refuted"),
     ("wide-range-of-dims", post, "final_loss", lambda dim, *_: math.nan, "refuted"),
     ("inverse-dim-harms", post, "final_loss", lambda dim, scale="1/√d_k": LEARNS[scale], "refuted"),
     ("avoids-exploding-and-vanishing", post, "gradients", lambda scale: EVEN, "refuted"),
-    ("avoids-exploding-and-vanishing", post, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
-    ("unit-variance-common", post, "head_std", lambda name: 1.0, "confirmed"),
-    ("three-regimes", post, "drawn_scores", lambda dim: np.ones((2, 3)), "refuted"),
+    ("avoids-exploding-and-vanishing", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
+    ("unit-variance-common", computations, "head_std", lambda name: 1.0, "confirmed"),
+    ("three-regimes", computations, "drawn_scores", lambda dim: np.ones((2, 3)), "refuted"),
     ("validated-widely", post, "SETTINGS", post.SETTINGS[:3], "refuted"),
-    ("dot-products-grow", tutorial, "drawn_spread", lambda dim, shift=0.0: Spread(4.0, 0.1), "refuted"),
-    ("wider-is-worse", tutorial, "drawn_rows", rows(gradient_gain=lambda d, by: d), "refuted"),
+    ("dot-products-grow", computations, "drawn_spread", lambda dim, shift=0.0: Spread(4.0, 0.1), "refuted"),
+    ("wider-is-worse", computations, "drawn_rows", rows(gradient_gain=lambda d, by: d), "refuted"),
     ("variance-always-exact", computations, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
-    ("divisor-from-variance", tutorial, "drawn_spread", wide, "refuted"),
-    ("correct-factor", tutorial, "drawn_spread", wide, "refuted"),
+    ("divisor-from-variance", computations, "drawn_spread", wide, "refuted"),
+    ("correct-factor", computations, "drawn_spread", wide, "refuted"),
     ("unscaled-stops-learning", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
     ("unscaled-stops-learning", computations, "gradient_without_scale", lambda dim, keys: GONE, "confirmed"),
     ("struggles-without", tutorial, "final_loss", lambda dim, scale="1/√d_k": LEARNS[scale], "refuted"),
-    ("paper-reason", tutorial, "enumerated_mean", lambda values, dim: 1.0, "refuted"),
-    ("unscaled-one-hot", tutorial, "drawn_rows", rows(top1=lambda d, by: 0.999), "confirmed"),
-    ("variance-linear", textbook, "drawn_spread", wide, "refuted"),
-    ("std-512", textbook, "drawn_spread", wide, "refuted"),
-    ("score-std-64", textbook, "drawn_spread", wide, "refuted"),
+    ("paper-reason", computations, "enumerated_mean", lambda values, dim: 1.0, "refuted"),
+    ("unscaled-one-hot", computations, "drawn_rows", rows(top1=lambda d, by: 0.999), "confirmed"),
+    ("variance-linear", computations, "drawn_spread", wide, "refuted"),
+    ("std-512", computations, "drawn_spread", wide, "refuted"),
+    ("score-std-64", computations, "drawn_spread", wide, "refuted"),
     ("gradient-flow", computations, "gradient_without_scale", lambda dim, keys: SAME, "refuted"),
-    ("saturates-at-64", textbook, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
-    ("random-init-normal", practice, "head_spread", lambda name: 8.0, "confirmed"),
-    ("random-init-normal", practice, "drawn_spread", wide, "refuted"),
+    ("saturates-at-64", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
+    ("random-init-normal", computations, "head_spread", lambda name: 8.0, "confirmed"),
+    ("random-init-normal", computations, "drawn_spread", wide, "refuted"),
     ("trained-controlled", practice, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
     ("trained-less-critical", practice, "bundled", {"1/√d_k": 1.0, "none": 5.0, "1/d_k": 1.0}.get, "refuted"),
     ("trained-less-critical", practice, "bundled", {"1/√d_k": 1.0, "none": 1.0, "1/d_k": 1.0}.get, "confirmed"),
@@ -96,16 +86,16 @@ FLIPS = [
     ("efficient-learn-temperature", practice, "LEARNED", practice.LEARNED[:1], "refuted"),
     ("stable-training-any-dim", practice, "final_loss", lambda dim, scale="", rate=1.0: 0.5, "confirmed"),
     ("stable-training-any-dim", practice, "final_loss", lambda dim, scale="", rate=1.0: 3.0, "refuted"),
-    ("high-dim-critical", practice, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
+    ("high-dim-critical", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
     ("small-temperature-sharper", practice, "_entropy_at", lambda tau: -tau, "refuted"),
     ("large-temperature-softer", practice, "_entropy_at", lambda tau: -tau, "refuted"),
     ("modern-llms-universal", practice, "language_models", lambda **_: [practice.find("GPT-2")], "confirmed"),
-    ("score-std-root-dim", discussion, "drawn_spread", wide, "refuted"),
-    ("initialisation-dependent", discussion, "head_spread", lambda name: 8.0, "refuted"),
-    ("xavier-unit-variance", discussion, "head_std", lambda name: 1.0, "confirmed"),
-    ("small-dim-hardly-matters", tutorial, "drawn_rows", rows(gradient_gain=lambda d, by: by), "refuted"),
-    ("small-dim-hardly-matters", tutorial, "drawn_rows", rows(gradient_gain=lambda d, by: 0.9), "confirmed"),
-    ("always-scale", practice, "t5_spread", lambda: 8.0, "confirmed"),
+    ("score-std-root-dim", computations, "drawn_spread", wide, "refuted"),
+    ("initialisation-dependent", computations, "head_spread", lambda name: 8.0, "refuted"),
+    ("xavier-unit-variance", computations, "head_std", lambda name: 1.0, "confirmed"),
+    ("small-dim-hardly-matters", computations, "drawn_rows", rows(gradient_gain=lambda d, by: by), "refuted"),
+    ("small-dim-hardly-matters", computations, "drawn_rows", rows(gradient_gain=lambda d, by: 0.9), "confirmed"),
+    ("always-scale", computations, "t5_spread", lambda: 8.0, "confirmed"),
     ("own-terms-64", worked_numbers, "sampled_terms", lambda dim: np.ones((dim, dim)), "refuted"),
     ("variance-64", worked_numbers, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
 ]

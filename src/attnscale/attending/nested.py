@@ -11,7 +11,7 @@ from attnscale.attending.sequences import Wrapping, jagged, unnested, wrapping
 from attnscale.errors import InputError
 from attnscale.inputs import check_inputs, check_one_mask
 from attnscale.numerics import Given, Result, uncompiled
-from attnscale.rules.apply import Scale, is_of_the_catalogue
+from attnscale.rules.apply import Scale, can_be_traced
 from attnscale.torch_internals import ragged_axis
 from attnscale.visibility import Mask, Visibility, is_plain_mask
 
@@ -23,7 +23,7 @@ def any_nested(*tensors: Tensor) -> bool:
 
 def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
     """The function, uncompiled where lengths, or a rule of them, are known to Python alone: that makes no graph."""
-    traced = is_of_the_catalogue(scale) and not any(map(_has_python_lengths, tensors))
+    traced = can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
     return function if traced else uncompiled(function)
 
 

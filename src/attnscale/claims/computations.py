@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -183,31 +183,14 @@ def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
 # Heads as modules initialise them
 
 
-def _gpt2() -> tuple[Tensor, Tensor]:
-    return torch.randn(D_MODEL, D_MODEL) * 0.02, torch.randn(D_MODEL, D_MODEL) * 0.02
-
-
-def _t5() -> tuple[Tensor, Tensor]:
-    """Draw query weights of variance 1/(d_model · d_kv) and key weights of 1/d_model."""
-    query, key = (torch.randn(D_MODEL, D_MODEL) * D_MODEL**-0.5 for _ in range(2))
-    return query * (D_MODEL // HEADS) ** -0.5, key
-
-
-def _linear() -> tuple[Tensor, Tensor]:
-    return nn.Linear(D_MODEL, D_MODEL).weight, nn.Linear(D_MODEL, D_MODEL).weight
-
-
-def _packed() -> tuple[Tensor, Tensor]:
-    query, key, _ = nn.MultiheadAttention(D_MODEL, HEADS).in_proj_weight.chunk(3)
-    return query, key
-
-
-def _xavier() -> tuple[Tensor, Tensor]:
-    query, key = (nn.init.xavier_uniform_(torch.empty(D_MODEL, D_MODEL)) for _ in range(2))
-    return query, key
-
-
-WEIGHTS = {"GPT-2": _gpt2, "T5": _t5, "nn.Linear": _linear, "nn.MultiheadAttention": _packed, "Xavier": _xavier}
+WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # of query and key
+    "GPT-2": lambda: [torch.randn(D_MODEL, D_MODEL) * 0.02 for _ in range(2)],
+    # query weights of variance 1/(d_model · d_kv), key weights of 1/d_model
+    "T5": lambda: [torch.randn(D_MODEL, D_MODEL) * (D_MODEL * size) ** -0.5 for size in (D_MODEL // HEADS, 1)],
+    "nn.Linear": lambda: [nn.Linear(D_MODEL, D_MODEL).weight for _ in range(2)],
+    "nn.MultiheadAttention": lambda: nn.MultiheadAttention(D_MODEL, HEADS).in_proj_weight.chunk(3)[:2],
+    "Xavier": lambda: [nn.init.xavier_uniform_(torch.empty(D_MODEL, D_MODEL)) for _ in range(2)],
+}
 
 
 @cache
@@ -268,7 +251,9 @@ def gpt2_scaled_spread() -> Evidence:
 def softmax_passes_little() -> Evidence:
     """Test if the gradient on the scores of the median row is small without a scale, at a large d_k."""
     found = gradient_without_scale(512, 64)
-    return Evidence(found.on_scores < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times")
+    return Evidence(
+        found.on_scores < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times that with it"
+    )
 
 
 def queries_receive_little() -> Evidence:
@@ -276,7 +261,7 @@ def queries_receive_little() -> Evidence:
     found = gradient_without_scale(DIM, 64)
     return Evidence(
         found.on_query < 0.1,
-        f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half sharing "
+        f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half of the queries sharing "
         f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}",
     )
 

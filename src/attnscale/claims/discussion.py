@@ -8,17 +8,8 @@ from statistics import NormalDist, median
 
 import numpy as np
 
-from attnscale.claims.computations import (
-    DIM,
-    DIMS,
-    KEYS,
-    NEAR_ONE,
-    SPREAD,
-    drawn_spread,
-    head_spread,
-    head_std,
-    mostly_one_hot,
-)
+from attnscale.claims import computations as compute
+from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SPREAD
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.settings import FULL_SIZE, language_models
 from attnscale.reference import row_statistics, softmax, softmax_jacobian
@@ -60,7 +51,7 @@ def _stable_without_scale() -> Evidence:
 
 @SOURCE.claim("score-std-root-dim", "Unscaled scores have the standard deviation √d_k.", "√d_k")
 def _root_dim() -> Evidence:
-    spreads = {dim: drawn_spread(dim) for dim in DIMS}
+    spreads = {dim: compute.drawn_spread(dim) for dim in DIMS}
     shown = f"drawn: std {spreads[DIM].std:.2f} at d_k = {DIM}, {spreads[DIMS[-1]].std:.1f} at {DIMS[-1]}"
     return Evidence(all(found.is_(dim) for dim, found in spreads.items()), shown)
 
@@ -81,7 +72,7 @@ def _reach(keys: int) -> Evidence:
     normal = NormalDist()
     low, high = normal.cdf(LOGITS.min() / SPREAD), 1 - normal.cdf(LOGITS.max() / SPREAD)
     chance = 1 - (1 - low) ** keys - (1 - high) ** keys + (1 - low - high) ** keys
-    return Evidence(chance > EASILY, f"{chance:.2g} of rows over {keys} keys reach both ends")
+    return Evidence(chance > EASILY, f"{chance:.2%} of rows over {keys} keys reach both ends")
 
 
 SOURCE.claim(
@@ -108,7 +99,7 @@ def _example_gradients() -> Evidence:
 
 SOURCE.claim(
     "picks-one-token", "Unscaled at d_k = 64, attention picks a single token.", "one token",
-    limit=Limit("for the four logits of the example", "for most rows at a spread of 8", mostly_one_hot),
+    limit=Limit("for the four logits of the example", "for most rows at a spread of 8", compute.mostly_one_hot),
 )(_example_one_hot)  # fmt: skip
 
 SOURCE.number(
@@ -128,13 +119,13 @@ def _softer() -> Evidence:
     "depends on initialisation",
 )  # fmt: skip
 def _depends_on_initialisation() -> Evidence:
-    scales = {name: 1 / head_spread(name) for name in ("Xavier", "GPT-2")}
+    scales = {name: 1 / compute.head_spread(name) for name in ("Xavier", "GPT-2")}
     shown = ", ".join(f"{scale:.3f} for {name}" for name, scale in scales.items())
     return Evidence(not math.isclose(*scales.values(), rel_tol=NEAR_ONE), f"a spread of one needs {shown}")
 
 
 def _xavier(name: str) -> Evidence:
-    std = head_std(name)
+    std = compute.head_std(name)
     return Evidence(abs(std - 1) < NEAR_ONE, f"q std {std:.2f} ({name})")
 
 

@@ -1,4 +1,4 @@
-"""How a claim is stated, computed and judged: a number by its printed digits, a statement by its evidence."""
+"""Statement, computation and judgement of a claim: a number by its printed digits, a statement by its evidence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -8,26 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attnscale.claims.computations import (
-    DIM,
-    DIMS,
-    KEYS,
-    NEAR_ONE,
-    SIGNS,
-    SKEWED,
-    TINY_GAIN,
-    drawn_rows,
-    drawn_scores,
-    drawn_spread,
-    enumerated_is_dim,
-    enumerated_variance,
-    gpt2_scaled_spread,
-    gradient_without_scale,
-    head_std,
-    layer_norm,
-    leading_row,
-    unit_spread_at_start,
-)
+from attnscale.claims import computations as compute
+from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SIGNS, SKEWED, TINY_GAIN
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.settings import MUP_ATTENTION, SETTINGS, language_models
 from attnscale.claims.trained import HEAD_DIMS, WIDE, final_loss, gradients, has_learned
@@ -51,13 +33,13 @@ VANISHES = 0.1  # times: the gradient vanishes
     remark="For any distribution of the components.",
 )  # fmt: skip
 def _variance_is_dim() -> Evidence:
-    drawn = drawn_spread(DIM)
-    shown = f"{enumerated_variance(SIGNS, DIM):g} over every pair of signs at d_k = {DIM}; {drawn.variance:.1f} drawn"
-    return Evidence(enumerated_is_dim() and drawn.is_(DIM), shown)
+    drawn, exact = compute.drawn_spread(DIM), compute.enumerated_variance(SIGNS, DIM)
+    shown = f"{exact:g} over every pair of signs at d_k = {DIM}; {drawn.variance:.1f} drawn"
+    return Evidence(compute.enumerated_is_dim() and drawn.is_(DIM), shown)
 
 
 def _after_initialisation() -> Evidence:
-    stds = {name: head_std(name) for name in ("GPT-2", "nn.Linear", "nn.MultiheadAttention")}
+    stds = {name: compute.head_std(name) for name in ("GPT-2", "nn.Linear", "nn.MultiheadAttention")}
     holds = all(abs(std - 1) < NEAR_ONE for std in stds.values())
     return Evidence(holds, "q std " + ", ".join(f"{std:.2f} ({name})" for name, std in stds.items()))
 
@@ -67,7 +49,7 @@ def _after_initialisation() -> Evidence:
     "std 1", limit=Limit("of a normalised vector", "of its projection by usual initialisations", _after_initialisation),
 )  # fmt: skip
 def _after_layer_norm() -> Evidence:
-    normed = layer_norm(np.array(SKEWED) + 1)
+    normed = compute.layer_norm(np.array(SKEWED) + 1)
     return Evidence(np.allclose([normed.mean(), normed.std()], [0, 1]), f"std {normed.std():.2f} after LayerNorm")
 
 
@@ -83,7 +65,7 @@ def _head_dims() -> Evidence:
     remark="Size alone does not do it: softmax of [50, 50, 50] is uniform.",
 )  # fmt: skip
 def _can_be_sharp() -> Evidence:
-    raw, scaled = (float((drawn_rows(DIM, by).top1 > SATURATED_TOP1).mean()) for by in (1.0, math.sqrt(DIM)))
+    raw, scaled = (float((compute.drawn_rows(DIM, by).top1 > SATURATED_TOP1).mean()) for by in (1.0, math.sqrt(DIM)))
     shown = f"drawn at d_k = {DIM}: {raw:.0%} of rows give one key 0.99 without a scale, {scaled:.0%} with it"
     return Evidence(raw > scaled == 0, shown)
 
@@ -92,15 +74,15 @@ def _can_be_sharp() -> Evidence:
     "sharp-rows-lose-gradient", "A row that one key dominates passes almost no gradient to its scores.", "vanishing"
 )
 def _sharp_row() -> Evidence:
-    gain = leading_row(KEYS).gradient_gain.item()
+    gain = compute.leading_row(KEYS).gradient_gain.item()
     return Evidence(gain <= TINY_GAIN, f"1 − Σp² = {gain:.3f} at weight 0.99")
 
 
 SOURCE.claim(
     "scaled-variance-near-one", "Dividing by √d_k ensures scores of variance about 1.", "about 1",
-    limit=Limit("when q and k have unit variance", "when weights start from N(0, 0.02²)", gpt2_scaled_spread,
+    limit=Limit("when q and k have unit variance", "when weights start from N(0, 0.02²)", compute.gpt2_scaled_spread,
                 is_stated=True),
-)(unit_spread_at_start)  # fmt: skip
+)(compute.unit_spread_at_start)  # fmt: skip
 
 
 @SOURCE.claim(
@@ -108,7 +90,7 @@ SOURCE.claim(
     "neither sharp nor uniform",
 )  # fmt: skip
 def _balanced() -> Evidence:
-    row = drawn_rows(DIM, math.sqrt(DIM))
+    row = compute.drawn_rows(DIM, math.sqrt(DIM))
     ratio, top1, gain = (float(x.mean()) for x in (row.entropy_ratio, row.top1, row.gradient_gain))
     shown = f"drawn at d_k = {DIM}: entropy {ratio:.0%} of its maximum, largest weight {top1:.3f}, 1 − Σp² {gain:.3f}"
     return Evidence(NEARLY_UNIFORM > ratio > 0.5 > top1, shown)
@@ -116,13 +98,13 @@ def _balanced() -> Evidence:
 
 @SOURCE.claim("inverse-dim-variance", "Dividing by d_k leaves scores a variance of 1/d_k.", "1/d_k")
 def _inverse_dim_variance() -> Evidence:
-    spreads = {dim: drawn_spread(dim).over(dim) for dim in DIMS}
+    spreads = {dim: compute.drawn_spread(dim).over(dim) for dim in DIMS}
     holds = all(found.is_(1 / dim) for dim, found in spreads.items())
     return Evidence(holds, f"{spreads[DIM].variance:.4f} drawn; 1/{DIM} = {1 / DIM:.4f}")
 
 
 def _entropy(dim: int, divisor: float) -> float:
-    return float(drawn_rows(dim, divisor).entropy_ratio.mean())
+    return float(compute.drawn_rows(dim, divisor).entropy_ratio.mean())
 
 
 @SOURCE.claim(
@@ -144,7 +126,7 @@ def _small_scores() -> Evidence:
 
 def _weight_of_match(divisor: float) -> float:
     """Return the weight of a key that equals its query, whose score is |q|², about d_k, among drawn keys."""
-    scores = drawn_scores(DIM).copy()
+    scores = compute.drawn_scores(DIM).copy()
     scores[:, 0] = DIM
     return float(softmax(scores / divisor)[:, 0].mean())
 
@@ -207,7 +189,7 @@ def _less_precise() -> Evidence:
 
 SOURCE.number(
     "scaled-variance-identity", "Var(q·k)/d_k, the variance after dividing by √d_k.", "1",
-    lambda: enumerated_variance(SKEWED, DIM) / DIM,
+    lambda: compute.enumerated_variance(SKEWED, DIM) / DIM,
 )  # fmt: skip
 
 
@@ -217,7 +199,7 @@ SOURCE.number(
 )  # fmt: skip
 def _three_regimes() -> Evidence:
     divisors = {"no divisor": 1.0, "√d_k": math.sqrt(DIM), "d_k": float(DIM)}
-    regimes = [regime(float((drawn_scores(DIM) / divisor).std()), KEYS) for divisor in divisors.values()]
+    regimes = [regime(float((compute.drawn_scores(DIM) / divisor).std()), KEYS) for divisor in divisors.values()]
     entropies = ", ".join(f"{name} {_entropy(DIM, divisor):.1%}" for name, divisor in divisors.items())
     shown = f"{', '.join(regimes)}; entropy, of its maximum: {entropies}"
     return Evidence(regimes == ["saturated", "healthy", "diluted"], shown)
@@ -254,7 +236,7 @@ def _works_at_every_dim() -> Evidence:
     "than √(2 ln n).",
 )  # fmt: skip
 def _explodes_or_vanishes() -> Evidence:
-    raw, scaled, rows = gradients("none"), gradients("1/√d_k"), gradient_without_scale(512, 64)
+    raw, scaled, rows = gradients("none"), gradients("1/√d_k"), compute.gradient_without_scale(512, 64)
     times = raw["first_query"] / scaled["first_query"]
     explodes = raw["backwards"] > GROWS > scaled["backwards"] and times > GROWS
     shown = (

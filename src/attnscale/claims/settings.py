@@ -31,16 +31,6 @@ class Setting:
         return f"{self.model} {self.relative:.3g}"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Published training run with 1/√d_k, and the score that it passed."""
-
-    name: str
-    max_score: float  # passed during training
-    diverged: bool
-    stated: str
-
-
 SETTINGS = (
     Setting("Transformer", 2017, 65, 64, 1 / 8, "Vaswani et al. 2017, section 3.2.1 and table 3"),
     Setting("GPT", 2018, 117, 64, 1 / 8, "released code: 768 dimensions over 12 heads, scores divided by √64"),
@@ -86,8 +76,6 @@ LEARNED = (
     Learned("Qwen3", "gains of its QK-norm", True, False, "transformers Qwen3Attention.q_norm, k_norm"),
 )
 
-GROWN = Run("Kimi K2's trial with Muon", 1e3, False, "Kimi K2 technical report (2025): passed within about 15k steps")
-DIVERGED = Run("Wortsman et al.", 1e4, True, "arXiv 2309.14322: every run whose largest score passed 10,000 diverged")
 CLIPPED_AT = 100.0  # Kimi K2 rescales a head's query and key weights once its scores pass this
 
 MUP_ATTENTION = 8.0  # the mup package of Tensor Programs V multiplies by 8/d_k: 1/√d_k at d_k = 64

@@ -4,20 +4,8 @@ import math
 
 import numpy as np
 
-from attnscale.claims.computations import (
-    AT_SOFTMAX,
-    DIM,
-    DIMS,
-    KEYS,
-    NEAR_ONE,
-    SPREAD,
-    drawn_rows,
-    drawn_spread,
-    leading_row,
-    mostly_one_hot,
-    softmax_passes_little,
-    unit_spread_at_start,
-)
+from attnscale.claims import computations as compute
+from attnscale.claims.computations import AT_SOFTMAX, DIM, DIMS, KEYS, NEAR_ONE, SPREAD
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.practice import add_claims
 from attnscale.reference import Array, row_statistics, scaled_dot_product_attention, softmax, softmax_jacobian
@@ -50,13 +38,13 @@ SOURCE.number(
 
 @SOURCE.claim("variance-linear", "The variance of q·k grows linearly with d_k.", "linear")
 def _linear() -> Evidence:
-    variances = [drawn_spread(dim).variance for dim in DIMS]
+    variances = [compute.drawn_spread(dim).variance for dim in DIMS]
     power = float(np.polyfit(np.log(DIMS), np.log(variances), 1)[0])
     shown = f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}: as d_k to the power {power:.3f}"
     return Evidence(abs(power - 1) < NEAR_ONE, shown)
 
 
-SOURCE.number("score-std-64", "Spread of unscaled scores at d_k = 64.", "8", lambda: drawn_spread(DIM).std)
+SOURCE.number("score-std-64", "Spread of unscaled scores at d_k = 64.", "8", lambda: compute.drawn_spread(DIM).std)
 SOURCE.number(
     "softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
     "Further scores, which the source omits, would not change the ratio of the first to the third.",
@@ -65,10 +53,10 @@ SOURCE.number(
 
 @SOURCE.claim(
     "saturates-at-64", "Unscaled scores at d_k = 64 saturate the softmax.", "almost all on one key",
-    limit=Limit("if that means a spread above the critical one", "if it means one-hot rows", mostly_one_hot),
+    limit=Limit("if that means a spread above the critical one", "if it means one-hot rows", compute.mostly_one_hot),
 )  # fmt: skip
 def _saturates() -> Evidence:
-    found, top1 = regime(drawn_spread(DIM).std, KEYS), float(drawn_rows(DIM).top1.mean())
+    found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), float(compute.drawn_rows(DIM).top1.mean())
     return Evidence(found == "saturated", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
 
 
@@ -81,11 +69,13 @@ def _vanishing() -> Evidence:
 
 @SOURCE.claim("one-position-contributes", "In a saturated row a single position contributes.", "one")
 def _one_contributes() -> Evidence:
-    effective = leading_row(KEYS).effective_keys.item()
+    effective = compute.leading_row(KEYS).effective_keys.item()
     return Evidence(effective < 1 + NEAR_ONE, f"{effective:.2f} effective keys at weight {SATURATED_TOP1}")
 
 
-SOURCE.claim("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1")(unit_spread_at_start)
+SOURCE.claim("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1")(
+    compute.unit_spread_at_start
+)
 
 
 @SOURCE.claim(
@@ -160,8 +150,8 @@ def _same() -> Evidence:
 
 SOURCE.claim(
     "gradient-flow", "Without scaling gradients are tiny, with it they are healthy.", "healthy against tiny",
-    limit=AT_SOFTMAX, remark="Computed for random q, k and v: the gradient without a scale over that with it.",
-)(softmax_passes_little)  # fmt: skip
+    limit=AT_SOFTMAX, remark="Gradient without a scale over gradient with it, for random q, k and v.",
+)(compute.softmax_passes_little)  # fmt: skip
 
 
 @SOURCE.claim("jacobian-formula", "∂p_i/∂x_j = p_i (δ_ij − p_j).", "p_i (δ_ij − p_j)")
@@ -186,7 +176,7 @@ SOURCE.number(
 
 @SOURCE.claim("std-512", "Exercise: the standard deviation at d_k = 512.", "√512")
 def _std_512() -> Evidence:
-    found = drawn_spread(512)
+    found = compute.drawn_spread(512)
     return Evidence(found.is_(512), f"{found.std:.2f} drawn; √512 = {math.sqrt(512):.2f}")
 
 

@@ -4,26 +4,9 @@ import math
 
 import numpy as np
 
+from attnscale.claims import computations as compute
 from attnscale.claims import worked_numbers
-from attnscale.claims.computations import (
-    AT_SOFTMAX,
-    DIM,
-    DIMS,
-    KEYS,
-    SKEWED,
-    SPREAD,
-    TINY_GAIN,
-    drawn_rows,
-    drawn_spread,
-    enumerated_is_dim,
-    enumerated_mean,
-    enumerated_variance,
-    head_spread,
-    layer_norm,
-    products,
-    softmax_passes_little,
-    t5_spread,
-)
+from attnscale.claims.computations import AT_SOFTMAX, DIM, DIMS, KEYS, SKEWED, SPREAD, TINY_GAIN
 from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import FULL_SIZE, T5, language_models
 from attnscale.claims.trained import HEAD_DIMS, LEARNED, final_loss
@@ -56,13 +39,13 @@ def _full_size_dims() -> Evidence:
 
 @SOURCE.claim("dot-products-grow", "At d_k = 512 dot products are far larger than at 4.", "grows with d_k")
 def _dot_products_grow() -> Evidence:
-    narrow, wide = drawn_spread(4).std, drawn_spread(512).std
+    narrow, wide = compute.drawn_spread(4).std, compute.drawn_spread(512).std
     return Evidence(wide > FAR_LARGER * narrow, f"drawn: std {narrow:.2f} at d_k = 4, {wide:.1f} at d_k = 512")
 
 
 @SOURCE.claim("wider-is-worse", "The wider the head, the worse an unscaled softmax fares.", "worse with d_k")
 def _wider_is_worse() -> Evidence:
-    gains = [float(drawn_rows(dim).gradient_gain.mean()) for dim in (4, *DIMS)]
+    gains = [float(compute.drawn_rows(dim).gradient_gain.mean()) for dim in (4, *DIMS)]
     shown = f"drawn: 1 − Σp² from {gains[0]:.2f} at d_k = 4 to {gains[-1]:.2f} at 512"
     return Evidence(gains == sorted(gains, reverse=True), shown)
 
@@ -87,18 +70,18 @@ def _rms_norm_centres() -> Evidence:
     limit=Limit("after LayerNorm", "after RMSNorm, which does not subtract the mean", _rms_norm_centres),
 )  # fmt: skip
 def _layer_norm_centres() -> Evidence:
-    normed = layer_norm(np.array(SKEWED) + 1)
+    normed = compute.layer_norm(np.array(SKEWED) + 1)
     return Evidence(abs(normed.mean()) < 1e-12, f"mean {abs(normed.mean()):.2f} after LayerNorm")
 
 
 @SOURCE.claim("mean-square", "At mean zero the variance is the average square.", "equal")
 def _mean_square() -> Evidence:
-    scores = products(SKEWED, 2).sum(-1)
+    scores = compute.products(SKEWED, 2).sum(-1)
     return Evidence(np.isclose(scores.var(), (scores**2).mean()).item(), f"{scores.var():g} and {(scores**2).mean():g}")
 
 
 def _exact_anyway() -> Evidence:
-    shifted, drawn = drawn_spread(DIM, shift=0.5), head_spread("GPT-2") ** 2
+    shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2") ** 2
     holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < LITTLE
     return Evidence(holds, f"{shifted.variance:.0f} with means of 0.5; {drawn:.1f} at GPT-2's initialisation")
 
@@ -108,8 +91,10 @@ def _exact_anyway() -> Evidence:
     limit=Limit("for independent components of mean 0 and variance 1", "for others", _exact_anyway, is_stated=True),
 )  # fmt: skip
 def _always_exact() -> Evidence:
-    shown = f"{enumerated_variance(SKEWED, DIM):g} at d_k = {DIM} over every pair of vectors of two distributions"
-    return Evidence(enumerated_is_dim(), shown)
+    shown = (
+        f"{compute.enumerated_variance(SKEWED, DIM):g} at d_k = {DIM} over every pair of vectors of two distributions"
+    )
+    return Evidence(compute.enumerated_is_dim(), shown)
 
 
 @SOURCE.claim("exp-gap", "From e¹⁰ to e⁵⁰ is an astronomical distance.", "astronomical")
@@ -125,7 +110,7 @@ def _still_learns() -> Evidence:
 
 
 def _typical_one_hot() -> Evidence:
-    top1 = float(np.median(drawn_rows(DIM).top1))
+    top1 = float(np.median(compute.drawn_rows(DIM).top1))
     return Evidence(top1 > SATURATED_TOP1, f"drawn: {top1:.2f} in the median row over {KEYS} keys at d_k = {DIM}")
 
 
@@ -141,26 +126,26 @@ def _example_one_hot() -> Evidence:
 SOURCE.claim(
     "unscaled-stops-learning",
     "Without scaling gradients become extremely small, almost zero, and learning stops.", "almost zero",
-    limit=AT_SOFTMAX, remark="Computed for random q, k and v: the gradient without a scale over that with it.",
-)(softmax_passes_little)  # fmt: skip
+    limit=AT_SOFTMAX, remark="Gradient without a scale over gradient with it, for random q, k and v.",
+)(compute.softmax_passes_little)  # fmt: skip
 
 
 @SOURCE.claim("variance-of-quotient", "Dividing by c divides the variance by c².", "Var/c²")
 def _quotient() -> Evidence:
-    scores = products(SKEWED, 3).sum(-1)
+    scores = compute.products(SKEWED, 3).sum(-1)
     holds = all(math.isclose((scores / c).var(), scores.var() / c**2) for c in (2, 3, 8))
     return Evidence(holds, f"{scores.var():g} becomes {(scores / 2).var():g} for c = 2")
 
 
 @SOURCE.claim("divisor-from-variance", "d_k/c² = 1 is solved by c = √d_k.", "√d_k")
 def _divisor() -> Evidence:
-    found = {dim: drawn_spread(dim) for dim in DIMS}
+    found = {dim: compute.drawn_spread(dim) for dim in DIMS}
     holds = all(spread.over(math.sqrt(dim)).is_(1.0) for dim, spread in found.items())
     return Evidence(holds, f"c = {found[DIM].std:.2f} brings drawn scores of d_k = {DIM} to unit variance")
 
 
 def _divisor_for_gpt2() -> Evidence:
-    needed = head_spread("GPT-2")
+    needed = compute.head_spread("GPT-2")
     return Evidence(math.isclose(needed, SPREAD, rel_tol=LITTLE), f"c = {needed:.2f} at GPT-2's initialisation")
 
 
@@ -176,12 +161,12 @@ SOURCE.claim(
     remark="The paper (section 3.2.1) says that it suspects, not shows, that softmax suffers.",
 )  # fmt: skip
 def _paper() -> Evidence:
-    holds = enumerated_is_dim() and all(abs(enumerated_mean(SKEWED, dim)) < 1e-9 for dim in DIMS)
+    holds = compute.enumerated_is_dim() and all(abs(compute.enumerated_mean(SKEWED, dim)) < 1e-9 for dim in DIMS)
     return Evidence(holds, "published: footnote 4 derives mean 0 and variance d_k, as found here over every pair")
 
 
 def _skipping(keys: int) -> Evidence:
-    scaled, raw = (float(drawn_rows(4, divisor, keys).gradient_gain.mean()) for divisor in (2.0, 1.0))
+    scaled, raw = (float(compute.drawn_rows(4, divisor, keys).gradient_gain.mean()) for divisor in (2.0, 1.0))
     shown = f"over {keys} keys: 1 − Σp² {scaled:.2f} with the scale, {raw:.2f} without"
     return Evidence(scaled - raw < LITTLE * scaled, shown)
 
@@ -199,8 +184,8 @@ def _more_even() -> Evidence:
 
 
 def _t5_struggles() -> Evidence:
-    shown = f"{T5.model} multiplies by {T5.multiplier:g} and starts with a spread of {t5_spread():.2f}"
-    return Evidence(regime(t5_spread(), KEYS) != "healthy", shown)
+    shown = f"{T5.model} multiplies by {T5.multiplier:g} and starts with a spread of {compute.t5_spread():.2f}"
+    return Evidence(regime(compute.t5_spread(), KEYS) != "healthy", shown)
 
 
 @SOURCE.claim(

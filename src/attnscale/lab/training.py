@@ -222,13 +222,7 @@ class GradientShares:
     """Size of the gradient that queries receive, and how evenly it is shared among them."""
 
     root_mean_square: float
-    median: float
     curve: tuple[float, ...]  # share of the gradient that the lowest 0%, 5%, …, 100% of the queries receive
-
-    @property
-    def evenness(self) -> float:
-        """Median over root mean square: 1 if all queries receive the same, near 0 if most receive almost nothing."""
-        return self.median / self.root_mean_square if self.root_mean_square else 0.0
 
     @property
     def lower_half(self) -> float:
@@ -257,14 +251,13 @@ def gradient_shares(sizes: Tensor) -> GradientShares:
     at = torch.linspace(0, len(sizes), CURVE_POINTS + 1, dtype=torch.float64)
     below, above = at.floor().long(), at.ceil().long()
     curve = torch.lerp(summed[below], summed[above], at - below) / summed[-1].clamp(min=torch.finfo(torch.float64).tiny)
-    return GradientShares(sizes.square().mean().sqrt().item(), sizes.median().item(), tuple(curve.tolist()))
+    return GradientShares(sizes.square().mean().sqrt().item(), tuple(curve.tolist()))
 
 
 def mean_shares(layers: Sequence[GradientShares]) -> GradientShares:
     """Average over layers."""
     return GradientShares(
         math.fsum(layer.root_mean_square for layer in layers) / len(layers),
-        math.fsum(layer.median for layer in layers) / len(layers),
         tuple(math.fsum(points) / len(layers) for points in zip(*(layer.curve for layer in layers), strict=True)),
     )
 

@@ -16,13 +16,13 @@ from attnscale.models.text import default_text, encode
 from attnscale.models.transformer import CausalTransformer
 
 WEIGHTS = files("attnscale.models") / "bundled.safetensors"
-HELD_OUT = 0.05  # share of the text, its end, that training does not see
+HELD_OUT = 0.05  # share of the text, at its end, that is not trained on
 
 
 def load_bundled() -> tuple[CausalTransformer, Tensor]:
-    """The trained model, in float32 and eval mode, and an example input, (1, context): from the text held out.
+    """Return the trained model, in float32 and eval mode, and an example input from the held-out text, (1, context).
 
-    Help texts repeat themselves: a third of what was held out stands word for word in what was trained on.
+    Help texts repeat themselves: a third of the held-out text also occurs, word for word, in the training text.
 
     >>> model, tokens = load_bundled()
     >>> model(tokens).shape
@@ -37,13 +37,13 @@ def load_bundled() -> tuple[CausalTransformer, Tensor]:
 
 
 def about_bundled() -> dict[str, str]:
-    """How it was trained: shape, seed, steps, corpus and the loss it reached, as recorded in the file."""
+    """Return how it was trained, as recorded in the file: shape, seed, steps, corpus and final loss."""
     with _stored() as stored:
         return dict(stored.metadata())
 
 
 def split(text: str) -> tuple[Tensor, Tensor]:
-    """The tokens to train on, and those held out."""
+    """Split a text into tokens to train on and held-out tokens."""
     tokens = encode(text)
     cut = round(len(tokens) * (1 - HELD_OUT))
     return tokens[:cut], tokens[cut:]

@@ -1,4 +1,4 @@
-"""Text as bytes: every string is a sequence of tokens 0–255, and English comes with every Python."""
+"""Text as bytes, tokens 0–255, and an English text that ships with Python."""
 
 import importlib
 
@@ -9,7 +9,7 @@ VOCABULARY = 256  # one token a byte of UTF-8
 
 
 def encode(text: str) -> Tensor:
-    """The bytes of a text as token ids, (length,).
+    """Return the bytes of a text as token ids, (length,).
 
     >>> encode("√d")
     tensor([226, 136, 154, 100])
@@ -18,11 +18,11 @@ def encode(text: str) -> Tensor:
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of token ids; bytes that are no UTF-8 show as �."""
+    """Return the text of token ids; bytes that are not UTF-8 become �."""
     return bytes(tokens.tolist()).decode("utf-8", errors="replace")
 
 
 def default_text() -> str:
-    """The help texts of Python's own language reference, 450,000 characters of English or more."""
+    """Return the help texts of Python's language reference, at least 450,000 characters of English."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return "\n".join(topics[name] for name in sorted(topics))

@@ -1,4 +1,4 @@
-"""CausalTransformer: pre-norm, rotary positions, attention by any scale rule. Plain on purpose."""
+"""A plain causal transformer: pre-norm, rotary positions, attention with any scale rule."""
 
 import math
 
@@ -17,12 +17,12 @@ HIDDEN = 4  # width of the feed-forward layer over d_model, as in every transfor
 
 
 class CausalTransformer(nn.Module):
-    """Tokens (batch, length) -> logits (batch, length, vocabulary).
+    """A language model: tokens (batch, length) -> logits (batch, length, vocabulary).
 
     Weights are drawn with variance 1/fan_in behind an RMSNorm, so q and k start with unit variance and q·k with a
     spread of √d_k: `scale` decides the rest. `qk_norm` adds an RMSNorm with a learned gain on q and on k.
 
-    >>> model = CausalTransformer(vocabulary=256, d_model=64, layers=2, heads=4, scale="inverse_dim")
+    >>> model = CausalTransformer(vocabulary=256, d_model=64, layers=2, heads=4, scale="mup")
     >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
     torch.Size([1, 5, 256])
     """
@@ -62,7 +62,7 @@ class CausalTransformer(nn.Module):
                 module.reset_parameters()  # an embedding's N(0, 1), gains of one, a rule's own start
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token at every position."""
+        """Return the logits of the next token at every position."""
         if tokens.dim() != 2 or not tokens.shape[1] > 0:
             raise ShapeError(f"Expected tokens of shape (batch, length), got {tuple(tokens.shape)}.")
         x = self.embedding(tokens)  # (batch, length, d_model)
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it, `heads` times over."""
+    """Attention of each position to itself and all earlier ones, with `heads` heads."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two layers with a GELU between, at every position alike."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, d_model: int, hidden: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class FeedForward(nn.Module):
 
 
 def rotate(x: Tensor, turns: Turns | None = None) -> Tensor:
-    """Rotary positions: turn the pairs (x_i, x_{i + d/2}) of the vector at position p by p · base^(−2i/d)."""
+    """Rotate the pairs (x_i, x_{i + d/2}) of the vector at position p by p · base^(−2i/d), as RoFormer does."""
     cos, sin = rotary_turns(x.shape[-2], x.shape[-1], x) if turns is None else turns
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     left, right = x.chunk(2, dim=-1)
@@ -160,7 +160,7 @@ def rotate(x: Tensor, turns: Turns | None = None) -> Tensor:
 
 
 def rotary_turns(length: int, head_dim: int, like: Tensor) -> Turns:
-    """Cosine and sine of the angle of every position and pair, (length, head_dim / 2) each."""
+    """Return cosine and sine of the angle of every position and pair, (length, head_dim / 2) each."""
     half = head_dim // 2
     frequency = ROTARY_BASE ** -(torch.arange(half, device=like.device, dtype=torch.float32) / half)
     angle = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] * frequency

@@ -1,4 +1,4 @@
-"""Whatever a caller may pass as `scale` -> query, key and the float that multiplies their dot products."""
+"""Apply any `scale` that a caller may pass: it becomes query, key and the float that multiplies their products."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Scale: TypeAlias = float | Tensor | str | Rule | None
 
 
 def apply_scale(scale: Scale, query: Tensor, key: Tensor, visible: Callable[[], Tensor | None]) -> Scaled:
-    """Apply None (1/√d_k), a number, a tensor, a rule or a rule's name; `visible` is asked only where it is needed."""
+    """Apply None (1/√d_k), a number, a tensor, a rule or a rule's name; `visible` is called only if a rule needs it."""
     if scale is None:
         return inverse_sqrt(query, key)
     if isinstance(scale, Tensor):
@@ -43,9 +43,9 @@ def apply_scale_to_sequences(
     sequence: Callable[[], Tensor],
     visible: Callable[[], Tensor],
 ) -> Scaled:
-    """The same for sequences laid end to end, (1, heads, total, head_dim); `sequence` is that of each row.
+    """Apply a scale to packed sequences, (1, heads, total, head_dim); `sequence` gives the sequence of each row.
 
-    A rule from elsewhere is given one sequence after the other; those of the catalogue, all rows at once.
+    A user's own rule gets one sequence after the other; rules of the catalogue get all rows at once.
     """
     if isinstance(scale, Tensor) and scale.dim() == 4 and scale.shape[0] > 1 and scale.shape[2] == 1:
         return apply_scale(scale[sequence(), :, 0].transpose(0, 1).unsqueeze(0), query, key, visible)
@@ -62,16 +62,17 @@ def apply_scale_to_sequences(
     return _one_by_one(rule, pairs, visible().split(q_lens)) if pairs else (query, key, 1.0)
 
 
-def is_of_the_catalogue(scale: Scale) -> bool:
-    """Whether it is known what a scale does to sequences laid end to end: all but rules from elsewhere."""
+def can_be_traced(scale: Scale) -> bool:
+    """Return True if a graph can apply the scale to packed sequences: if no rule needs their lengths in Python."""
     if scale is None or isinstance(scale, Tensor | Real | torch.SymFloat | float):
         return True
-    return about_rule(get_rule(scale)) is not None
+    known = about_rule(get_rule(scale))
+    return known is not None and known.over_sequences is None
 
 
 def _one_by_one(rule: Rule, pairs: list[tuple[Tensor, Tensor]], visible: tuple[Tensor, ...]) -> Scaled:
-    """A rule that may give every sequence another factor: then it goes into the query."""
-    scaled = (rule(query, key, seen) for (query, key), seen in zip(pairs, visible, strict=True))
+    """Apply the rule to each sequence; if their factors differ, multiply the queries by them."""
+    scaled = (rule(query, key, counts) for (query, key), counts in zip(pairs, visible, strict=True))
     queries, keys, factors = zip(*scaled, strict=True)
     if len(set(factors)) > 1:
         queries = tuple(multiply(q, q.new_tensor(factor)) for q, factor in zip(queries, factors, strict=True))

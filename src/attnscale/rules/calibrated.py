@@ -1,23 +1,22 @@
-"""The scale that gives unit variance on the tensors at hand, whatever the initialisation."""
+"""Scale to unit variance, measured on the given tensors."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from attnscale.numerics import wide_dtype, without_autocast
-from attnscale.rules.calibrated_op import calibrated_factor, pairs_of_sequences
 from attnscale.rules.rule import Scaled, Visible, about, multiply
-from attnscale.torch_internals import unseen
 
 
 def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Tensor:
-    """1 / std(q·k), (heads,), over every pair of a query and a key of one sequence."""
-    if unseen(starts_q):
-        factor: Tensor = calibrated_factor(query, key, starts_q, starts_k)
-        return factor
-    pairs_of = list(pairs_of_sequences(query, key, starts_q, starts_k))
-    if not pairs_of:
+    """Return 1 / std(q·k) for each head, over every pair of a query and a key of the same sequence."""
+    found = [
+        (own.shape[-2] * theirs.shape[-2], *_moments(own, theirs))
+        for own, theirs in _sequences(query, key, starts_q, starts_k)
+    ]
+    if not found:
         return query.new_ones(query.shape[1], dtype=wide_dtype(query))
-    found = [(own.shape[-2] * theirs.shape[-2], *_moments(own, theirs)) for own, theirs in pairs_of]
     pairs = sum(count for count, *_ in found)
     mean = sum(count / pairs * means for count, means, _ in found)
     variance = sum(count / pairs * (variances + (means - mean).square()) for count, means, variances in found)
@@ -25,14 +24,24 @@ def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k:
     return 1.0 / _root(variance.mean(tuple(range(variance.dim() - 1))))
 
 
+def _sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield queries and keys of each sequence that has both, (1, heads, length, head_dim)."""
+    queries, keys = (
+        tensor.split(starts.diff().tolist(), dim=-2) for tensor, starts in ((query, starts_q), (key, starts_k))
+    )
+    for own, theirs in zip(queries, keys, strict=True):
+        if own.shape[-2] and theirs.shape[-2]:
+            yield own, theirs
+
+
 @about(
     formula="q·k / std(q·k)",
-    source="the variance law, measured instead of assumed",
-    use="an initialisation that does not give q and k unit variance; measured per head, over all pairs",
+    source="Var[q·k] measured instead of assumed",
+    use="an initialisation that does not give q and k unit variance; measured for each head, over all pairs",
     over_sequences=calibrated_sequences,
 )
 def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-    """q·k / std(q·k), per head over every pair of a query and a key, in linear time.
+    """Divide by std(q·k) of each head, over every pair of a query and a key, in linear time.
 
     With means q̄, k̄ and covariances C_q, C_k, Var[q·k] = ⟨C_q, C_k⟩ + k̄ᵀC_q k̄ + q̄ᵀC_k q̄: no score is formed, and
     no two large numbers are subtracted.
@@ -45,7 +54,7 @@ def calibrated(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
 
 
 def _moments(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the scores of each batch entry and head."""
+    """Return mean and variance of the scores of each batch entry and head."""
     query_mean, query_cov = _mean_and_covariance(query)
     key_mean, key_cov = _mean_and_covariance(key)
     if query.dim() > 2 and query.shape[-3] != key.shape[-3]:  # grouped queries share a key head

@@ -1,4 +1,4 @@
-"""The catalogue of rules, and how a name becomes one."""
+"""The catalogue of rules, and get_rule, which finds one by name."""
 
 import inspect
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from attnscale.rules.temperature import temperature
 from attnscale.rules.unscaled import unscaled
 from attnscale.rules.yarn import yarn
 
-# A rule, or the class that makes it where it has parameters without a default.
+# A rule, or its class if it has parameters without a default.
 RULES: dict[str, Rule | type[Rule] | type[nn.Module]] = {
     "inverse_sqrt": inverse_sqrt,
     "inverse_dim": inverse_dim,
@@ -41,7 +41,7 @@ RULES: dict[str, Rule | type[Rule] | type[nn.Module]] = {
 
 
 def get_rule(rule: str | Rule | type, *, head_dim: int | None = None, heads: int | None = None) -> Rule:
-    """The rule of that name, or the rule itself.
+    """Return the rule of that name, or the rule itself.
 
     A parameter may follow the name, as in `temperature:8`. Learned rules are made for `heads` and `head_dim`.
 
@@ -65,7 +65,7 @@ def get_rule(rule: str | Rule | type, *, head_dim: int | None = None, heads: int
 
 
 def rule_name(rule: Rule) -> str:
-    """How a rule is written: its name, with its parameters where it has any."""
+    """Return a rule's name, with its parameters if it has any."""
     return getattr(rule, "__name__", None) or repr(rule)
 
 
@@ -82,7 +82,7 @@ def _known(name: str) -> str:
 
 
 def _fold(name: str) -> str:
-    """`qk-norm`, `QKNorm` and `qk_norm` are one name."""
+    """Treat `qk-norm`, `QKNorm` and `qk_norm` as one name."""
     return name.strip().lower().replace("_", "").replace("-", "")
 
 

@@ -44,5 +44,5 @@ class Cosine(nn.Module):
         return multiply(direction, per_head(inverse_temperature, query)).to(query.dtype)
 
     def extra_repr(self) -> str:
-        """The heads, for print(model)."""
+        """Return the number of heads, for print(model)."""
         return f"heads={self.log_inverse_temperature.shape[0]}"

@@ -1,4 +1,4 @@
-"""One learned temperature a head."""
+"""One learned temperature for each head."""
 
 import math
 
@@ -34,5 +34,5 @@ class LearnedTemperature(nn.Module):
         return multiply(query, per_head(factor, query)), key, 1 / math.sqrt(query.shape[-1])
 
     def extra_repr(self) -> str:
-        """The heads, for print(model)."""
+        """Return the number of heads, for print(model)."""
         return f"heads={self.log_temperature.shape[0]}"

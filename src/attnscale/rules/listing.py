@@ -1,4 +1,4 @@
-"""The catalogue as a list to show: how each rule is called, and what there is to say of it."""
+"""The catalogue as a list of entries to show."""
 
 import inspect
 from dataclasses import asdict, dataclass, is_dataclass
@@ -11,7 +11,7 @@ from attnscale.rules.rule import Rule, about_rule
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the catalogue: how a rule is called, and what there is to say of it."""
+    """A rule of the catalogue: its call, formula, source and use."""
 
     name: str
     call: str
@@ -21,12 +21,12 @@ class Entry:
     learned: bool
 
     def to_dict(self) -> dict[str, str | bool]:
-        """The entry as JSON takes it."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def catalogue() -> list[Entry]:
-    """Every rule, in the order of RULES."""
+    """List every rule, in the order of RULES."""
     return [_entry(name, rule) for name, rule in RULES.items()]
 
 

@@ -50,6 +50,6 @@ class QKNorm(nn.Module):
         return (normalised * per_head(gain.to(wide.dtype), tensor)).to(tensor.dtype)
 
     def extra_repr(self) -> str:
-        """The sizes, for print(model)."""
+        """Return the sizes, for print(model)."""
         heads, head_dim = self.query_gain.shape
         return f"head_dim={head_dim}, heads={heads}, kv_heads={self.key_gain.shape[0]}, eps={self.eps}"

@@ -1,4 +1,4 @@
-"""A temperature that depends on the query, learned."""
+"""A learned temperature that depends on the query."""
 
 import math
 
@@ -42,6 +42,6 @@ class QueryTemperature(nn.Module):
         return multiply(query, sharpness), key, 1 / math.sqrt(query.shape[-1])
 
     def extra_repr(self) -> str:
-        """The sizes, for print(model)."""
+        """Return the sizes, for print(model)."""
         heads, head_dim = self.weight.shape
         return f"head_dim={head_dim}, heads={heads}"

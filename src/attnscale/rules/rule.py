@@ -1,4 +1,4 @@
-"""What a rule is: query, key -> query, key and the float that multiplies their dot products."""
+"""The Rule protocol: query, key -> query, key and the float that multiplies their dot products."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from attnscale.numerics import wide_dtype
 
 Scaled: TypeAlias = tuple[Tensor, Tensor, float]
 Visible: TypeAlias = Tensor | int | None
-# Queries and keys of sequences laid end to end, (1, heads, total, head_dim), and where these begin -> factors of heads
+# Queries and keys of packed sequences, (1, heads, total, head_dim), and the offsets of both -> a factor for each head
 OverSequences: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(Protocol):
-    """The tensors a rule returns, dotted and multiplied by its float, are the scores.
+    """A callable whose returned tensors, dotted and multiplied by its float, are the scores.
 
     `visible` is the number of visible keys of each row, (…, q_len), for the rules that need it; None means all.
     """
@@ -30,13 +30,13 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class About:
-    """What the catalogue says of a rule."""
+    """Description of a rule in the catalogue."""
 
     formula: str
     source: str
     use: str
     needs_visible: bool
-    over_sequences: OverSequences | None = None  # of a rule that looks at all rows at once: what it does to sequences
+    over_sequences: OverSequences | None = None  # for packed sequences, if the rule reads all rows at once
 
 
 ABOUT: dict[object, About] = {}
@@ -58,12 +58,12 @@ def about(
 
 
 def _hash_by_kind(rule: object) -> int:
-    """Equal rules have equal hashes; told without their fields, which a rule made in a graph of torch 2.11 lacks."""
+    """Hash the type alone: a rule that is made inside a graph of torch 2.11 has no fields."""
     return hash(type(rule))
 
 
 def about_rule(rule: object) -> About | None:
-    """The catalogue entry of a rule or of its class; None for a rule from elsewhere."""
+    """Return the description of a rule or of its class, or None for a user's own rule."""
     return ABOUT.get(rule if isinstance(rule, FunctionType | type) else type(rule))
 
 

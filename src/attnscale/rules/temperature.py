@@ -1,4 +1,4 @@
-"""A fixed softmax temperature (Hinton et al. 2015 name it so)."""
+"""A fixed softmax temperature (Hinton et al. 2015)."""
 
 from dataclasses import dataclass
 

@@ -34,5 +34,5 @@ class yarn:
 
 
 def sharpening(stretch: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies the scores of a context stretched by s by: (0.1 m ln s + 1)², m being a model's own."""
+    """Return YaRN's factor on the scores of a stretched context, (0.1 m ln s + 1)², with a model's own m."""
     return (SLOPE * mscale * math.log(stretch) + 1.0) ** 2

@@ -1,10 +1,9 @@
-"""Closed forms and exact expectations: how far scores spread, and what that does to softmax."""
+"""Closed forms and exact expectations of the spread of scores and of softmax over them."""
 
-from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
+from attnscale.theory.gaussian import RowExpectation, SoftmaxExpectation, expected_row, expected_softmax
 from attnscale.theory.initialisation import Initialisation
 from attnscale.theory.limits import entropy_floor, freezing_point, regime, saturation_point
 from attnscale.theory.prediction import Candidate, Prediction, predict
-from attnscale.theory.queries import RowExpectation, expected_row
 from attnscale.theory.variance import row_variance, score_mean, score_variance, unit_variance_scale
 
 __all__ = [

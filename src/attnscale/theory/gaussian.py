@@ -1,14 +1,19 @@
-"""What softmax does to n independent N(0, σ²) scores, in expectation: integrals, not asymptotics.
+"""Exact expectations of softmax over n independent N(0, σ²) scores, as integrals instead of asymptotic formulas.
 
 With Z = Σ e^s and the Laplace transform L(t) = E[exp(−t eˢ)] of one term, independence gives E[exp(−tZ)] = L(t)ⁿ and
 
-    E[ln Z]     = ∫ (e^{−t} − L(t)ⁿ) / t dt
-    E[Σ p²]     = n ∫ t L″(t) L(t)ⁿ⁻¹ dt                  from 1/Z² = ∫ t e^{−tZ} dt
-    E[Σ p s]    = σ² (1 − E[Σ p²])                        Stein's lemma
-    E[H]        = E[ln Z] − E[Σ p s]
-    E[max p]    = n ∫ φ(x) ∫ e^{−u} A(x, u)ⁿ⁻¹ du dx      A(x, u) = E[exp(−u e^{s−x}); s < x]
+    E[ln Z]    = ∫ (e^{−t} − L(t)ⁿ) / t dt
+    E[Σ p²]    = n ∫ t L″(t) L(t)ⁿ⁻¹ dt                       from 1/Zᵐ = ∫ tᵐ⁻¹ e^{−tZ} dt / (m−1)!
+    E[Σ p s]   = σ² (1 − E[Σ p²])                             Stein's lemma
+    E[H]       = E[ln Z] − E[Σ p s]
+    E[max p]   = n ∫ φ(x) ∫ e^{−u} A(x, u)ⁿ⁻¹ du dx           A(x, u) = E[exp(−u e^{s−x}); s < x]
+    E[Σ p³]    = n ∫ t² |L‴(t)| L(t)ⁿ⁻¹ dt / 2
+    E[(Σ p²)²] = ∫ t³ (n L⁗(t) L(t)ⁿ⁻¹ + n (n−1) L″(t)² L(t)ⁿ⁻²) dt / 6
 
 In ln t every integrand is analytic and decays at both ends, where the trapezoid rule converges exponentially.
+
+For queries and keys of Gaussian components, the scores of a row are independent N(0, a² |q|²) given its query, so its
+expectation is averaged over |q|², which is χ² with d_k degrees of freedom.
 """
 
 import math
@@ -28,12 +33,15 @@ TAIL = 40.0  # e^{−40} is under float64 rounding
 VANISHED = 8.0  # exp(−e⁸) is zero in float64
 FROZEN = 2e3  # above this spread H, gain and 1 − top-1 fall as 1/σ, to 1e-3 of themselves: two scores must nearly tie
 ORDERS = np.array([[2], [3], [4]])  # of the derivatives of L that expectations need
-UNIFORM_BELOW = 1e-8  # under this spread every expectation equals the uniform one to float64 rounding
+UNIFORM_BELOW = 1e-8  # below this spread every expectation equals the uniform one to float64 rounding
+# The trapezoid rule in ln|q|² costs e^{−π²/h} for exp(−eʸ) and e^{−2π²w²/h²} for a bump of width w: 3e-9 at both.
+LOG_STEP = 0.5
+NEGLIGIBLE = 25.0  # e^{−25} is 1e-11
 
 
 @dataclass(frozen=True)
 class SoftmaxExpectation:
-    """Expected entropy (nats), largest weight and gradient gain of a row."""
+    """Expected entropy (nats), largest weight and 1 − Σp² of a row."""
 
     spread: float
     keys: int
@@ -43,13 +51,13 @@ class SoftmaxExpectation:
 
     @property
     def entropy_ratio(self) -> float:
-        """H / ln n, comparable across lengths."""
+        """Entropy over its maximum ln n."""
         return self.entropy / math.log(self.keys)
 
 
 @lru_cache(maxsize=4096)
 def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
-    """Expected entropy, top-1 weight and gradient gain of softmax over `keys` independent N(0, spread²) scores.
+    """Return the expectations of softmax over `keys` independent N(0, spread²) scores.
 
     >>> at_init = expected_softmax(1.0, 1024)
     >>> round(at_init.entropy_ratio, 2), round(at_init.top1, 3)
@@ -59,25 +67,92 @@ def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
         raise SettingError(
             f"Expected at least 2 keys and a finite spread of 0 or more, got keys={keys}, spread={spread}."
         )
+    row = _row(spread, keys)
     if spread < UNIFORM_BELOW:
-        return SoftmaxExpectation(spread, keys, math.log(keys), 1 / keys, 1 - 1 / keys)
+        top1 = 1 / keys
+    elif spread > FROZEN:
+        top1 = 1 - (1 - _top1(FROZEN, keys)) * FROZEN / spread
+    else:
+        top1 = _top1(spread, keys)
+    return SoftmaxExpectation(spread, keys, row.entropy, top1, row.gradient_gain)
+
+
+@dataclass(frozen=True)
+class RowExpectation:
+    """Expected entropy (nats), 1 − Σp² and ‖diag(p) − ppᵀ‖² of a row."""
+
+    entropy: float
+    gradient_gain: float
+    jacobian_norm2: float
+
+
+def expected_row(spread: float, keys: int, head_dim: int | None = None) -> RowExpectation:
+    """Return the expectations of a row over `keys` Gaussian keys, for one query or averaged over Gaussian queries.
+
+    `spread` is a · std(q·k). With `head_dim`, queries have that many components; without, all have the same length.
+
+    >>> one_length, four_components = expected_row(4.0, 256), expected_row(4.0, 256, head_dim=4)
+    >>> round(one_length.gradient_gain, 2), round(four_components.gradient_gain, 2)
+    (0.64, 0.69)
+    """
+    if keys < 2 or not 0 <= spread < math.inf or (head_dim is not None and head_dim < 1):
+        raise SettingError(
+            "Expected at least 2 keys, a finite spread of 0 or more and a positive head_dim, "
+            f"got {keys=}, {spread=}, {head_dim=}."
+        )
+    if head_dim is None:
+        return _row(spread, keys)
+    lengths, weights = _query_lengths(head_dim)
+    rows = [_row(spread * float(length), keys) for length in lengths]
+    means = {
+        name: sum(float(weight) * getattr(row, name) for weight, row in zip(weights, rows, strict=True))
+        for name in ("entropy", "gradient_gain", "jacobian_norm2")
+    }
+    return RowExpectation(**means)
+
+
+@lru_cache(maxsize=65536)
+def _row(spread: float, keys: int) -> RowExpectation:
+    if spread < UNIFORM_BELOW:
+        return RowExpectation(math.log(keys), 1 - 1 / keys, (1 - 1 / keys) / keys)
     if spread > FROZEN:
-        frozen, shrink = expected_softmax(FROZEN, keys), FROZEN / spread
-        top1 = 1 - (1 - frozen.top1) * shrink
-        return SoftmaxExpectation(spread, keys, frozen.entropy * shrink, top1, frozen.gradient_gain * shrink)
-    log_normaliser, gradient_gain = log_normaliser_and_gain(spread, keys)
-    entropy = log_normaliser - spread**2 * gradient_gain
-    return SoftmaxExpectation(spread, keys, max(entropy, 0.0), _top1(spread, keys), gradient_gain)
+        frozen, shrink = _row(FROZEN, keys), FROZEN / spread
+        return RowExpectation(frozen.entropy * shrink, frozen.gradient_gain * shrink, frozen.jacobian_norm2 * shrink)
+    log_normaliser, gain = _log_normaliser_and_gain(spread, keys)
+    return RowExpectation(max(log_normaliser - spread**2 * gain, 0.0), gain, _jacobian_norm2(spread, keys, 1 - gain))
+
+
+def _jacobian_norm2(spread: float, keys: int, square: float) -> float:
+    found = _laplace(spread, keys)
+    others, but_two = np.exp((keys - 1) * found.log), np.exp((keys - 2) * found.log)
+    cube = STEP * keys * float((found.third * others).sum()) / 2
+    alone = keys * float((found.fourth * others).sum())
+    pairs = keys * (keys - 1) * float((found.second**2 * but_two).sum())
+    return max(square - 2 * cube + STEP * (alone + pairs) / 6, 0.0)
+
+
+@lru_cache
+def _query_lengths(head_dim: int) -> tuple[Array, Array]:
+    """Return |q|/√d_k and its weights: |q|²/2 is Gamma(d_k/2), with density exp(y d_k/2 − eʸ) in y = ln(|q|²/2)."""
+    shape = head_dim / 2
+    width = 1 / math.sqrt(shape)
+    step = min(LOG_STEP, width)
+    left, right = -NEGLIGIBLE / shape - 10 * width, 10 * width + math.log1p(NEGLIGIBLE / shape)
+    from_mode = np.arange(left, right, step)
+    log_density = shape * (from_mode - np.expm1(from_mode))
+    counts = log_density > -NEGLIGIBLE
+    lengths, weights = np.exp(from_mode[counts] / 2), np.exp(log_density[counts])
+    return lengths, weights / weights.sum()
 
 
 def _reach(keys: int) -> float:
-    """How many standard deviations out n Gaussian tails still weigh more than float64 rounding."""
+    """Return the number of standard deviations beyond which n Gaussian tails are below float64 rounding."""
     return math.sqrt(2 * math.log(keys) + 2 * TAIL)
 
 
-def log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
-    """E[ln Z] and E[1 − Σ p²], for a spread between the two limits."""
-    found = laplace(spread, keys)
+def _log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
+    """Return E[ln Z] and E[1 − Σ p²], for a spread between the two limits."""
+    found = _laplace(spread, keys)
     below = np.exp(-np.exp(np.minimum(found.log_t, VANISHED)))
     log_normaliser = STEP * float((below - np.exp(keys * found.log)).sum())
     participation = STEP * keys * float((found.second * np.exp((keys - 1) * found.log)).sum())
@@ -85,8 +160,8 @@ def log_normaliser_and_gain(spread: float, keys: int) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Laplace:
-    """ln L(t) and tᵏ |L⁽ᵏ⁾(t)|, on a grid of ln t in steps of STEP that holds all that counts for `keys` scores."""
+class _Laplace:
+    """ln L(t) and tᵏ |L⁽ᵏ⁾(t)| for k = 2, 3, 4, on a grid of ln t in steps of STEP."""
 
     log_t: Array
     log: Array
@@ -95,8 +170,8 @@ class Laplace:
     fourth: Array
 
 
-def laplace(spread: float, keys: int) -> Laplace:
-    """The transform of eˢ for one N(0, spread²) score s."""
+def _laplace(spread: float, keys: int) -> _Laplace:
+    """Transform eˢ for one N(0, spread²) score s, on a grid wide enough for `keys` of them."""
     reach = _reach(keys) * spread
     step = min(STEP, GAUSSIAN_STEP * spread)
     half = math.ceil(reach / step)
@@ -107,11 +182,11 @@ def laplace(spread: float, keys: int) -> Laplace:
     mass_from = np.append(density[::-1].cumsum()[::-1], 0.0)  # of this score and all above it
     transform = _transform_by_convolution if step == STEP else _transform_by_sum
     log_t, one_minus_laplace, derivatives = transform(scores, density, mass_from, TAIL + math.log(keys))
-    return Laplace(log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), *derivatives)
+    return _Laplace(log_t, np.log1p(-np.minimum(one_minus_laplace, 1 - 1e-16)), *derivatives)
 
 
 def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligible: float) -> tuple[Array, Array, Array]:
-    """ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for k = 2, 3, 4, for narrow spreads, whose scores lie closer than ln t."""
+    """Return ln t, 1 − L(t) and tᵏ |L⁽ᵏ⁾(t)| for narrow spreads, whose scores need a finer grid than ln t."""
     log_t = np.arange(scores[0] - negligible, scores[-1] + math.log(TAIL), STEP)
     first, last = np.searchsorted(scores, -log_t - negligible), np.searchsorted(scores, -log_t + VANISHED)
     one_minus_laplace, derivatives = np.empty_like(log_t), np.empty((len(ORDERS), len(log_t)))
@@ -126,7 +201,7 @@ def _transform_by_sum(scores: Array, density: Array, mass_from: Array, negligibl
 def _transform_by_convolution(
     scores: Array, density: Array, mass_from: Array, negligible: float
 ) -> tuple[Array, Array, Array]:
-    """The same for wide spreads, where both lie on one grid: the density is even, so the sums are a convolution."""
+    """Return the same for wide spreads, where both share a grid: the density is even, so sums are convolutions."""
     near = np.arange(-math.ceil(negligible / STEP), math.ceil(VANISHED / STEP) + 1)
     term = np.exp(near * STEP)
     half = len(scores) // 2
@@ -138,7 +213,7 @@ def _transform_by_convolution(
 
 
 def _top1(spread: float, keys: int) -> float:
-    """E[max p]: the largest score lies at x, the others below it, each adding e^{−(x−s)} to the denominator."""
+    """Return E[max p]: the largest score is x, and each other s adds e^{−(x−s)} to the denominator."""
     reach = _reach(keys)
     highest = np.linspace(-reach, reach, 401)  # in units of the spread
     log_u = np.arange(-TAIL - math.log(keys), math.log(TAIL), STEP)
@@ -157,7 +232,7 @@ def _top1(spread: float, keys: int) -> float:
 
 
 def _panels(end: float, width: float) -> tuple[Array, Array]:
-    """Gauss–Legendre nodes and weights on [0, end], in panels no wider than `width`."""
+    """Return Gauss–Legendre nodes and weights on [0, end], in panels no wider than `width`."""
     nodes, weights = np.polynomial.legendre.leggauss(20)
     edges = np.linspace(0.0, end, math.ceil(end / width) + 1)
     middle, half = (edges[1:] + edges[:-1]) / 2, np.diff(edges) / 2

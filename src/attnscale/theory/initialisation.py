@@ -1,4 +1,4 @@
-"""From how the weights are drawn to the variance of what they project.
+"""Variance of a projection, from how its weights are drawn.
 
 For zero-mean inputs of variance v, q = W x + b has Var(q) = fan_in · Var(W) · v over tokens; a random bias gives each
 component a mean of its own, of variance Var(b) over components.
@@ -26,7 +26,7 @@ class Initialisation:
 
     @classmethod
     def parse(cls, text: str) -> "Initialisation":
-        """From `name` or `name:number`, where the number is the standard deviation of `normal`, else the gain."""
+        """Parse `name` or `name:number`: the standard deviation of `normal`, the gain of the others."""
         name, _, number = text.strip().lower().partition(":")
         name = name.replace("-", "_").removesuffix("_uniform").removesuffix("_normal") or name
         if name not in WEIGHT_VARIANCE:
@@ -45,15 +45,15 @@ class Initialisation:
         return cls(name, gain)
 
     def weight_variance(self, fan_in: int, fan_out: int) -> float:
-        """Variance of one weight."""
+        """Return the variance of one weight."""
         return self.gain * self.gain * WEIGHT_VARIANCE[self.name](fan_in, fan_out)
 
     def bias_variance(self, fan_in: int) -> float:
-        """Variance of one bias: nn.Linear draws it like the weights, every other scheme leaves it at zero."""
+        """Return the variance of one bias: nn.Linear draws it like the weights, the other schemes set it to zero."""
         return self.weight_variance(fan_in, fan_in) if self.name == "torch" else 0.0
 
     def projected_variance(self, fan_in: int, fan_out: int, input_variance: float = 1.0) -> float:
-        """Var(Wx) over tokens, for zero-mean inputs of the given variance."""
+        """Return Var(Wx) over tokens, for zero-mean inputs of the given variance."""
         return fan_in * self.weight_variance(fan_in, fan_out) * input_variance
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where softmax changes its behaviour: the freezing point, the entropy floor, the saturation point."""
+"""Limits of softmax: the critical spread, the least entropy, and the score at which it saturates."""
 
 import math
 
@@ -12,21 +12,21 @@ FREEZING_MARGIN = 0.8
 
 
 def freezing_point(keys: int) -> float:
-    """σ_c = √(2 ln n): over n Gaussian scores, above this spread a handful of keys takes everything."""
+    """Return the critical spread √(2 ln n): above it, a few of n Gaussian scores take nearly all the weight."""
     if keys < 1:
         raise SettingError(f"Expected at least one key, got {keys}.")
     return math.sqrt(2 * math.log(keys))
 
 
 def regime(spread: float, keys: int) -> str:
-    """`diluted`, `healthy` or `saturated`: a function of the spread and of how many keys it is spread over."""
+    """Return `diluted`, `healthy` or `saturated` for a spread over this many keys."""
     if spread < DILUTED_SPREAD:
         return "diluted"
     return "healthy" if spread < FREEZING_MARGIN * freezing_point(keys) else "saturated"
 
 
 def entropy_floor(spectral_bound: float, keys: int) -> float:
-    """The least entropy of softmax over scores with ‖QKᵀ‖ ≤ σ: σReparam, Theorem 3.1 (Zhai et al. 2023).
+    """Return the least entropy of softmax over scores with ‖QKᵀ‖ ≤ σ: σReparam, Theorem 3.1 (Zhai et al. 2023).
 
     ln(1 + (T−1)β) + σ√(T(T−1)) β / (1 + (T−1)β), with β = exp(−σ√(T/(T−1))).
     """
@@ -38,7 +38,7 @@ def entropy_floor(spectral_bound: float, keys: int) -> float:
 
 
 def saturation_point(keys: int, weight: float = SATURATED_TOP1) -> float:
-    """The x at which softmax([x, 0, …, 0]) over n keys gives its first key this weight: ln(w (n−1) / (1−w)).
+    """Return the x at which softmax([x, 0, …, 0]) over n keys gives its first key this weight: ln(w (n−1) / (1−w)).
 
     >>> round(saturation_point(4), 2)
     5.69

@@ -1,4 +1,4 @@
-"""What a model's attention will do at initialisation, from its shape alone."""
+"""Prediction of a model's attention at initialisation, from its shape alone."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ PACKED_PROJECTIONS = 3  # nn.MultiheadAttention draws q, k and v as one matrix o
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of multiplier, and what it does to the scores and their softmax."""
+    """A multiplier, with the spread of the scores and the softmax that it gives."""
 
     name: str
     scale: float
@@ -27,7 +27,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Spread of q, k and the scores at initialisation, and what each candidate scale makes of it."""
+    """Spread of q, k and the scores at initialisation, under each candidate scale."""
 
     d_model: int
     heads: int
@@ -42,7 +42,7 @@ class Prediction:
     advice: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The prediction as JSON takes it."""
+        """Return plain values for JSON."""
         fields = asdict(self)
         for candidate, shown in zip(self.candidates, fields["candidates"], strict=True):
             shown["softmax"]["entropy_ratio"] = candidate.softmax.entropy_ratio

@@ -1,4 +1,4 @@
-"""How far scores spread: mean and variance of q·k for independent components of any distribution."""
+"""Mean and variance of q·k for independent components of any distribution."""
 
 import math
 
@@ -6,7 +6,7 @@ from attnscale.errors import SettingError
 
 
 def score_mean(head_dim: int, query_mean: float = 0.0, key_mean: float = 0.0) -> float:
-    """E[q·k] = d μ_q μ_k."""
+    """Return E[q·k] = d μ_q μ_k."""
     return head_dim * query_mean * key_mean
 
 
@@ -17,7 +17,7 @@ def score_variance(
     key_mean: float = 0.0,
     key_variance: float = 1.0,
 ) -> float:
-    """Var[q·k] = d (σ_q²σ_k² + μ_q²σ_k² + σ_q²μ_k²): d for zero mean and unit variance, whatever the distribution.
+    """Return Var[q·k] = d (σ_q²σ_k² + μ_q²σ_k² + σ_q²μ_k²), which is d for mean 0 and variance 1.
 
     >>> score_variance(64)
     64.0
@@ -29,15 +29,15 @@ def score_variance(
 def row_variance(
     head_dim: int, query_mean: float = 0.0, query_variance: float = 1.0, key_variance: float = 1.0
 ) -> float:
-    """The part of Var[q·k] that softmax sees, d (σ_q²σ_k² + μ_q²σ_k²).
+    """Return the part of Var[q·k] that softmax responds to, d (σ_q²σ_k² + μ_q²σ_k²).
 
-    The rest, σ_q²μ_k², is the same for every key of a row, and softmax does not see a shift.
+    The rest, σ_q²μ_k², is the same for every key of a row, and softmax ignores a shift.
     """
     return head_dim * (query_variance + query_mean**2) * key_variance
 
 
 def unit_variance_scale(variance: float) -> float:
-    """The multiplier a that makes a² Var[q·k] = 1: 1/√d_k exactly when Var[q·k] = d_k."""
+    """Return the multiplier a with a² Var[q·k] = 1: 1/√d_k exactly if Var[q·k] = d_k."""
     if not 0 < variance < math.inf:
         raise SettingError(f"Expected a positive, finite variance to scale to one, got {variance}.")
     return 1 / math.sqrt(variance)

@@ -90,13 +90,11 @@ def _model(layers: int, head_dim: int, scale: str) -> Outcome:
         loss = batch.loss(model)
     weights = [attention.query.weight for attention in attentions_of(model)]
     norms = [gradient.norm().item() for gradient in torch.autograd.grad(loss, weights)]
-    layer_shares = query_shares(model, batch)
-    received = mean_shares(layer_shares)
+    received = mean_shares(query_shares(model, batch))
     return {
         "first_query": norms[0],
         "backwards": norms[0] / norms[-1],
         "gradient_gain": float(np.mean([layer.stats.gradient_gain.mean().item() for layer in seen.layers.values()])),
-        "evenness": float(np.mean([layer.evenness for layer in layer_shares])),
         "on_queries": received.root_mean_square,
         "shares": list(received.curve),
         "lower_half": received.lower_half,
@@ -162,12 +160,12 @@ def _on_models(deep: Outcomes) -> str:
 def _on_queries(deep: Outcomes) -> str:
     largest = deep.values("head_dim")[-1]
     size = deep.ratio("on_queries", {"scale": "none"}, {"scale": BASE}, head_dim=largest)
-    even, lower, top = (
+    lower, top = (
         [deep.band(measure, head_dim=largest, scale=scale) for scale in ("none", BASE)]
-        for measure in ("evenness", "lower_half", "top_tenth")
+        for measure in ("lower_half", "top_tenth")
     )
     amount = "more" if size.low > 1 else "less" if size.high < 1 else "about as much"
-    shared = "and is shared less evenly" if even[0].high < even[1].low else "and is shared as evenly"
+    shared = "and is shared less evenly" if lower[0].high < lower[1].low else "and is shared as evenly"
     return (
         f"Without a scale {amount} gradient reaches the queries at d_k = {largest} ({times(size)} in root mean square) "
         f"{shared}: the half that receives least has {percent(lower[0].mean)} of it, with {BASE} "
@@ -183,7 +181,7 @@ def _tables(traces: dict[str, float], jacobians: Outcome, models: Outcomes) -> t
         models.table(
             "Gradient norms before training", {"layers": "layers", "head_dim": "d_k", "scale": "scale"},
             {"first_query": "first W_q", "backwards": "first / last W_q",
-             "gradient_gain": "1 − Σp²", "on_queries": "on queries", "evenness": "median / rms query"},
+             "gradient_gain": "1 − Σp²", "on_queries": "on queries", "lower_half": "share of lower half"},
         ),
     )  # fmt: skip
 
@@ -213,8 +211,9 @@ def _plots(jacobians: Outcome, drawn: Outcomes, deep: Outcomes) -> tuple[Plot | 
              "The norm is largest where a few keys compete.", log_x=True),
         Plot(f"Gradient on the first W_q, {depth} layers", "d_k", "norm", against_dim("first_query"),
              "Level: d_k does not matter.", log_x=True, log_y=True),
-        Plot(f"Evenness over queries, {depth} layers", "d_k", "median / root mean square", against_dim("evenness"),
-             "1: every query receives the same. Near 0: most receive almost nothing.", log_x=True),
+        Plot(f"Share of the gradient for the lower half of the queries, {depth} layers", "d_k", "share",
+             against_dim("lower_half"), "0.5: every query receives the same. Near 0: half receive almost nothing.",
+             log_x=True),
         Plot(f"Shares of the gradient, d_k = {largest}, {depth} layers",
              "share of queries, smallest gradient first", "share of the gradient",
              (*shares, Curve("all the same", even, even, is_theory=True)),

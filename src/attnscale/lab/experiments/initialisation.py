@@ -20,7 +20,7 @@ NEAR_ONE = 0.05  # a spread within this of one counts as one
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a layer draws W_q and W_k, (width, d_model) each, and the rule that scales its scores."""
+    """Initialisation of W_q and W_k, (width, d_model) each, and the rule that scales the scores."""
 
     initialisation: str  # as theory.predict() has it
     draw: Callable[[Tensor], object]
