@@ -21,11 +21,11 @@ from tests.packaging import build_wheel, clean_environment
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-FOLDERS = ("src", "tests", "docs", "benchmarks", "training", "examples")
+FOLDERS = ("src", "tests", "docs", "benchmarks", "scripts", "examples")
 SCRIPTS = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 WHEN_THERE = {"distributed", "lightning", "triton"}  # used where the user has them, and never required
-ELSEWHERE = {"attnscale", "docs", "tests", "benchmarks", "training", "setup"}
+ELSEWHERE = {"attnscale", "docs", "tests", "benchmarks", "scripts", "setup"}
 OPENERS_OF_OTHER_THINGS = ("os", "webbrowser", "tarfile", "zipfile", "Image", "lzma", "gzip")
 POSIX = {"fcntl", "grp", "pwd", "resource", "termios", "tty", "pty"}  # of the standard library, not on Windows
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from attnscale.models import decode, default_text, encode, load_bundled
 from attnscale.models.bundled import WEIGHTS, about_bundled, split
 
-TRAINING = Path(__file__).parent.parent.parent / "training" / "bundled.py"
+TRAINING = Path(__file__).parent.parent.parent / "scripts" / "train_bundled_model.py"
 
 
 def test_the_weights_are_at_most_four_megabytes():

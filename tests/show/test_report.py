@@ -286,6 +286,6 @@ def test_concentrated_heads_are_shown_with_what_they_look_at():
 
 def test_one_layer_has_its_freezing_line():
     one = freezing("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views[""]
-    lines = [series for series in one.series if series.mode == "steps"]
+    lines = [series for series in one.series if series.tone == "ink"]
     assert lines
     assert all(list(line.x) == [-0.5, 0.5] and line.y[0] == line.y[1] for line in lines)

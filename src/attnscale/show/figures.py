@@ -33,7 +33,7 @@ class Series:
     y: Sequence[Number] = ()  # empty: a band alone
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
-    mode: str = "lines"  # or points, both, bars, steps
+    mode: str = "lines"  # or points, both, bars
     tone: int | str = 0  # a number, or "ink" for what is not measured
     dashed: bool = False
     points: tuple[str, ...] = ()  # a name for each

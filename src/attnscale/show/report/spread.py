@@ -76,9 +76,9 @@ def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
     # one layer: a line through its place, and not a point
     across, spanning = (x, spreads) if len(x) > 1 else ([-0.5, 0.5], [*spreads, *spreads])
     average, longest = ([one.freezes for one in spanning], [freezing_point(one.longest) for one in spanning])
-    lines = [Series("√(2 ln n), n keys seen on average", across, average, tone="ink", mode="steps")]
+    lines = [Series("√(2 ln n), n keys seen on average", across, average, tone="ink")]
     if longest != average:
-        lines.append(Series("√(2 ln n) of the longest row", across, longest, tone="ink", mode="steps", dashed=True))
+        lines.append(Series("√(2 ln n) of the longest row", across, longest, tone="ink", dashed=True))
     values = [value for spread in spreads for value in (*spread.heads, freezing_point(spread.longest))]
     top = 1.1 * (max(values, default=1.0) or 1.0)
     axes = Axis("layer", ticks=ticks(names)), Axis("spread of the scores", range=(0.0, top))

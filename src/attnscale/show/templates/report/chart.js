@@ -1,4 +1,4 @@
-// Charts: bands, bars, lines, steps and points over one pair of axes.
+// Charts: bands, bars, lines and points over one pair of axes.
 const MARKS = [
   "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,-4h8v8h-8z", "M0,-5L5,0L0,5L-5,0z", "M0,-5L5,4H-5z",
   "M-4,-4L4,4M4,-4L-4,4", "M-5,0H5M0,-5V5",
@@ -15,16 +15,6 @@ function runs(points) {
 }
 
 const path = (points) => points.map(([x, y], index) => `${index ? "L" : "M"}${px(x)},${px(y)}`).join("");
-
-// Each value holds until halfway to its neighbours.
-function stairs(points) {
-  const made = [points[0]];
-  for (let index = 1; index < points.length; index++) {
-    const half = (points[index - 1][0] + points[index][0]) / 2;
-    made.push([half, points[index - 1][1]], [half, points[index][1]]);
-  }
-  return [...made, points.at(-1)];
-}
 
 function drawBand(svg, series, at) {
   const both = series.x.map((x, index) => {
@@ -56,8 +46,7 @@ function drawSeries(svg, series, index, points) {
   const colour = tone(series.tone), stroke = { stroke: colour, "stroke-width": 2, fill: "none" };
   if (series.mode !== "points") {
     for (const run of runs(points)) {
-      const line = series.mode === "steps" ? stairs(run) : run;
-      svg.append(element("path", { class: "line", d: path(line), "stroke-dasharray": series.dashed ? "8 5" : "none", ...stroke }));
+      svg.append(element("path", { class: "line", d: path(run), "stroke-dasharray": series.dashed ? "8 5" : "none", ...stroke }));
     }
   }
   if (series.mode === "points" || series.mode === "both") {
