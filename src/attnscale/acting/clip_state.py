@@ -175,7 +175,8 @@ class WriteCheck:
         """Remember some of what will be written, and some other elements, which tell how far a step goes."""
         if self.is_done or not self.is_armed:
             return
-        self._sample = scaler.sample(factors, self.MOST_ELEMENTS)
+        self._sample = scaler.sample(factors)
+        self.is_armed = bool(self._sample) or factors.device.type == "cpu"
         if self._sample:
             others = scaler.untouched(self._model)
             self._others = [(each, each.reshape(-1)[: self.MOST_ELEMENTS].double()) for each in others]

@@ -21,7 +21,8 @@ from attnscale.acting.replicas import Axis, Floats, LayerHeads, Slots, device_of
 from attnscale.torch_internals import local_part, multiply_each_
 
 FAMILY, FIXED, EXPONENT = range(3)  # what ranks tell each other of their heads, before what the caller adds
-MOST_UNTOUCHED = 8
+MOST_UNTOUCHED = 8  # parameters
+MOST_SAMPLED = 32  # rows of a parameter, and elements of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,11 @@ class _Rows:
         return (torch.linalg.vector_norm(held, dim=along) if along else held.abs()).reshape(-1)
 
     def elements(self, at: Tensor) -> Tensor:
-        """These elements of what is held, float64."""
-        return self.held.reshape(-1)[at].double()
+        """Return some elements of these rows, float64."""
+        held = self.held
+        kept = [axis for axis, size in enumerate(self.shape) if size == held.shape[axis]]
+        along = [axis for axis in range(held.dim()) if axis not in kept]
+        return held.permute(*kept, *along).reshape(self.size, -1)[at, :MOST_SAMPLED].double()
 
     @cached_property
     def weight(self) -> int:
@@ -221,16 +225,15 @@ class HeadScaler:
         return sizes
 
     @torch.no_grad()
-    def sample(self, factors: Tensor, most: int) -> list[tuple[Callable[[], Tensor], Tensor, Tensor]]:
-        """Return elements of the parameters that these factors change: a way to read them, their values, factors."""
+    def sample(self, factors: Tensor) -> list[tuple[Callable[[], Tensor], Tensor, Tensor]]:
+        """Return elements of rows that these factors change: a way to read them, their values, and their factors."""
         by_row = torch.cat([factors, factors.new_ones(1)])[self._slot_of_row] ** self._exponent_of_row
         found: list[tuple[Callable[[], Tensor], Tensor, Tensor]] = []
         for rows, own in zip(self._held, by_row.split([rows.size for rows in self._held]), strict=True):
-            every = own.view(rows.shape).expand(rows.held.shape).reshape(-1)
-            at = (every != 1.0).nonzero()[:most, 0]
+            at = (own != 1.0).nonzero()[:MOST_SAMPLED, 0]
             if len(at) and not rows.offset:
                 read = partial(rows.elements, at)
-                found.append((read, read(), every[at]))
+                found.append((read, read(), own[at, None]))
         return found
 
     def untouched(self, model: nn.Module) -> list[Tensor]:
