@@ -3,6 +3,6 @@
 from attnscale.checking.checked import Checked
 from attnscale.checking.line import Line
 from attnscale.checking.run import check_model
-from attnscale.diagnose.grouped import Group
+from attnscale.diagnose.finding import Group
 
 __all__ = ["Checked", "Group", "Line", "check_model"]

@@ -9,7 +9,7 @@ from typing import Any
 from attnscale.checking.line import MEANINGS, Line, line_of
 from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
 from attnscale.diagnose.audit import NOTHING_READ
-from attnscale.diagnose.grouped import Group, grouped
+from attnscale.diagnose.finding import Group, grouped
 from attnscale.plain import plain
 
 WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length

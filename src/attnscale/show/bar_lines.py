@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from attnscale.train.bars import bars_on_terminal
+from attnscale.train.delivery import bars_on_terminal
 
 ERASE_BELOW = "\r\x1b[J"  # all from the line of the cursor on, which is that of the first bar
 ROOM = 1  # lines that are left for a bar inside a bar

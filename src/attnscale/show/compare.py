@@ -8,7 +8,7 @@ from rich.text import Text
 
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.diagnose import Finding
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.plain import printable
 from attnscale.show.check import STYLES, place
 from attnscale.show.fitting import at_dots

@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from attnscale.errors import SettingError
-from attnscale.train.own_loggers import CLIPPED_HEADS
+from attnscale.train.delivery import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
 
 try:

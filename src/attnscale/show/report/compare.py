@@ -3,7 +3,7 @@
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.comparing.moves import LEVEL
 from attnscale.comparing.portrait import COMPARED
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.measure.statistics import STATISTICS
 from attnscale.plain import finite
 from attnscale.show.check import place

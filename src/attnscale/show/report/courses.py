@@ -116,7 +116,7 @@ def _forecasts(chosen: Sequence[LayerRun]) -> Iterable[Series]:
 
 def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
     """As far as the samples bear."""
-    points = [ahead.reach * point / FORECAST for point in range(FORECAST + 1)]
+    points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
     return Series(
         name,
         [ahead.step + steps for steps in points],

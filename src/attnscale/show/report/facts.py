@@ -44,7 +44,7 @@ def facts_of_run(run: Run) -> Iterator[Note]:
     if growing:
         fastest = max(growing, key=lambda layer: layer.growth.rate if layer.growth else 0.0)
         assert fastest.growth is not None
-        now = "still grows" if fastest.growth.lately > 0 else "does not grow any more"
+        now = "still grows" if fastest.growth.recent_rate > 0 else "does not grow any more"
         yield Note(
             "fact", "growth",
             f"The largest score that grew fastest was multiplied by {number(fastest.growth.grown)} in the last "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from attnscale.diagnose.habit import habit_of
+from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.show.report.figures import Axis, Figure, Heat
 from attnscale.watching import Layer
@@ -30,7 +30,7 @@ def _view(layer: Layer, found: Verdict) -> Heat:
     weights = layer.weights(found.head).double().cpu()
     (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
-    told = "" if (looks_at := habit_of(layer, found.head)) is None else f"{looks_at}."
+    told = "" if (looks_at := pattern_of(layer, found.head)) is None else f"{looks_at}."
     more = "" if by_query == by_key == 1 else " A field shows the largest of its weights."
     return Heat(
         values=fields.tolist(),
