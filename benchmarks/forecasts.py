@@ -125,10 +125,10 @@ def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Samp
     crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest, layer.clipped is not None))
     if crossing is not None:
         passed = next((sample.step for sample in ahead if sample.largest >= crossing.threshold), math.inf)
-        run.said.append(Said(now.step, name, crossing, passed, found.ahead.reach))
+        run.said.append(Said(now.step, name, crossing, passed, found.ahead.horizon))
     for sample in ahead:
         steps = sample.step - now.step
-        if steps > found.ahead.reach or not sample.largest > 0:
+        if steps > found.ahead.horizon or not sample.largest > 0:
             break
         inside = found.ahead.lowest(steps) <= math.log(sample.largest) <= found.ahead.highest(steps)
         run.covered.append((steps / found.ahead.spacing, inside))

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from attnscale.checking import check_model
 from attnscale.checking.checked import line_of
 from attnscale.diagnose import Audit, Finding
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
 from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request

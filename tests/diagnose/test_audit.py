@@ -269,4 +269,4 @@ def test_queries_computed_without_a_gradient_are_found_by_a_backward_pass():
     assert audit(model, x).findings == []
     (finding,) = audit(model, x, loss=lambda output: output.square().mean()).findings
     assert (finding.code, finding.severity) == ("no_gradient", "warning")
-    assert finding.message.startswith("A gradient reached the keys, and none the queries")
+    assert finding.message.startswith("A gradient reached the keys and not the queries")

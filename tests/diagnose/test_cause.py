@@ -25,7 +25,7 @@ from .layers import layer_of, random_layer
 def test_the_factor_that_is_off_is_the_cause(layer, factor):
     found = cause(layer())
     assert found.factor == factor
-    assert found.sentence.startswith(f"The {factor}")
+    assert found.sentence.startswith("The scale is 1," if factor == "multiplier" else "The norms are")
 
 
 def test_queries_that_point_where_keys_point_are_the_cause():
@@ -60,7 +60,7 @@ def test_the_change_between_checkpoints_adds_up():
     assert change.multiplier == pytest.approx(math.log(2))
     assert change.query_norm == pytest.approx(math.log(3), abs=0.1)
     assert change.factor == "norms"
-    assert "multiplier × 2" in str(change)
+    assert "scale × 2" in str(change)
 
 
 def test_nothing_changed_is_all_ones():

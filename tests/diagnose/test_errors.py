@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attnscale
-from attnscale.diagnose.alarm import Thresholds, Vital, alarms
-from attnscale.diagnose.scores import verdict_findings
+from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, alarms
+from attnscale.diagnose.scores import score_findings
 from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import plain
@@ -34,7 +34,7 @@ def test_a_head_within_its_error_of_a_limit_is_uncertain():
     layer = sampled(*at_the_edge(), rows=8)
     assert {head.verdict for head in head_verdicts(layer)} == {"uncertain"}
     assert layer_verdict(layer).verdict == "uncertain"
-    assert [finding.code for finding in verdict_findings(layer, trained=False)] == []
+    assert [finding.code for finding in score_findings(layer, trained=False)] == []
     exact = layer_of(*at_the_edge())
     assert "uncertain" not in {head.verdict for head in head_verdicts(exact)}
 
@@ -76,5 +76,5 @@ def test_an_error_that_rows_cannot_tell_is_a_question_mark_and_no_verdict():
 
 @pytest.mark.parametrize(("error", "raised"), [(0.0, True), (0.001, True), (0.02, False)])
 def test_an_alarm_within_its_error_of_a_floor_is_not_raised(error, raised):
-    vital = Vital("layer", 1.0, 0, 0.5, 0.04, 0, error={"gradient_gain": error}.__getitem__)
-    assert bool(list(alarms(vital, None, Thresholds()))) == raised
+    snapshot = LayerSnapshot("layer", 1.0, 0, 0.5, 0.04, 0, error={"gradient_gain": error}.__getitem__)
+    assert bool(list(alarms(snapshot, None, Thresholds()))) == raised

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnscale import audit, score_stats
-from attnscale.diagnose.scores import verdict_findings
+from attnscale.diagnose.scores import score_findings
 from tests.real_models import anarcii
 
 from .layers import layer_of, random_layer
@@ -20,7 +20,7 @@ def shifted_by(shift, spread=1.0):
 
 
 def exploding(layer, trained=True):
-    return [found for found in verdict_findings(layer, trained) if found.code == "exploding"]
+    return [found for found in score_findings(layer, trained) if found.code == "exploding"]
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnscale.diagnose import next_threshold, outlook
-from attnscale.diagnose.forecast import DAMPING, FARTHEST, Ceiling, forecast, outlooks
+from attnscale.diagnose.forecast import DAMPING, FARTHEST, Ceiling, forecast
 
 STEPS = np.arange(0, 1000, 50)
 GROWING = outlook(STEPS, 5.0 * np.exp(0.005 * STEPS))  # at 577
@@ -30,23 +30,13 @@ def test_the_interval_holds_growth_that_ends_and_growth_that_goes_on():
 
 
 def test_nothing_is_said_of_more_samples_ahead_than_half_of_those_seen_nor_than_eight():
-    assert GROWING.reach == FARTHEST * 50
-    assert outlook(STEPS[:7], np.exp(0.005 * STEPS[:7])).reach == 3 * 50
+    assert GROWING.horizon == FARTHEST * 50
+    assert outlook(STEPS[:7], np.exp(0.005 * STEPS[:7])).horizon == 3 * 50
 
 
 @pytest.mark.parametrize("values", [[1.0] * 3, [math.nan] * 20, [-1.0] * 20, []])
 def test_too_little_to_tell_is_none(values):
     assert outlook(range(len(values)), values) is None
-
-
-@pytest.mark.parametrize("count", [3, 7, 19])
-def test_series_of_the_same_steps_have_the_outlooks_that_each_has_alone(count):
-    generator = np.random.default_rng(0)
-    series = 5.0 * np.exp(np.outer([0.005, 0.0, -0.002, 0.001, 0.003], STEPS[:count]))
-    series *= np.exp(0.1 * generator.standard_normal(series.shape))
-    series[3, 1], series[4] = math.nan, -1.0
-    assert outlooks(STEPS[:count], series) == [outlook(STEPS[:count], each) for each in series]
-    assert outlooks(STEPS[:count], series[3:]) == [outlook(STEPS[:count], each) for each in series[3:]]
 
 
 def test_a_score_far_below_a_threshold_is_not_forecast_to_pass_it():

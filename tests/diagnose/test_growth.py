@@ -13,7 +13,7 @@ def test_exponential_growth_is_found_exactly():
     found = growth(steps, 3.0 * np.exp(0.004 * steps))
     assert found.rate == pytest.approx(0.004, rel=1e-9)
     assert found.low == pytest.approx(found.high)
-    assert found.lately == pytest.approx(0.004, rel=1e-9)
+    assert found.recent_rate == pytest.approx(0.004, rel=1e-9)
     assert found.factor(500) == pytest.approx(math.exp(2))
 
 

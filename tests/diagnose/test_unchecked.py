@@ -154,4 +154,4 @@ def test_a_model_that_was_not_run_is_an_error():
 
 def test_weights_that_are_more_than_a_softmax_are_said_not_to_be_checked():
     model, inputs = ENTRIES["designs_of_weights.Differential"].build()
-    assert any("sum to one was not checked" in sentence for sentence in audit(model, *inputs).unchecked)
+    assert any("It was not checked that the weights" in sentence for sentence in audit(model, *inputs).unchecked)

@@ -37,11 +37,14 @@ def biased_model(has_norm=True):
     return nn.Sequential(Biased(has_norm), Biased(has_norm))
 
 
+def inputs():
+    return torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+
+
 def train(model, monitor, world=1, rank=0):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    inputs = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
     for _ in range(STEPS):
-        loss = model(inputs.chunk(world)[rank]).square().mean()
+        loss = model(inputs().chunk(world)[rank]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

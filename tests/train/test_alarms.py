@@ -36,7 +36,7 @@ def test_a_score_that_shifts_its_whole_row_raises_no_alarm():
     assert raised([layer(5.0), layer(80_000.0, above=48.0)]) == []
     ((_, alarm),) = raised([layer(5.0), layer(80_000.0, above=1200.0)])
     assert (alarm.severity, alarm.measured) == ("warning", 1200.0)
-    assert "The largest score is 80,000, and 1,200 above the mean of its row;" in alarm.message
+    assert "The largest score is 80,000, and 1,200 above the mean of its row at step 10;" in alarm.message
     ((_, alarm),) = raised([layer(5.0), LayerRecord(7, {"max": [1200.0], **FACTORS})])  # of an older log
     assert alarm.measured == 1200.0
 

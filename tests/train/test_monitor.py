@@ -227,7 +227,7 @@ def test_an_alarm_is_raised_once_and_again_when_it_comes_back(caplog):
     exploding = [alarm for alarm in raised if alarm.code == "exploding"]
     assert [alarm.layer for alarm in exploding] == [LAYERS[1]] * 2
     assert "QK-Clip would act from 100 on" in exploding[0].message
-    assert "‖q‖ × 100" in exploding[0].advice
+    assert "‖q‖ × 100" in exploding[0].message
     assert "exploding" in caplog.text
     monitor.close()
 

@@ -18,7 +18,7 @@ from attnscale.train import (
     ScoreCallback,
     read_log,
 )
-from attnscale.train.own_loggers import CLIPPED_HEADS
+from attnscale.train.delivery import CLIPPED_HEADS
 from attnscale.train.tally import Arriving
 
 from .test_huggingface import LAYERS

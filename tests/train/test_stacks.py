@@ -1,14 +1,24 @@
-"""In every training stack a Monitor records what one process without it would, or says in a sentence why not."""
+"""In every training stack a Monitor records what it would without: FSDP1, accelerate, peft, Ray Train.
+
+DDP, FSDP2 and tensor parallel are in test_ranks, the Trainer in test_huggingface, Lightning in test_lightning.
+"""
 
 import json
+import warnings
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
 from attnscale import Monitor
-from attnscale.train import read_log
+from attnscale.errors import AttnscaleWarning
+from attnscale.train import ScoreCallback, read_log
 from tests.ranks import on_ranks
 
 from . import stack_runs
+from .test_huggingface import model as causal_lm
+from .test_huggingface import trainer
+from .training import batch
 
 
 def without_a_stack(has_norm):
@@ -33,3 +43,69 @@ def test_fsdp1_ranks_give_the_numbers_of_one_process(tmp_path, use_orig_params, 
     told, trained = json.loads((tmp_path / "told0.json").read_text(encoding="utf-8"))
     assert told == []
     assert trained == (has_norm or not use_orig_params)  # biases alone move too little; a flat shard is not read
+
+
+def test_accelerate_gives_the_numbers_of_a_plain_loop():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, records = accelerate.Accelerator(cpu=True), []
+    model = stack_runs.biased_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    inputs = stack_runs.inputs()
+    for _ in range(stack_runs.STEPS):
+        loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step(loss=accelerator.gather(loss))
+    monitor.close()
+    assert largest_scores(records) == largest_scores(without_a_stack(has_norm=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight decay|.*copy keyword:DeprecationWarning")
+def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(causal_lm(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    records = []
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
+    tokens = batch()
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", AttnscaleWarning)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+    monitor.close()
+    assert [len(record.layers) for record in records] == [2] * 3
+    assert [record.alarms for record in records] == [[]] * 3
+    scales = [layer.whole("scale") for record in records for layer in record.layers.values()]
+    assert scales == pytest.approx([6**-0.5] * 6)
+
+
+class RayTrainReportCallback(TrainerCallback):
+    """What Ray Train's callback of this name does when a checkpoint is saved: it reports all that was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.reported = []
+
+    def on_save(self, args, state, control, **kwargs):
+        metrics = {}
+        for log in state.log_history:
+            metrics.update(log)
+        self.reported.append(metrics)
+
+
+def test_ray_train_reports_the_numbers_that_the_trainer_logs(tmp_path):
+    ray = RayTrainReportCallback()
+    training = trainer(tmp_path, ScoreCallback(every=2, rows=None))
+    training.add_callback(ray)
+    training.train()
+    logged = [log for log in training.state.log_history if any("max" in name for name in log)]
+    assert logged
+    last = {name: value for name, value in logged[-1].items() if "self_attn" in name or name.startswith("attnscale")}
+    assert last
+    assert last.items() <= ray.reported[-1].items()

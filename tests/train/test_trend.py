@@ -7,7 +7,6 @@ import pytest
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.forecast import Ceiling, forecast, outlook
 from attnscale.train import LayerRecord, Record, summarise
-from attnscale.train import trend as trends
 from attnscale.train.history import History
 from attnscale.train.trend import WINDOW, Sample, latest, trend
 
@@ -93,17 +92,3 @@ def test_layers_raise_together_the_alarms_that_each_raises_alone():
         assert together.add(step, seen) == apart
         expected += len(apart)
     assert expected > len(runs)
-
-
-def test_of_a_trend_only_what_is_asked_for_is_worked_out(monkeypatch):
-    fits = []
-    for name in ("growth", "outlook"):
-        plain = getattr(trends, name)
-        monkeypatch.setattr(trends, name, lambda *given, plain=plain, name=name: fits.append(name) or plain(*given))
-    found = trend([Sample(step, 10 * 1.002**step, 1e6) for step in range(0, 1000, 100)], None)
-    crossing = found.ahead.passes(100.0)
-    assert fits == ["outlook"]
-    assert found.ceiling.allows(crossing)
-    assert fits == ["outlook", "outlook"]
-    assert found.growth == found.growth
-    assert fits.count("growth") == 1

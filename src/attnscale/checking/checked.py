@@ -10,8 +10,7 @@ from typing import Any
 
 from attnscale.diagnose import CODES, SEVERITIES, Audit, Finding, WhatIf, audited
 from attnscale.diagnose.audit import NOTHING_READ
-from attnscale.diagnose.finding import severity_rank
-from attnscale.diagnose.grouped import Group, grouped
+from attnscale.diagnose.finding import Group, grouped, severity_rank
 from attnscale.diagnose.verdict import head_verdicts, verdict_word
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline

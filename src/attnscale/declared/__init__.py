@@ -1,4 +1,4 @@
-"""What a model says of its own scale: configuration, attributes, source code, published exceptions."""
+"""Declarations of a model about its scale: configuration, attributes, source code, published exceptions."""
 
 from attnscale.declared.declaration import Authority, Declared, declared
 

@@ -17,7 +17,7 @@ FOLDED = "_attnscale_folded"  # travels with the module when it is copied or pic
 
 
 class Authority(IntEnum):
-    """How much a declared scale weighs."""
+    """Weight of a declared scale as evidence."""
 
     NONE = 0  # nothing is declared
     ATTRIBUTE = 1  # a number that may mean the scale: it excuses what it matches, and accuses of nothing
@@ -27,7 +27,7 @@ class Authority(IntEnum):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a model declares, None where it says nothing; `source` names the field: `config.query_pre_attn_scalar`."""
+    """Declarations of a model, None where it makes none; `source` names the field: `config.query_pre_attn_scalar`."""
 
     scale: float | None = None
     scale_source: str = ""

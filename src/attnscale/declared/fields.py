@@ -1,4 +1,4 @@
-"""Where a model says something of its attention: modules from the inside out, and the fields of what they hold."""
+"""Fields of modules and configurations, and the modules around an attention, from the inside out."""
 
 import math
 import re

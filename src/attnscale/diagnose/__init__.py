@@ -1,12 +1,11 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
-from attnscale.diagnose.alarm import Thresholds, Vital, alarms, next_threshold
+from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, alarms, next_threshold
 from attnscale.diagnose.audit import Audit, diagnose
-from attnscale.diagnose.auditing import audit, audited
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
-from attnscale.diagnose.forecast import Crossing, Outlook, outlook
-from attnscale.diagnose.growth import Growth, growth
+from attnscale.diagnose.forecast import Crossing, Growth, Outlook, growth, outlook
+from attnscale.diagnose.run_audit import audit, audited
 from attnscale.diagnose.trained import is_trained
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
@@ -21,11 +20,11 @@ __all__ = [
     "Crossing",
     "Finding",
     "Growth",
+    "LayerSnapshot",
     "Outcome",
     "Outlook",
     "Thresholds",
     "Verdict",
-    "Vital",
     "WhatIf",
     "alarms",
     "audit",

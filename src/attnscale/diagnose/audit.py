@@ -1,4 +1,4 @@
-"""audit: watch one forward pass of a model, and say what is wrong with its attention."""
+"""Audit: the layers of a model as they were watched, and the findings about them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
 from attnscale.watching.layer import Layer
+from attnscale.watching.overlooked import Overlooked
 from attnscale.watching.seen import table
 
 NOTHING_READ = "No attention could be read, so nothing was judged."
@@ -18,44 +19,44 @@ NOTHING_READ = "No attention could be read, so nothing was judged."
 
 @dataclass(frozen=True)
 class Audit:
-    """What was seen of a model's attention, and what is to be said about it."""
+    """The attention layers of a model, and the findings about them."""
 
     layers: Mapping[str, Layer]
     trained: bool
     findings: list[Finding]  # the worst first, then by layer
-    unchecked: tuple[str, ...] = ()  # a sentence each: what was not looked at, and why
-    unjudged: str = ""  # why nothing is concluded from what the scores are like; empty where it is
+    unchecked: tuple[str, ...] = ()  # a sentence each: what was not checked, and why
+    unjudged: str = ""  # why the scores were not judged; empty where they were
 
     @property
     def worst(self) -> str | None:
-        """The worst severity found; None where nothing was."""
+        """The worst severity found; None where there are no findings."""
         return worst(self.findings)
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Layer by layer, the mean of its heads."""
+        """The verdict on each layer, from the mean of its heads."""
         found = ((name, layer_verdict(layer)) for name, layer in self.layers.items())
         return {name: verdict for name, verdict in found if verdict is not None}
 
     @property
     def words(self) -> dict[str, str]:
-        """Layer by layer, its verdict in one word: as in JSON, in tables and in reports."""
+        """The verdict on each layer in one word, as in JSON, tables and reports."""
         return {name: verdict_word(layer, self.findings) for name, layer in self.layers.items()}
 
     @property
     def past_freezing(self) -> int:
-        """Heads whose spread is beyond the freezing point, whatever of the gradient passes."""
+        """Number of heads whose spread is beyond the freezing point."""
         return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
 
     def head_verdicts(self, layer: str) -> list[Verdict]:
-        """Head by head, of one layer."""
+        """Return the verdicts on the heads of one layer."""
         return head_verdicts(self._layer(layer))
 
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
-        """What every rule would do to the layer, over all of its calls and sequences.
+        """Compute what every rule would do to the layer, over all of its calls and sequences.
 
-        Soft-cap, bias, masks and values are the layer's own; `current` is what was measured. Where it could not be read
-        which values its weights met, the change of the output is NaN.
+        Soft-cap, bias, masks and values are the layer's own; `current` is what was measured. The change of the output
+        is NaN where the values could not be read.
         """
         seen = self._layer(layer)
         if not seen.kept or len(seen.kept) < seen.calls:
@@ -63,7 +64,7 @@ class Audit:
         return what_if_calls(seen.kept, candidates, rows, seen.stats)
 
     def to_dict(self) -> dict[str, Any]:
-        """The audit as JSON takes it."""
+        """Return the audit as plain values for JSON."""
         words = self.words
         return {
             "trained": self.trained,
@@ -89,28 +90,34 @@ class Audit:
 
 
 def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
-    """Diagnose layers that were watched before; `trained` as is_trained() says of their model."""
+    """Diagnose layers that were watched before; `trained` as is_trained() returns for their model."""
     return Audit(layers, trained, in_order(all_findings(layers, trained), layers))
 
 
 def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
-    """The worst first, then by layer."""
+    """Sort findings: the worst first, then by layer."""
     order = {name: position for position, name in enumerate(layers)}
     return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
+def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str, ...]:
+    """Return a sentence for everything that was not judged: attention in no layer, multipliers and weights."""
+    reasons: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if layer.reading.unread:
+            reasons.setdefault(f"could not be read: {layer.reading.unread}", []).append(name)
+        elif layer.declared.folded is not None:
+            why = f"was not judged: {layer.declared.folded:.4g} of it was folded into its weights"
+            reasons.setdefault(why, []).append(name)
+    scales = [f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()]
+    mixed = ", ".join(name for name, layer in layers.items() if any(each.is_obscure for each in layer.softmaxes))
+    sums = f"It was not checked that the weights of {mixed} sum to one: they are mixed with others."
+    return (*overlooked.sentences, *scales, *((sums,) if mixed else ()))
+
+
 def _layer_dict(layer: Layer) -> dict[str, Any]:
-    return {
-        "kind": layer.kind,
-        "heads": layer.heads,
-        "kv_heads": layer.kv_heads,
-        "head_dim": layer.head_dim,
-        "causal": layer.causal,
-        "softcap": layer.softcap,
-        "calls": layer.calls,
-        "queries": layer.queries,
-        "padding": layer.padding,
-        "scale_applied": layer.scale_applied,
-        "scale_expected": layer.scale_expected,
-        "stats": layer.stats.to_dict(),
-    }
+    names = (
+        "kind", "heads", "kv_heads", "head_dim", "causal", "softcap", "calls", "queries", "padding", "scale_applied",
+        "scale_expected",
+    )  # fmt: skip
+    return {name: getattr(layer, name) for name in names} | {"stats": layer.stats.to_dict()}

@@ -1,4 +1,4 @@
-"""Why scores are as large or as small as they are: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
+"""Find out why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
 
 Each factor is compared with what it is for unit-variance, independent components: a with 1/√d_k (or what the model
 declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. Their logarithms add up to that of the
@@ -19,7 +19,7 @@ LEAST = 1e-300  # keeps the logarithm of a zero finite
 
 @dataclass(frozen=True)
 class Cause:
-    """How far each factor of the scores is from where it should be, as ratios, and the one that matters most."""
+    """Ratio of each factor of the scores to what it should be, and a sentence about the one that matters most."""
 
     multiplier: float
     norms: float
@@ -54,14 +54,14 @@ class Change:
 
     def __str__(self) -> str:
         return (
-            f"scores × {readable(math.exp(self.total))}: multiplier × {readable(math.exp(self.multiplier))}, "
+            f"scores × {readable(math.exp(self.total))}: scale × {readable(math.exp(self.multiplier))}, "
             f"‖q‖ × {readable(math.exp(self.query_norm))}, ‖k‖ × {readable(math.exp(self.key_norm))}, "
             f"alignment × {readable(math.exp(self.alignment))}"
         )
 
 
 def cause(layer: Layer, head: int | None = None) -> Cause:
-    """Which factor takes the scores of a head, or of the whole layer, away from unit spread."""
+    """Return the factor that takes the scores of a head, or of the whole layer, away from unit spread."""
     scale, expected = abs(_at(layer.scales, head)), layer.scale_expected
     query_norm, key_norm = _at(layer.query_norm, head), _at(layer.key_norm, head)
     alignment, unit = _at(layer.alignment, head), math.sqrt(layer.head_dim)
@@ -71,17 +71,17 @@ def cause(layer: Layer, head: int | None = None) -> Cause:
         "alignment": alignment * unit,
     }
     sentences = {
-        "multiplier": f"The multiplier, {readable(scale)} where {readable(expected)} is expected, is the cause.",
-        "norms": f"The norms are the cause: ‖q‖ is {readable(query_norm)} and ‖k‖ {readable(key_norm)}, where "
-        f"unit-variance components give √d_k = {unit:.3g}.",
-        "alignment": f"The alignment is the cause: queries and keys have a cosine of {alignment:.3g} (root mean "
-        f"square), where independent ones have 1/√d_k = {1 / unit:.3g}.",
+        "multiplier": f"The scale is {readable(scale)}, not {readable(expected)}.",
+        "norms": f"The norms are {'large' if ratios['norms'] > 1 else 'small'}: ‖q‖ is {readable(query_norm)} and ‖k‖ "
+        f"{readable(key_norm)}; components of unit variance give √d_k = {unit:.3g}.",
+        "alignment": f"Queries and keys {'are aligned' if ratios['alignment'] > 1 else 'are nearly orthogonal'}: their "
+        f"cosine is {alignment:.3g} (root mean square); independent ones have 1/√d_k = {1 / unit:.3g}.",
     }
     return Cause(**ratios, sentence=sentences[dominant(ratios)])
 
 
 def compare(before: Layer, after: Layer, head: int | None = None) -> Change:
-    """Δ ln|s| = Δ ln a + Δ ln‖q‖ + Δ ln‖k‖ + Δ ln|cos| of a layer between two checkpoints."""
+    """Return the change of a layer between two checkpoints: Δ ln|s| = Δ ln a + Δ ln‖q‖ + Δ ln‖k‖ + Δ ln|cos|."""
 
     def moved(name: str) -> float:
         return _log(getattr(after, name), head) - _log(getattr(before, name), head)
@@ -90,13 +90,13 @@ def compare(before: Layer, after: Layer, head: int | None = None) -> Change:
 
 
 def dominant(ratios: dict[str, float]) -> str:
-    """The factor furthest from one, up or down; one that is NaN is never it."""
+    """Return the factor furthest from one, up or down, of those that are known."""
     distances = {name: abs(math.log(max(ratio, LEAST))) for name, ratio in ratios.items() if math.isfinite(ratio)}
     return max(distances, key=lambda name: distances[name], default="norms")
 
 
 def _at(values: Tensor, head: int | None) -> float:
-    """Of one head, or over all of them the geometric mean, so that logarithms of products still add."""
+    """The value of one head, or the geometric mean over heads, so that logarithms of products still add."""
     return math.exp(_log(values, head))
 
 

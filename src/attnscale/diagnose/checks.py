@@ -1,55 +1,265 @@
-"""The checks: every one looks at a layer, or at all layers of a model, and yields what it finds.
+"""Check how an attention is wired: masks, soft-caps, norms, dropout, weights, gradients; and list all checks.
 
-A new check is a file with one function, and one line here.
+A check takes a layer, and if its model is trained, and yields findings. A comparison takes all layers of a model.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
-from attnscale.diagnose.cap_order import cap_order_findings
-from attnscale.diagnose.detached import detached_findings
-from attnscale.diagnose.dropped import dropout_findings
-from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.future import future_findings
-from attnscale.diagnose.noop import noop_findings
-from attnscale.diagnose.normed import normed_findings
-from attnscale.diagnose.pairing import pairing_findings
-from attnscale.diagnose.reached import reached
-from attnscale.diagnose.scale import scale_findings
-from attnscale.diagnose.scores import verdict_findings
-from attnscale.diagnose.weights import weight_findings
+from attnscale.diagnose.finding import Finding, layer_finding
+from attnscale.diagnose.scale import as_symptom, scale_findings
+from attnscale.diagnose.scores import freezing_findings, gradient_shares, score_findings
 from attnscale.watching.layer import Layer
 
-# Of a layer by itself, and whether its model is trained.
-CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (
-    scale_findings,
-    noop_findings,
-    weight_findings,
-    dropout_findings,
-    cap_order_findings,
-    pairing_findings,
-    detached_findings,
-    normed_findings,
-)
-# Of a layer beside the others.
-COMPARISONS: tuple[Callable[[Mapping[str, Layer], bool], Iterator[Finding]], ...] = (future_findings,)
+HIGHEST_USEFUL_CAP = 1e3  # loss deteriorates from scores of about 1,000 on (Wortsman et al. 2023)
+OFF_ONE = 0.05  # of the sum of a row: half precision rounds a long row by less
+SAME_SCALE = 0.01  # relative: a factor that is 1/√d_k
+SAME_IN_BOTH_MODES = 0.02  # relative: a slope fitted to scores in half precision
 
 
 def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
-    """Everything there is to say of the layers of a model."""
-    gradients = reached(layers)
+    """Yield all findings about the layers of a model."""
+    shares = gradient_shares(layers)
     for name, layer in layers.items():
-        yield from findings_of(layer, trained, gradients.get(name))
+        yield from findings_of(layer, trained, shares.get(name))
     for compare in COMPARISONS:
         yield from compare(layers, trained)
 
 
-def findings_of(layer: Layer, trained: bool, gradient: Tensor | None = None) -> Iterator[Finding]:
-    """Everything there is to say of one layer by itself; `gradient` as reached() has it."""
-    verdicts = list(verdict_findings(layer, trained, gradient))
-    yield from verdicts
-    if any(finding.code == "non_finite" for finding in verdicts):
+def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
+    """Yield all findings about one layer by itself; `gradient_share` as gradient_shares() returns it.
+
+    What follows from a wrong scale that was found is a note, not a second warning or error.
+    """
+    of_scores = list(score_findings(layer, trained, gradient_share))
+    if any(finding.code == "non_finite" for finding in of_scores):
+        yield from of_scores
         return  # nothing else can be read from its scores
+    of_scale = list(scale_findings(layer, trained))
+    yield from (as_symptom(finding, of_scale, layer) for finding in (*of_scores, *freezing_findings(layer, trained)))
+    yield from of_scale
     for check in CHECKS:
         yield from check(layer, trained)
+
+
+def mask_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find masks that hide nothing (`inert_mask`)."""
+    fill, added = layer.reading.inert_fill, layer.reading.inert_added
+    if added is not None:
+        yield layer_finding(
+            layer,
+            "inert_mask",
+            "warning",
+            f"A mask of zeros and ones is added to the scores: adding {added:+g} hides no key.",
+            "Use a mask of True and False, or add one of 0 and −inf.",
+            (added, float("-inf")),
+        )
+    if fill is not None:
+        yield layer_finding(
+            layer,
+            "inert_mask",
+            "warning",
+            f"A mask sets scores to {fill:g} before the softmax, an ordinary score: these keys still get weight.",
+            "Fill with −inf, or add a mask of 0 and −inf to the scores.",
+            (fill, float("-inf")),
+        )
+
+
+def softcap_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find soft-caps that are not applied, cannot bind (`inert_softcap`) or come before the scale."""
+    said, cap, usual = layer.declared, layer.softcap, layer.head_dim**-0.5
+    if layer.wiring.softcap_discarded:
+        message = "A soft-cap of the scores is computed, and its result does not reach the softmax."
+        advice = "Assign the result of tanh to the scores."
+        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
+    elif said.softcap is not None and cap is None:
+        message = f"{said.softcap_source} sets a soft-cap of {said.softcap:g}, and none is applied ({layer.kind})."
+        advice = "Use an implementation that has a soft-cap (eager or flex), or unset it."
+        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
+    elif cap is not None and cap > HIGHEST_USEFUL_CAP:
+        message = f"The soft-cap of {cap:g} is too high to help: scores do harm from 1,000 on."
+        advice = "Cap at 30 to 50, as Gemma 2 and Grok do."
+        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (cap, 50.0))
+    after = layer.reading.scale_after_cap
+    if after is not None and cap is not None and abs(abs(after) - usual) <= SAME_SCALE * usual:
+        yield layer_finding(
+            layer,
+            "softcap_before_scale",
+            "warning",
+            f"The soft-cap is applied before the scale: q·k is capped at {cap / abs(after):.3g} and then multiplied by "
+            f"1/√d_k = {usual:.3g}, so scores are capped at {cap:.3g}.",
+            "Scale first: cap · tanh(q·k/√d_k / cap).",
+            (cap, cap / abs(after)),
+        )
+
+
+def qk_norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find QK-norms that are configured or built, and never applied (`inert_qk_norm`)."""
+    unused = layer.wiring.unused_norms
+    if unused:
+        message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never called."
+        advice = "Call the norm on the query and on the key of each head, before their product."
+    elif layer.declared.qk_norm and not layer.wiring.normalised:
+        message = f"{layer.declared.qk_norm_source} asks for a QK-norm, and query and key are not normalised."
+        advice = "Normalise the query and the key of each head before their product, or unset the flag."
+    else:
+        return
+    yield layer_finding(layer, "inert_qk_norm", "warning", message, advice)
+
+
+def dropout_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find dropout of scores (`dropout_before_softmax`), which only a forward in training mode shows."""
+    if layer.reading.dropped:
+        yield layer_finding(
+            layer,
+            "dropout_before_softmax",
+            "warning",
+            "Dropout is applied to the scores before the softmax: a score of zero still gets weight, and the others "
+            "are multiplied by 1/(1 − p), which sharpens them in training only.",
+            "Apply dropout to the weights, after the softmax.",
+        )
+
+
+def weight_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find weights that are no distribution: `undefined_rows`, `softmax_twice`, `weights_not_normalised`."""
+    severity = "warning" if trained else "error"
+    judged = [each for each in layer.softmaxes if not (each.renormalised or each.is_short)]
+    off = max((float(each.off_one) for each in judged if each.off_one is not None), default=0.0)
+    if any(softmax.undefined is not None and bool(softmax.undefined) for softmax in layer.softmaxes):
+        yield layer_finding(
+            layer,
+            "undefined_rows",
+            "error",
+            "Every key of some row is hidden, and the softmax divides 0 by 0: weights are NaN though scores are not.",
+            "Let every query see at least one key (itself, for example), or set such rows of the weights to zero "
+            "before they meet the values.",
+        )
+    elif any(softmax.taken_twice for softmax in layer.softmaxes):
+        yield layer_finding(
+            layer,
+            "softmax_twice",
+            severity,
+            "Softmax is applied twice: the input of the second lies between 0 and 1, so no key can weigh more than e "
+            "times another.",
+            "Apply softmax once, to the scores.",
+        )
+    elif layer.wiring.mixes_along_softmax and off > OFF_ONE:
+        masked = any(softmax.is_masked for softmax in layer.softmaxes)
+        why = "A mask is applied to the weights, after the softmax" if masked else "Weights change after the softmax"
+        yield layer_finding(
+            layer,
+            "weights_not_normalised",
+            severity,
+            f"{why}: the sum of a row differs from one by up to {off:.2g} where the weights meet the values.",
+            "Hide keys before the softmax, by −inf in the scores, or divide the weights by their new sum.",
+            (1 - off, 1.0),
+        )
+
+
+def pairing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find heads that use the key of one group and the value of another (`heads_mispaired`)."""
+    if any(softmax.pairs_differ for softmax in layer.softmaxes):
+        yield layer_finding(
+            layer,
+            "heads_mispaired",
+            "warning" if trained else "error",
+            f"Keys and values are repeated in different orders: {layer.heads} heads share {layer.kv_heads} keys, and a "
+            "head uses the key of one group with the value of another.",
+            "Repeat both alike, by repeat_interleave(heads // kv_heads, dim=1), or let the kernel do it (enable_gqa).",
+        )
+
+
+def gradient_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find queries or keys that are detached, or that a backward pass did not reach (`no_gradient`)."""
+    cut = layer.reading.detached
+    if cut:
+        yield layer_finding(
+            layer,
+            "no_gradient",
+            "warning",
+            f"The {' and '.join(cut)} are detached from their projection: no gradient reaches it, and it stays as it "
+            "was initialised.",
+            "Remove the detach(). If the projection should stay frozen, freeze its parameters instead.",
+        )
+        return
+    has_gradient = {"queries": layer.query_gradient is not None, "keys": layer.key_gradient is not None}
+    if sum(has_gradient.values()) == 1:
+        reached, missed = sorted(has_gradient, key=lambda side: not has_gradient[side])
+        yield layer_finding(
+            layer,
+            "no_gradient",
+            "note" if trained else "warning",
+            f"A gradient reached the {reached} and not the {missed}: they are computed without one, or all is frozen.",
+            f"Look for no_grad() or .data around what makes the {missed}. Frozen parameters are fine if intended.",
+        )
+
+
+def evaluation_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
+    """Find dropout of weights in layers that ran while no module was in training mode (`dropout_in_evaluation`)."""
+    for layer in layers.values():
+        if any(softmax.drops for softmax in layer.softmaxes):
+            yield layer_finding(
+                layer,
+                "dropout_in_evaluation",
+                "warning",
+                "Dropout is applied to the weights in evaluation mode too: the same input gives a different output "
+                "each time.",
+                "Drop in training only: dropout_p=p if self.training else 0.0, or nn.Dropout, which knows the mode.",
+            )
+
+
+def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_training: bool) -> Iterator[Finding]:
+    """Find scales that depend on the mode; `is_training` is the mode of `layers`, `others` ran in the other one."""
+    for name, layer in layers.items():
+        other = others.get(name)
+        if other is None or other.heads != layer.heads:
+            continue
+        ours, theirs = layer.scales.double().cpu(), other.scales.double().cpu()
+        is_read = ours.isfinite() & theirs.isfinite()
+        if torch.allclose(ours[is_read], theirs[is_read], rtol=SAME_IN_BOTH_MODES, atol=0):
+            continue
+        by_mode = {is_training: layer.scale_applied, not is_training: other.scale_applied}
+        yield layer_finding(
+            layer,
+            "scale_depends_on_mode",
+            "warning",
+            f"The scores are multiplied by {by_mode[True]:.4g} in training and by {by_mode[False]:.4g} in evaluation.",
+            "Apply the same scale in both; otherwise evaluation uses other weights than training did.",
+            (by_mode[False], by_mode[True]),
+        )
+
+
+def future_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
+    """Find layers that are not causal among layers of the same name but for its number (`attends_to_future`)."""
+    stacks: dict[str, list[Layer]] = {}
+    for layer in layers.values():
+        if layer.query_len == layer.key_len > 1:
+            stacks.setdefault(re.sub(r"\d+", "*", layer.name), []).append(layer)
+    for stack in stacks.values():
+        not_causal = [layer for layer in stack if not layer.causal]
+        if 2 * len(not_causal) < len(stack):
+            for layer in not_causal:
+                yield layer_finding(
+                    layer,
+                    "attends_to_future",
+                    "warning",
+                    f"Its queries see later keys, and most of the {len(stack)} layers of its stack do not: what they "
+                    "learn to predict is visible.",
+                    "Give it the causal mask of the other layers (is_causal=True).",
+                )
+
+
+# A new check is a function and a line here: of a layer by itself, or of a layer beside the others.
+CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (
+    mask_findings,
+    softcap_findings,
+    qk_norm_findings,
+    weight_findings,
+    dropout_findings,
+    pairing_findings,
+    gradient_findings,
+)
+COMPARISONS: tuple[Callable[[Mapping[str, Layer], bool], Iterator[Finding]], ...] = (future_findings,)

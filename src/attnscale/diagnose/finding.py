@@ -1,13 +1,15 @@
-"""Finding: one thing that is wrong, or worth knowing, about an attention layer or one of its heads."""
+"""Finding: one thing that is wrong, or worth knowing, about an attention layer, one of its heads, or a run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnscale.plain import printable
+from attnscale.watching.layer import Layer
 
 # From the least to the worst.
 SEVERITIES = ("note", "warning", "error")
+WHOLE_MODEL = "the whole model"
 
 CODES = {
     "unscaled": "the scores reach the softmax as q·k, without a scale",
@@ -20,8 +22,8 @@ CODES = {
     "softmax_wrong_axis": "the softmax does not run over the keys that the values are summed over",
     "weights_not_normalised": "the weights do not sum to one where they meet the values",
     "softmax_twice": "a softmax is taken of the weights of a softmax",
-    "dropout_before_softmax": "scores are dropped, where weights should be",
-    "dropout_in_evaluation": "weights are dropped at random, and the model is not in training",
+    "dropout_before_softmax": "dropout is applied to the scores, before the softmax",
+    "dropout_in_evaluation": "dropout is applied in evaluation mode too",
     "undefined_rows": "every key of a row is hidden, and its weights are NaN",
     "attends_to_future": "a layer sees later keys in a stack that is causal elsewhere",
     "softcap_before_scale": "the soft-cap is applied before the scale, which makes it lower than it says",
@@ -35,14 +37,15 @@ CODES = {
     "saturated": "the scores of a row lie so far apart that a few keys take all the weight",
     "exploding": "the largest score is beyond what published runs have survived",
     "non_finite": "scores are NaN or infinite",
+    "loss_diverges": "the loss diverges while the scores of all layers are in range",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found (`code`, one of CODES), where, how bad it is, the numbers, and what to do."""
+    """A code (one of CODES), the place, how bad it is, the numbers, and what to do."""
 
-    layer: str
+    layer: str  # empty: the whole model
     head: int | None  # None: the whole layer
     code: str
     severity: str
@@ -52,7 +55,7 @@ class Finding:
     advice: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as JSON takes it."""
+        """Return the finding as plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -61,14 +64,76 @@ class Finding:
     @property
     def place(self) -> str:
         """The layer, and the head where it is about one."""
-        return self.layer if self.head is None else f"{self.layer}, head {self.head}"
+        layer = self.layer or WHOLE_MODEL
+        return layer if self.head is None else f"{layer}, head {self.head}"
+
+
+def layer_finding(
+    layer: Layer,
+    code: str,
+    severity: str,
+    message: str,
+    advice: str,
+    numbers: tuple[float | None, float | None] = (None, None),
+) -> Finding:
+    """Return a finding about a whole layer; `numbers` are what was measured and what was expected."""
+    return Finding(layer.name, None, code, severity, message, *numbers, advice)
 
 
 def severity_rank(severity: str) -> int:
-    """0 for a note, 1 for a warning, 2 for an error."""
+    """Return 0 for a note, 1 for a warning, 2 for an error."""
     return SEVERITIES.index(severity)
 
 
 def worst(findings: Iterable[Finding]) -> str | None:
-    """The worst severity among findings; None where there are none."""
+    """Return the worst severity among findings; None where there are none."""
     return max((finding.severity for finding in findings), key=severity_rank, default=None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Findings of one code and one severity, of which the first is shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def first(self) -> Finding:
+        """The finding that is shown."""
+        return self.findings[0]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of all findings, each once."""
+        return tuple(dict.fromkeys(finding.layer for finding in self.findings))
+
+    @property
+    def others(self) -> str:
+        """Number of the other findings, as in `and 3 more heads, in 2 layers`; empty where there is one finding."""
+        more = len(self.findings) - 1
+        if more == 0:
+            return ""
+        by_head = any(finding.head is not None for finding in self.findings)
+        what = f"{more} more {'head' if by_head else 'layer'}{'s' if more > 1 else ''}"
+        return f"and {what}" if not by_head or len(self.layers) == 1 else f"and {what}, in {len(self.layers)} layers"
+
+    def __str__(self) -> str:
+        first = self.first
+        place = f"{first.place}{f' {self.others}' if self.others else ''}"
+        return printable(f"{first.severity}: {place}: {first.code}: {first.message} {first.advice}")
+
+    def where(self, layers: int) -> str:
+        """Return the layer and its heads if it is one layer, else the number of layers."""
+        if len(self.layers) > 1:
+            return f"{len(self.layers)} of {layers} layers"
+        heads = [str(finding.head) for finding in self.findings if finding.head is not None]
+        which = f", {'head' if len(heads) == 1 else 'heads'} {', '.join(heads)}" if heads else ""
+        return f"{self.layers[0] or WHOLE_MODEL}{which}"
+
+
+def grouped(findings: Sequence[Finding]) -> tuple[Group, ...]:
+    """Group findings by code and severity: the worst first, then the group with the most layers."""
+    found: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        found.setdefault((finding.code, finding.severity), []).append(finding)
+    groups = [Group(tuple(same)) for same in found.values()]
+    return tuple(sorted(groups, key=lambda group: (-severity_rank(group.first.severity), -len(group.layers))))

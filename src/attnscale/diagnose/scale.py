@@ -1,23 +1,36 @@
-"""The multiplier that was applied, against the one that should have been."""
+"""Compare the multiplier that was applied with the one that should have been.
+
+Also decides which findings about the scores are symptoms of a wrong multiplier that was found.
+"""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from attnscale.declared import Authority
-from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.published import is_published
+from attnscale.diagnose.finding import Finding, layer_finding
 from attnscale.numerics import HALF_DTYPES
+from attnscale.rules.log_length import SSMAX_S
+from attnscale.rules.mup import MUP_BASE
+from attnscale.rules.yarn import sharpening
 from attnscale.watching.layer import Layer
 
 TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
 FOLDED_SPREAD = 3.0  # a scale folded into the weights leaves a spread of about one
 HALF_TOLERANCE = 0.02  # scores in half precision are rounded to three digits
+STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # of a context, by YaRN: 40 is DeepSeek's
+# YaRN's factors for s = 64 and a plain 2 lie 0.3% apart, so a published rule must be met more closely than a scale.
+CLOSER = 0.1
+# Findings that say that a multiplier is wrong, and those about the scores that may follow from it.
+WRONG_SCALE = (
+    "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
+)  # fmt: skip
+SYMPTOMS = ("diluted", "saturated", "exploding", "qk_norm_freezes")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a multiplier is wrong, before it is said of which heads."""
+    """Reason why a multiplier is wrong."""
 
     code: str
     expected: float
@@ -25,8 +38,29 @@ class Mismatch:
     advice: str
 
 
+def scale_error(findings: Iterable[Finding]) -> Finding | None:
+    """Return the finding, of severity warning or error, that says that the multiplier of a layer is wrong."""
+    return next((each for each in findings if each.code in WRONG_SCALE and each.severity != "note"), None)
+
+
+def correction(layer: Layer) -> float:
+    """Return the factor that takes the multiplier of a layer to the one it should have."""
+    return abs(layer.scale_expected) / max(abs(layer.scale_applied), 1e-300)
+
+
+def as_symptom(finding: Finding, of_scale: Iterable[Finding], layer: Layer) -> Finding:
+    """Return the finding as a note where the right multiplier, of which `of_scale` accuses the layer, would end it."""
+    error, factor = scale_error(of_scale), correction(layer)
+    if error is None or finding.code not in SYMPTOMS or finding.measured is None or finding.expected is None:
+        return finding
+    corrected = finding.measured * factor
+    if not (corrected >= finding.expected if finding.code == "diluted" else corrected < finding.expected):
+        return finding
+    return replace(finding, severity="note", advice=f"This follows from {error.code}: correct the scale first.")
+
+
 def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Everything that is wrong with where and by what the scores of a layer are multiplied."""
+    """Yield what is wrong with the multiplier of a layer's scores, and with the place where it is applied."""
     if not layer.wiring.mixes_along_softmax:
         yield _wrong_axis(layer)
     if layer.reading.unread or layer.declared.folded is not None:
@@ -48,7 +82,10 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
         yield _one_for_each_head(layer, list(scales.values()))
     else:
         head, found = next(iter(wrong.items()))
-        yield _finding(layer, None, found, scales[head], trained)
+        severity = "warning" if trained else "error"
+        if found.code in ("unusual_scale", "config_mismatch"):
+            severity = "note" if trained and found.code == "unusual_scale" else "warning"
+        yield layer_finding(layer, found.code, severity, found.message, found.advice, (scales[head], found.expected))
 
 
 def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
@@ -69,20 +106,29 @@ def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
         return _ignored(layer, scale)
     if is_declared and not _slip(layer, scale):
         return None
-    known = is_published(layer, scale, tolerance)
+    known = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
     if is_declared and known:
-        return None  # said twice: 1/√heads may be what a rule gives
+        return None  # declared and published: 1/√heads may be what a rule gives
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
     if (known or is_learned) and not _slip(layer, scale):
         return None
     return _unusual(layer, scale)
 
 
+def _published(layer: Layer) -> Iterator[float]:
+    """Yield multipliers other than 1/√d_k that a paper recommends, for plausible choices of their parameter."""
+    usual = layer.head_dim**-0.5
+    yield math.sqrt(MUP_BASE) / layer.head_dim
+    yield from (usual * sharpening(stretch) for stretch in STRETCHES)
+    if not layer.causal:  # else the multiplier differs from row to row, and the slope is none of them
+        yield from (usual * s * math.log(layer.key_len) for s in (SSMAX_S, 1.0))
+
+
 def _is_usual(layer: Layer, scale: float) -> bool:
-    """1/√d_k; where m terms of activations are added, 1/√(m d_k) as well (DeBERTa, AlphaFold's points).
+    """Return True for 1/√d_k; where m terms of activations are added, also for 1/√(m d_k) (DeBERTa, AlphaFold).
 
     Queries that were projected from fewer features than they have are of that lower rank, as where DeepSeek's key
-    projection is absorbed into them: of such, 1/√rank as well, and what lies between, some features being rotary.
+    projection is absorbed into them: there 1/√rank is usual as well, and what lies between, some features being rotary.
     """
     terms, tolerance = range(1, 2 + layer.reading.learned_terms), _tolerance(layer)
     if any(_close(scale, (count * layer.head_dim) ** -0.5, tolerance) for count in terms):
@@ -92,7 +138,7 @@ def _is_usual(layer: Layer, scale: float) -> bool:
 
 
 def _says_another(layer: Layer) -> bool:
-    """Whether the model clearly asks for a multiplier of its own; a module that restates 1/√d_k asks for nothing."""
+    """Return True if the model clearly asks for a multiplier of its own; restating 1/√d_k asks for nothing."""
     said = layer.declared
     if said.scale is None or said.scale_authority < Authority.NAMED:
         return False
@@ -100,34 +146,35 @@ def _says_another(layer: Layer) -> bool:
 
 
 def _classic(layer: Layer, scale: float) -> Mismatch | None:
-    """One of the three mistakes that have a code: no scale, d_k for √d_k, √d_model for √d_k."""
+    """Return one of the three mistakes that have a code: no scale, d_k for √d_k, √d_model for √d_k."""
     usual, tolerance, dim = layer.head_dim**-0.5, _tolerance(layer), layer.head_dim
-    advice = f"Multiply q·k by 1/√d_k = {usual:.4g}, d_k = {dim} being the width of one head."
+    advice = f"Multiply q·k by 1/√d_k = {usual:.4g} (d_k = {dim} is the width of one head)."
     if _close(scale, 1.0, tolerance):
         grows = f"their spread grows as √d_k = {dim**0.5:.3g}"
         return Mismatch("unscaled", usual, f"The scores are q·k without a scale, so {grows}.", advice)
     width = next((width for width in layer.model_dims if _close(scale, width**-0.5, tolerance)), None)
     by_dim = _close(scale, 1 / dim, tolerance)
     if by_dim and (width is None or _restates_usual(layer)):
-        also = "" if width is None else f" (which is also 1/√{width}, the model's width)"
-        message = f"The scores are multiplied by {scale:.4g} = 1/d_k{also}, where 1/√d_k = {usual:.4g} is expected"
-        twice = "Divide by √d_k, not d_k; if √d_k is divided by, it is so twice: in the query and in the kernel's own."
-        return Mismatch("scaled_by_dim", usual, f"{message}.", twice)
+        also = "" if width is None else f" (also 1/√{width}, of the model's width)"
+        message = f"The scores are divided by d_k: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
+        twice = "Divide by √d_k, not d_k; or √d_k is applied twice: once to the query and again inside SDPA."
+        return Mismatch("scaled_by_dim", usual, message, twice)
     if width is not None:
-        also = " (which is also 1/d_k)" if by_dim else ""
-        message = f"The scores are multiplied by {scale:.4g} = 1/√{width}{also}, the model's width"
-        return Mismatch("scaled_by_model_dim", usual, f"{message}, where 1/√d_k = {usual:.4g} is expected.", advice)
+        also = " (also 1/d_k)" if by_dim else ""
+        cause = f"The scores are divided by √{width}, of the model's width"
+        message = f"{cause}: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
+        return Mismatch("scaled_by_model_dim", usual, message, advice)
     return None
 
 
 def _restates_usual(layer: Layer) -> bool:
-    """Whether the module itself means 1/√d_k: then 1/d_k is that, applied twice, and not another width."""
+    """Return True if the module itself means 1/√d_k: then 1/d_k is that, applied twice, and not another width."""
     said = layer.declared.scale
     return said is not None and _close(said, layer.head_dim**-0.5, TOLERANCE)
 
 
 def _is_folded(layer: Layer) -> bool:
-    """Whether the query was made smaller by about √d_k instead, as T5 does when it draws the query's projection.
+    """Return True if the query is smaller by about √d_k instead, as T5 draws the query's projection.
 
     Where the scale was forgotten, query and key have about the same norm; here they differ by √d_k, and half of that,
     on a logarithmic scale, tells the two apart. The spread must be moderate too: that is what folding is for.
@@ -138,7 +185,7 @@ def _is_folded(layer: Layer) -> bool:
 
 
 def _slip(layer: Layer, scale: float) -> str:
-    """A slip of the pen that has no code of its own; its name, where the multiplier is one."""
+    """Return the name of a common slip that has no code of its own; empty where the multiplier is none."""
     slips = {"√d_k (multiplied where it should divide)": layer.head_dim**0.5, "1/√heads": layer.heads**-0.5}
     return next((name for name, value in slips.items() if _close(scale, value, _tolerance(layer))), "")
 
@@ -147,12 +194,12 @@ def _unusual(layer: Layer, scale: float) -> Mismatch:
     usual = layer.head_dim**-0.5
     slip = _slip(layer, scale)
     if scale == 0:
-        message = "The softmax's input does not depend on q·k at all."
+        message = "The input of the softmax does not depend on q·k."
     elif slip:
-        message = f"The scores are multiplied by {scale:.4g} = {slip}, where 1/√d_k = {usual:.4g} is expected."
+        message = f"The scores are multiplied by {scale:.4g} = {slip}, not 1/√d_k = {usual:.4g}."
     else:
         message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
-    advice = f"If that is meant, say so in the configuration (softmax_scale); else multiply by {usual:.4g}."
+    advice = f"If this is intended, set it in the configuration (softmax_scale); otherwise multiply by {usual:.4g}."
     return Mismatch("unusual_scale", usual, message, advice)
 
 
@@ -162,36 +209,26 @@ def _ignored(layer: Layer, scale: float) -> Mismatch:
     return Mismatch(
         "config_mismatch",
         said.scale,
-        f"The scores are multiplied by {scale:.4g}, where {said.scale_source} sets {said.scale:.4g}.",
-        f"Pass the scale on to what computes the attention (scale={said.scale:.4g}), or mend {said.scale_source}.",
+        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {said.scale:.4g}.",
+        f"Pass the scale to what computes the attention (scale={said.scale:.4g}), or correct {said.scale_source}.",
     )
 
 
 def _one_for_each_head(layer: Layer, scales: list[float]) -> Finding:
-    usual = layer.head_dim**-0.5
-    low, high = min(scales), max(scales)
-    return Finding(
-        layer.name,
-        None,
+    usual, low, high = layer.head_dim**-0.5, min(scales), max(scales)
+    return layer_finding(
+        layer,
         "unusual_scale",
         "note",
-        f"Each head has a multiplier of its own, from {low:.4g} to {high:.4g}, {low / usual:.2g} to "
-        f"{high / usual:.2g} times 1/√d_k: a learned temperature, or a scale that depends on the length.",
-        layer.scale_applied,
-        usual,
-        "Nothing to do if it is meant to be learned; watch the sharpest head.",
+        f"Each head has its own scale, from {low:.4g} to {high:.4g} ({low / usual:.2g} to {high / usual:.2g} times "
+        "1/√d_k): a learned temperature, or a scale that depends on the length.",
+        "Nothing to do if it is learned on purpose; watch the sharpest head.",
+        (layer.scale_applied, usual),
     )
-
-
-def _finding(layer: Layer, head: int | None, found: Mismatch, scale: float, trained: bool) -> Finding:
-    severity = {"unusual_scale": "note" if trained else "warning", "config_mismatch": "warning"}.get(
-        found.code, "warning" if trained else "error"
-    )
-    return Finding(layer.name, head, found.code, severity, found.message, scale, found.expected, found.advice)
 
 
 def _scales_after_softmax(layer: Layer) -> bool:
-    """A constant on the weights or the output that belongs on the scores: it is one of theirs, or they have none."""
+    """Return True if weights or output are multiplied by a scale, or by anything while the scores have no scale."""
     factor, tolerance = layer.wiring.factor_after_softmax, _tolerance(layer)
     if _close(factor, 1.0, tolerance):
         return False
@@ -203,44 +240,38 @@ def _scales_after_softmax(layer: Layer) -> bool:
 
 def _after_softmax(layer: Layer, trained: bool) -> Finding:
     factor, usual = layer.wiring.factor_after_softmax, layer.head_dim**-0.5
-    return Finding(
-        layer.name,
-        None,
+    return layer_finding(
+        layer,
         "scale_after_softmax",
         "warning" if trained else "error",
-        f"The weights or the output are multiplied by {factor:.4g} after the softmax, and the scores before it by "
-        f"{layer.scale_applied:.4g}, where 1/√d_k = {usual:.4g} is expected.",
-        factor,
-        1.0,
-        "Multiply the scores by it before the softmax, and nothing after it: the weights of a row must sum to one.",
+        f"The scale is applied after the softmax: weights or output are multiplied by {factor:.4g}, and the scores by "
+        f"{layer.scale_applied:.4g}, not 1/√d_k = {usual:.4g}.",
+        "Multiply the scores before the softmax, and nothing after it: the weights of a row must sum to one.",
+        (factor, 1.0),
     )
 
 
 def _wrong_axis(layer: Layer) -> Finding:
-    return Finding(
-        layer.name,
-        None,
+    return layer_finding(
+        layer,
         "softmax_wrong_axis",
         "error",
         "The softmax runs over another axis than the keys, so the weights that a query gives its values do not sum "
         "to one.",
-        None,
-        None,
         "Take the softmax over the axis of the keys, the last of (…, heads, queries, keys): dim=-1.",
     )
 
 
 def _scaled_bias(layer: Layer) -> Finding:
-    return Finding(
-        layer.name,
-        None,
+    weaker = 1 / max(abs(layer.scale_applied), 1e-300)
+    return layer_finding(
+        layer,
         "unusual_scale",
         "note",
-        f"The position bias is multiplied by the scale, {layer.scale_applied:.4g}, together with q·k, which makes it "
-        f"{1 / max(abs(layer.scale_applied), 1e-300):.3g} times weaker than it says.",
-        layer.scale_applied,
-        1.0,
-        "Falcon does so on purpose; where it is not meant, add the bias after the scores are scaled.",
+        f"The position bias is multiplied by the scale too, {layer.scale_applied:.4g}, which makes it {weaker:.3g} "
+        "times weaker than it says.",
+        "Falcon does so on purpose. If it is not intended, add the bias after the scores are scaled.",
+        (layer.scale_applied, 1.0),
     )
 
 

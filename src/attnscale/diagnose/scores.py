@@ -1,10 +1,10 @@
-"""What is found from the scores themselves: verdicts on heads -> `non_finite`, `exploding`, `saturated`, `diluted`.
+"""Findings from the scores themselves: `non_finite`, `exploding`, `saturated`, `diluted`, `qk_norm_freezes`.
 
 - At initialisation a frozen head is a warning: nobody has taught it to be sharp. A layer of which every head is frozen
   and hardly any gradient passes is an error.
 - In a trained model it is a note: induction, previous-token and first-token heads are sharp because that is their job.
-  Whether such a head still learns is told by the gradient that reached its queries and keys, where a backward pass was
-  seen: a warning where next to none did.
+  The gradient that reached its queries and keys shows if such a head still learns, where a backward pass was watched:
+  it is a warning where next to none did.
 - `diluted` accuses the multiplier alone. Small random weights make every small model's attention nearly uniform at
   first, and it learns all the same; so a spread is diluted only where the multiplier the head should have had would
   not have left it so. Normalised queries and keys have no weights to blame: there the spread that the multiplier
@@ -14,18 +14,18 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from attnscale.declared import Authority
-from attnscale.diagnose.cause import cause
-from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.habit import habit_of
+from attnscale.diagnose.cause import Cause, cause
+from attnscale.diagnose.finding import Finding, layer_finding
+from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.plain import readable
-from attnscale.theory.limits import DILUTED_SPREAD
+from attnscale.theory.limits import DILUTED_SPREAD, freezing_point
 from attnscale.watching.layer import Layer
 
 # Of the gradient that uniform weights would pass. Published initialisations stay above it: cosine attention starts at
@@ -46,24 +46,73 @@ SHIFTED = "softmax sees no more than that, the rest is a shift of the whole row"
 WIDEN_THEM = "Compute such scores in float32; less the mean of its keys, a head has the same weights and no shift."
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
 CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train it on; a lower learning rate keeps them there."
+UNIT_LENGTH = 1.1  # of cosine attention, which starts at 10 (Swin v2) or log₂(n² − n), and learns from there
+PUBLISHED_COSINE = 20.0
 
 
-def verdict_findings(layer: Layer, trained: bool, reached: Tensor | None = None) -> Iterator[Finding]:
-    """`non_finite`, `exploding`, `saturated` and `diluted`, by head, or once where the whole layer is meant.
+def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
+    """Yield what the scores show, by head, or once where the whole layer is meant.
 
-    `reached` is the gradient that came to each head, of that of the model's median head, where a backward was seen.
+    `gradient_share` has a value a head, as gradient_shares() returns it.
     """
     heads = head_verdicts(layer)
-    broken = [head for head in heads if head.verdict == "non_finite"]
+    broken = sum(head.verdict == "non_finite" for head in heads)
     if broken:
-        yield _non_finite(layer, len(broken))
+        message = f"{broken} of {layer.heads} heads have scores that are NaN or infinite."
+        advice = "Look for NaN in the weights or the input, or for float16 overflowing above 65,504."
+        yield layer_finding(layer, "non_finite", "error", message, advice)
         return
     yield from _exploding(layer, trained)
     if not layer.wiring.mixes_along_softmax:
         return  # the rows measured are not those that were normalised
     frozen = [head for head in heads if _is_frozen(head)]
-    yield from _sharp(layer, frozen, reached) if trained else _saturated(layer, frozen, len(heads))
+    yield from _sharp(layer, frozen, gradient_share) if trained else _frozen(layer, frozen, len(heads))
     yield from _diluted(layer, heads, trained)
+
+
+def freezing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find normalised queries and keys that are multiplied past the freezing point from the start.
+
+    Both count: |a| ‖q‖ ‖k‖ / √d_k, the spread of random directions, and the measured spread, against √(2 ln n).
+    """
+    keys = float(layer.stats.keys.nanmean())
+    if trained or not layer.wiring.normalised or layer.reading.unread or not keys >= MANY_KEYS:  # NaN: no row sees any
+        return
+    norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
+    scale, measured = abs(layer.scale_applied), float(layer.stats.std_within_rows.nanmean())
+    spread, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(round(keys))
+    is_cosine = norms < UNIT_LENGTH and scale <= PUBLISHED_COSINE
+    if not is_cosine and min(spread, measured) > freezes:
+        yield layer_finding(
+            layer,
+            "qk_norm_freezes",
+            "warning",
+            f"The scale of normalised queries and keys is too large, {scale:.3g}: it spreads scores of random "
+            f"directions by {spread:.3g} over {keys:.0f} keys, and softmax freezes at {freezes:.3g}.",
+            f"Start at {layer.head_dim**0.5 / max(norms, 1e-300):.3g}, which gives a spread of one.",
+            (spread, freezes),
+        )
+
+
+def gradient_shares(layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+    """Return for each layer the gradient of its heads, in units of the model's median head; empty without a backward.
+
+    1 − Σp² is what the softmax of a row lets through. What arrives also depends on the values and on the gradient from
+    above, so a sharp head may get more than any other. The geometric mean of the gradients of queries and keys is used:
+    it stays the same however a factor is shared between the two. Layers without both are left out.
+    """
+    lengths = {
+        name: (query.double() * key.double()).sqrt().cpu()
+        for name, layer in layers.items()
+        if (query := layer.query_gradient) is not None and (key := layer.key_gradient) is not None
+    }
+    median = torch.cat(list(lengths.values())).median() if lengths else torch.tensor(0.0)
+    return {name: length / median for name, length in lengths.items()} if median > 0 else {}
+
+
+def threshold_reached(score: float) -> tuple[float, str, str] | None:
+    """Return the highest published threshold that a score has reached, as in EXPLODING; None below all of them."""
+    return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
 
 
 def _is_frozen(head: Verdict) -> bool:
@@ -74,124 +123,94 @@ def _is_frozen(head: Verdict) -> bool:
     return head.gradient_gain + head.gain_error < share * (1 - 1 / head.keys)
 
 
-def _non_finite(layer: Layer, broken: int) -> Finding:
-    return Finding(
-        layer.name,
-        None,
-        "non_finite",
-        "error",
-        f"{broken} of {layer.heads} heads have scores that are NaN or infinite.",
-        None,
-        None,
-        "Look for NaN in the weights or the input, or for float16 overflowing above 65,504.",
-    )
-
-
-def threshold_reached(score: float) -> tuple[float, str, str] | None:
-    """The highest published threshold that a score has reached, as EXPLODING has it; None below all of them."""
-    return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
-
-
 def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """By what softmax sees of the largest score: what it is above the mean of its row, and never more than it is."""
+    """Judge the largest score by what softmax sees of it: its height above the mean of its row, if that is smaller."""
     stats = layer.stats
-    felt, head = (float(found) for found in torch.minimum(stats.max, stats.max_above_mean).nan_to_num(0.0).max(0))
-    reached = threshold_reached(felt)
+    effective, head = (float(found) for found in torch.minimum(stats.max, stats.max_above_mean).nan_to_num(0.0).max(0))
+    reached = threshold_reached(effective)
     head = int(head) if reached is not None else int(stats.max.nan_to_num(0.0).argmax())
-    largest, above = float(stats.max[head]), float(stats.max_above_mean[head])
+    largest, above_mean = float(stats.max[head]), float(stats.max_above_mean[head])
     by_itself = threshold_reached(largest)
     if by_itself is None:
         return
     _, severity, known = reached or (0.0, "note", SHIFTED)
-    mend = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
-    apart = "" if reached == by_itself else f", and {readable(above, 4)} above the mean of its row"
+    advice = WIDEN_THEM if reached is None else CLIP_THEM if trained else BOUND_THEM
+    of_row = "" if reached == by_itself else f", and {readable(above_mean, 4)} above the mean of its row"
     bound = readable(float(stats.max_bound.max()), 4)
-    bracket = "" if stats.exact else f" among the rows looked at (at most {bound} in all)"
-    yield Finding(
-        layer.name,
-        head,
-        "exploding",
-        severity,
-        f"The largest score is {readable(largest, 4)}{bracket}{apart}; {known}.",
-        largest,
-        EXPLODING[-1][0],
-        f"{cause(layer, head).sentence} {mend}",
-    )
+    bracket = "" if stats.exact else f" among the rows measured (at most {bound} in all)"
+    message = f"{cause(layer, head).sentence} The largest score is {readable(largest, 4)}{bracket}{of_row}; {known}."
+    yield Finding(layer.name, head, "exploding", severity, message, largest, EXPLODING[-1][0], advice)
 
 
-def _saturated(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding]:
-    """At initialisation, where nobody has taught a head to be sharp."""
+def _frozen(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding]:
+    """Report frozen heads at initialisation, where nobody has taught a head to be sharp."""
+    found, severity = frozen, "warning"
     if frozen and len(frozen) == heads:
         whole = layer_verdict(layer)
         assert whole is not None  # it has heads
-        severity = "error" if whole.gradient_gain < DEAD_GAIN else "warning"
-        yield _saturated_finding(layer, whole, severity, _saturated_advice(layer, None))
-        return
-    for head in frozen:
-        yield _saturated_finding(layer, head, "warning", _saturated_advice(layer, head.head))
+        found, severity = [whole], "error" if whole.gradient_gain < DEAD_GAIN else "warning"
+    for head in found:
+        why = cause(layer, head.head)
+        every = "Every head is frozen: t" if head.head is None else "T"
+        message = f"{why.sentence} {every}{_spread_of(head)}"
+        yield _saturated(layer, head, severity, message, _advice(layer, why))
 
 
-def _sharp(layer: Layer, frozen: list[Verdict], reached: Tensor | None) -> Iterator[Finding]:
-    """In a trained model, where a head may be sharp on purpose."""
+def _sharp(layer: Layer, frozen: list[Verdict], gradient_share: Tensor | None) -> Iterator[Finding]:
+    """Report frozen heads of a trained model, where a head may be sharp on purpose."""
     for head in frozen:
-        assert head.head is not None  # of a layer's mean nothing reached
-        share = math.nan if reached is None else float(reached[head.head])
+        assert head.head is not None  # a mean over heads gets no gradient
+        share = math.nan if gradient_share is None else float(gradient_share[head.head])
         if math.isnan(share):
-            told = "Sharp; whether it still learns needs a backward pass: audit(…, loss=…), or a Monitor."
+            advice = "A backward pass shows if it still learns: audit(…, loss=…), or a Monitor."
         elif share < UNREACHED:
-            told = (
-                f"The gradient that reaches its queries and keys is {share:.1g} of that of the median head: it hardly "
-                "learns any more. Clip it (clip_qk_), if it should."
+            advice = (
+                f"It hardly learns: its queries and keys get {share:.1g} of the gradient of the median head. Clip it "
+                "(clip_qk_) if it should learn."
             )
         else:
-            told = f"Sharp, and it gets {share:.2g} of the gradient that reaches the median head's queries and keys."
-        looks_at = f"{found}. " if (found := habit_of(layer, head.head)) is not None else ""
-        yield _saturated_finding(layer, head, "warning" if share < UNREACHED else "note", f"{looks_at}{told}")
+            advice = f"It learns: its queries and keys get {share:.2g} of the gradient of the median head."
+        pattern = pattern_of(layer, head.head)
+        message = f"A sharp head{'' if pattern is None else f': {pattern}'}. T{_spread_of(head)}"
+        yield _saturated(layer, head, "warning" if share < UNREACHED else "note", message, advice)
 
 
-def _saturated_finding(layer: Layer, found: Verdict, severity: str, advice: str) -> Finding:
-    every = "every head is frozen: " if found.head is None else ""
-    message = (
-        f"{every}the scores spread by {readable(found.spread)} over {found.keys:.0f} keys, where softmax freezes at "
-        f"{found.freezing_point:.3g}; entropy is {found.entropy_ratio:.2f} of ln n, top-1 {found.top1:.2f}, and "
-        f"the softmax lets {found.gradient_gain:.2f} of the gradient through."
+def _saturated(layer: Layer, found: Verdict, severity: str, message: str, advice: str) -> Finding:
+    return Finding(layer.name, found.head, "saturated", severity, message, found.spread, found.freezing_point, advice)
+
+
+def _spread_of(found: Verdict) -> str:
+    return (
+        f"he scores spread by {readable(found.spread)} over {found.keys:.0f} keys, and softmax freezes at "
+        f"{found.freezing_point:.3g}; mean row entropy is {found.entropy_ratio:.2g} of its maximum, the largest weight "
+        f"{found.top1:.2f} on average, and the softmax passes {found.gradient_gain:.2g} of the gradient."
     )
-    return Finding(
-        layer.name, found.head, "saturated", severity, _sentence(message), found.spread, found.freezing_point, advice
-    )
 
 
-def _saturated_advice(layer: Layer, head: int | None) -> str:
-    why = cause(layer, head)
-    mend = {
+def _advice(layer: Layer, why: Cause) -> str:
+    return {
         "multiplier": f"Multiply the scores by {layer.scale_expected:.3g}.",
         "norms": "Initialise the projections smaller, normalise their input, or add a QK-norm.",
         "alignment": "Look for query and key projections that share weights or inputs that are all alike.",
-    }
-    return f"{why.sentence} {mend[why.factor]}"
+    }[why.factor]
 
 
 def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Finding]:
-    if layer.reading.unread:
-        return  # the multiplier cannot be told
-    if trained and layer.wiring.normalised:
-        return  # the gains were learned, so what spreads the scores so little is not the multiplier alone
-    diluted = [head for head in heads if head.verdict == "diluted"]
-    blamed = [head for head in diluted if _multiplier_dilutes(layer, head)]
+    if layer.reading.unread or (trained and layer.wiring.normalised):  # learned gains spread the scores, too
+        return
+    blamed = [head for head in heads if head.verdict == "diluted" and _multiplier_dilutes(layer, head)]
     if not blamed or len(blamed) < len(heads) / 2:
         return  # a multiplier that dilutes does so to most heads
     scale, expected = layer.scale_applied, _better_multiplier(layer)
-    spread = math.fsum(head.spread for head in blamed) / len(blamed)
-    yield Finding(
-        layer.name,
-        None,
+    spread, entropy = math.fsum(head.spread for head in blamed) / len(blamed), min(h.entropy_ratio for h in blamed)
+    yield layer_finding(
+        layer,
         "diluted",
         "note" if trained else "warning",
-        f"The scores spread by only {spread:.2g}, since they are multiplied by {scale:.3g}: all keys weigh nearly "
-        f"the same (entropy {min(head.entropy_ratio for head in blamed):.3f} of ln n).",
-        spread,
-        DILUTED_SPREAD,
+        f"The scale is too small, {scale:.3g}: the scores spread by only {spread:.2g}, and all keys get nearly the "
+        f"same weight (row entropy at least {entropy:.3f} of its maximum).",
         f"Multiply the scores by {expected:.3g}, which spreads them by {spread * expected / abs(scale):.2g}.",
+        (spread, DILUTED_SPREAD),
     )
 
 
@@ -213,12 +232,8 @@ def _is_chosen(layer: Layer, scale: float) -> bool:
 
 
 def _better_multiplier(layer: Layer) -> float:
-    """What the scores should have been multiplied by: for normalised vectors, what spreads random directions by one."""
+    """The multiplier that the scores should have: for normalised vectors, one that spreads random directions by one."""
     if not layer.wiring.normalised:
         return abs(layer.scale_expected)
     norms = float((layer.query_norm.double() * layer.key_norm.double()).mean())
     return math.sqrt(layer.head_dim) / max(norms, 1e-300)
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""What the spread of the scores does to each head: a verdict from theory, confirmed by what the softmax really did.
+"""Judge each head by the spread of its scores: a verdict from theory, confirmed by what the softmax really did.
 
 Theory: over n visible keys, softmax freezes at a spread of √(2 ln n), the spread being that within rows, which is all
 that softmax sees. It also counts a key nobody looks at, so a head is `saturated` only where its measured entropy is as
@@ -20,6 +20,9 @@ from attnscale.watching.layer import Layer
 # Of the entropy at the edge of saturation: a head this much above it is not frozen, whatever its spread.
 CONFIRMED = 1.25
 UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
+NUMBERS = (
+    "spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain", "spread_error", "gain_error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,31 @@ class Verdict:
     entropy_ratio: float
     top1: float
     gradient_gain: float
-    spread_error: float = 0.0  # how far these two may be off, where only some rows were looked at: 95% of the time
-    gain_error: float = 0.0  # they are within it
+    spread_error: float = 0.0  # of these two, where only some rows were measured:
+    gain_error: float = 0.0  # 95% of the time they are off by less
 
     @property
     def is_past_freezing(self) -> bool:
-        """Whether the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
+        """True if the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
         return self.verdict == "saturated" and self.spread - self.spread_error > self.freezing_point
 
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
-    """The verdict on every head that saw any keys."""
+    """Return the verdict on every head that saw any keys."""
     stats = layer.stats
     columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.gradient_gain])
     errors = torch.stack(
         [NORMAL * stats.stderr(name) for name in ("std_within_rows", "entropy_ratio", "gradient_gain")]
     )
-    seen = [head for head, rows in enumerate(stats.rows.tolist()) if rows > 0]
-    return [_verdict(layer.name, head, *columns[:, head].tolist(), *errors[:, head].tolist()) for head in seen]
+    return [
+        _verdict(layer.name, head, columns[:, head].tolist(), errors[:, head].tolist())
+        for head, rows in enumerate(stats.rows.tolist())
+        if rows > 0
+    ]
 
 
 def layer_verdict(layer: Layer) -> Verdict | None:
-    """The verdict on a layer: the worst of its heads, `diluted` only where all are; None where it saw no keys."""
+    """Return the verdict on a layer: the worst of its heads, `diluted` only where all are; None if it saw no keys."""
     heads = head_verdicts(layer)
     if not heads:
         return None
@@ -68,36 +74,23 @@ def layer_verdict(layer: Layer) -> Verdict | None:
         values = [getattr(head, name) for head in heads]
         return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
-    names = (
-        *("spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain"), "spread_error", "gain_error",
-    )  # fmt: skip
-    return Verdict(layer.name, None, agreed, *map(mean, names))
+    return Verdict(layer.name, None, agreed, *map(mean, NUMBERS))
 
 
 def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
-    """What is said of a layer in one word: the code of the worst warning or error about it, else what its heads are."""
+    """Return one word for a layer: the code of the worst warning or error about it, else what its heads are."""
     found = layer_verdict(layer)
     return worst_code(layer.name, findings) or (UNSEEN if found is None else found.verdict)
 
 
 def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
-    """The code of the worst warning or error about the layer of this name; None where there is none."""
+    """Return the code of the worst warning or error about the layer of this name; None where there is none."""
     about = [each for each in findings if each.layer == layer and each.severity != "note"]
     return max(about, key=lambda each: severity_rank(each.severity)).code if about else None
 
 
-def _verdict(
-    layer: str,
-    head: int,
-    keys: float,
-    spread: float,
-    entropy_ratio: float,
-    top1: float,
-    gradient_gain: float,
-    spread_error: float,
-    entropy_error: float,
-    gain_error: float,
-) -> Verdict:
+def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -> Verdict:
+    (keys, spread, entropy_ratio, top1, gradient_gain), (spread_error, entropy_error, gain_error) = numbers, errors
     freezes = freezing_point(max(1, round(keys)))
     if not all(map(math.isfinite, (spread, top1, gradient_gain))):
         found = "non_finite"
@@ -112,12 +105,13 @@ def _verdict(
         )
         possible = {_confirmed_regime(*end, round(keys)) for end in ends}
         found = possible.pop() if len(possible) == 1 else "uncertain"
-    numbers = (spread, keys, freezes, entropy_ratio, top1, gradient_gain, spread_error, gain_error)
-    return Verdict(layer, head, found, *numbers)
+    return Verdict(
+        layer, head, found, spread, keys, freezes, entropy_ratio, top1, gradient_gain, spread_error, gain_error
+    )
 
 
 def _confirmed_regime(spread: float, entropy_ratio: float, keys: int) -> str:
-    """What theory says of a spread, `saturated` only where the entropy is as low as that."""
+    """Return the regime of a spread in theory, `saturated` only where the entropy is as low as that."""
     found = regime(spread, keys)
     return "healthy" if found == "saturated" and entropy_ratio > CONFIRMED * _edge_of_saturation(keys) else found
 

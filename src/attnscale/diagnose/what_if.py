@@ -1,4 +1,4 @@
-"""What another scale, soft-cap or clip would do to the scores of a query and a key."""
+"""Compute what another scale, soft-cap or clip would do to the scores of a query and a key."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,23 +25,23 @@ from attnscale.visibility import Visibility
 from attnscale.watching.kept import Kept
 
 SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
-TINY = 1e-300  # what a zero norm is divided by
+TINY = 1e-300  # in place of a norm of zero
 CLIP = 100.0  # Kimi K2's QK-Clip
 CURRENT = "current"
 AskVisible: TypeAlias = Callable[[], Tensor | None]
 TRIED = ("spread", "entropy", "entropy_ratio", "top1", "gradient_gain", "max")
-# Heading and width, 80 with the name; the last line of a short heading will do, as the entropy stands beside its share.
+# Heading and width, 80 with the name; of a short heading the last line, as the entropy is beside its ratio.
 COLUMNS = (
     {"scale": 8}
     | {STATISTICS[name].short.split("\n")[-1]: 7 if name in ("top1", "gradient_gain") else 8 for name in TRIED}
     | {"change": 8}
 )
-NAME_WIDTH = 18  # of 80 columns; LearnedTemperature just fits
+NAME_WIDTH = 18  # LearnedTemperature just fits
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What to try: a scale, as attention() takes it, and a soft-cap."""
+    """A scale, as attention() takes it, and a soft-cap."""
 
     scale: Scale = None
     softcap: float | None = None
@@ -49,10 +49,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table; heads become one number as the catalogue of statistics says."""
+    """One line of the table; the catalogue of statistics says how heads become one number."""
 
     name: str
-    scale: float  # what q·k is multiplied by, on average: a rule that normalises counts by the norms it leaves
+    scale: float  # multiplier of q·k, on average; for a rule that normalises, with the norms
     spread: float
     entropy: float
     entropy_ratio: float
@@ -62,14 +62,14 @@ class Outcome:
     change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
 
     def numbers(self) -> tuple[str, ...]:
-        """The cells of its line, in the order of COLUMNS."""
+        """Return the cells of its line, in the order of COLUMNS."""
         ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.gradient_gain))
         start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}"
         return (*start, *ratios, _short(self.max), "–" if math.isnan(self.change) else f"{self.change:.3f}")
 
 
 def _short(value: float) -> str:
-    """Three digits, and thousands as a person writes them.
+    """Format a number with three digits, and thousands with commas.
 
     >>> _short(0.1776), _short(3338.2), _short(1.5e7)
     ('0.178', '3,338', '1.5e+07')
@@ -79,7 +79,7 @@ def _short(value: float) -> str:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The current setting and every candidate, side by side."""
+    """The current setting and all candidates."""
 
     rows: tuple[Outcome, ...]
 
@@ -90,7 +90,7 @@ class WhatIf:
         raise KeyError(f"No candidate {name!r}. Expected one of: {', '.join(row.name for row in self.rows)}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON takes it."""
+        """Return the table as plain values for JSON."""
         return {"rows": [plain(asdict(row)) for row in self.rows]}
 
     def __str__(self) -> str:
@@ -113,8 +113,8 @@ def what_if(
 ) -> WhatIf:
     """Measure the scores and the output under each candidate; `scale` and `softcap` are the current ones.
 
-    By default every rule, soft-caps of 30 and 50, and QK-Clip at 100. The change of the output is taken with `value`;
-    without one the key stands in for it, which tells how far the weights move, though not in which direction.
+    The default candidates are every rule, soft-caps of 30 and 50, and QK-Clip at 100. The change of the output is
+    computed with `value`; without one with the key, which shows how far the weights move, not in which direction.
 
     >>> table = what_if(4 * torch.randn(1, 2, 32, 64), torch.randn(1, 2, 32, 64))
     >>> table["calibrated"].gradient_gain > table["current"].gradient_gain
@@ -135,9 +135,9 @@ def what_if_calls(
     rows: int | None = None,
     measured: ScoreStats | None = None,
 ) -> WhatIf:
-    """The same for calls that were kept whole, all together; `measured` are the statistics of what they did.
+    """Measure each candidate over calls that were kept whole; `measured` are the statistics of the calls themselves.
 
-    What was added to the scores, and what was hidden, stays as it was under every candidate.
+    Biases and masks stay as they were under every candidate.
     """
     return _tried([_trial(call, rows) for call in calls], candidates, measured)
 
@@ -156,7 +156,7 @@ def _tried(
     candidates: Mapping[str, Candidate | Scale] | None,
     measured: ScoreStats | None = None,
 ) -> WhatIf:
-    """Every candidate on all trials; the current setting is what was measured of it, where that is known."""
+    """Try every candidate on all trials; `measured` are the statistics of the current setting, if known."""
     before = merged_when_read([trial.stats(trial.current) for trial in trials])
     given = [trial.candidates(candidates, before) for trial in trials]
     outputs = [trial.output(trial.current) for trial in trials]
@@ -186,7 +186,7 @@ def _outcome(
 
 
 def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> float:
-    """How far the outputs moved, relative to what they were; NaN where a value is not known."""
+    """Return the relative change of the outputs; NaN where a value is not known."""
     moved, was = 0.0, 0.0
     for old, new in zip(before, after, strict=True):
         if old is None or new is None:
@@ -198,9 +198,9 @@ def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> 
 def default_candidates(
     query: Tensor, current: Candidate, before: ScoreStats, visible: AskVisible
 ) -> dict[str, Candidate]:
-    """Every rule, learned ones as they start, two soft-caps and a clip.
+    """Return every rule, learned ones at their start, two soft-caps and a clip.
 
-    Rules that need a number get a telling one: `constant` 1/d_k, `temperature` half of √d_k, `yarn` a context
+    Rules that need a number get one: `constant` 1/d_k, `temperature` half of √d_k, `yarn` a context
     stretched by 4. The soft-caps and the clip keep the current scale, the rules the current soft-cap.
     """
     head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 2 else 1
@@ -217,7 +217,7 @@ def default_candidates(
 
 @dataclass(frozen=True)
 class _Trial:
-    """One set of tensors, on which candidates are tried."""
+    """Tensors on which candidates are tried."""
 
     query: Tensor
     key: Tensor
@@ -275,7 +275,7 @@ def _as_candidate(given: Candidate | Scale, head_dim: int, heads: int, softcap: 
 
 
 def _on(scale: Scale, query: Tensor) -> Scale:
-    """A learned rule on the query's device; everything else as it is."""
+    """Move learned rules and tensors to the query's device."""
     if isinstance(scale, nn.Module):
         return scale.to(query.device)
     return scale.to(query.device) if isinstance(scale, Tensor) else scale

@@ -148,7 +148,7 @@ class _ProbedModule:
         self.runs += number == 0
         planned = self._planned(number)
         if gradients is None:
-            self._step.seen.without_gradients |= not is_compiled
+            self._step.seen.without_gradients |= not is_compiled and not torch.is_grad_enabled()
         elif is_compiled:
             node = recorded_operations() - 1  # that of the graph, which autograd makes before it runs
             self._waiting.append(_WaitingCall(gradients, planned, node))

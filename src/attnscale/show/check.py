@@ -11,7 +11,7 @@ from rich.text import Text
 from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.diagnose import Finding
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import printable

@@ -8,14 +8,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnose.finding import Finding, severity_rank
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import Finding, grouped, severity_rank
 from attnscale.diagnose.verdict import worst_code
 from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import printable
 from attnscale.show.check import STYLES, place
 from attnscale.show.text import number
-from attnscale.train.bars import bars_on_terminal
+from attnscale.train.delivery import bars_on_terminal
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5

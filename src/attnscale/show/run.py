@@ -117,7 +117,7 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 
 def _factor(layer: LayerRun) -> str:
-    return "–" if layer.growth is None else f"× {number(layer.growth.grown)} in {layer.growth.span:.0f}"
+    return "–" if layer.growth is None else f"× {number(layer.growth.recently_grown)} in {layer.growth.recent_span:.0f}"
 
 
 def _crossing(layer: LayerRun) -> str:

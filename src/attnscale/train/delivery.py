@@ -1,53 +1,100 @@
-"""Delivery: a record on its way to the sinks, and its alarms to whoever asked; a failure of one loses nothing."""
+"""Delivery: records to sinks, alarms to the log and to on_alarm; a sink or callback that fails stops nothing.
+
+Also decides what the loggers of a trainer get besides sinks, and keeps the lines of tqdm's progress bars whole.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.grouped import grouped
-from attnscale.errors import AttnscaleWarning, SinkWarning
-from attnscale.train.bars import bars_aside
+from attnscale.diagnose.finding import Finding, grouped
+from attnscale.errors import AttnscaleWarning, SettingError, SinkWarning
+from attnscale.measure.statistics import Place, in_place, logged
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink
 
 LOGGER = logging.getLogger("attnscale")
+LogChoice = bool | Sequence[str]
+CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where the records of a run go; `tell` warns once of each thing that failed."""
+    """The sinks of a run; `warn` warns of each failure once."""
 
     sinks: Sequence[Sink]
     on_alarm: Callable[[Finding], None] | None
-    tell: Callable[[AttnscaleWarning], None]
+    warn: Callable[[AttnscaleWarning], None]
 
     def write(self, record: Record) -> None:
-        """Hand it to every sink."""
+        """Call every sink with a record."""
         for sink in self.sinks:
             try:
                 sink(record)
             except Exception as error:
-                told = f"A sink failed and is tried again at the next record: {type(error).__name__}: {error}"
-                self.tell(SinkWarning(told))
+                self._warn("A sink failed and is tried again at the next record", error)
 
     def alarm(self, record: Record, *, is_logged: bool) -> None:
-        """Raise its alarms; the log tells those that say the same of many layers once."""
+        """Raise the alarms of a record; the log has one line for alarms that say the same of many layers."""
         if record.alarms and is_logged:
             with bars_aside():
                 for group in grouped(record.alarms):
                     LOGGER.warning("step %d: %s", record.step, group)
         for alarm in record.alarms if self.on_alarm is not None else ():
-            assert self.on_alarm is not None  # asked just above
+            assert self.on_alarm is not None  # checked just above
             try:
                 self.on_alarm(alarm)
             except Exception as error:
-                told = f"on_alarm failed and is called again at the next alarm: {type(error).__name__}: {error}"
-                self.tell(SinkWarning(told))
+                self._warn("on_alarm failed and is called again at the next alarm", error)
 
     def close(self) -> None:
-        """Close the sinks that can be."""
+        """Close the sinks that can be closed."""
         for sink in self.sinks:
-            closing = getattr(sink, "close", None)
-            if closing is not None:
-                closing()
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close()
+
+    def _warn(self, what: str, error: Exception) -> None:
+        self.warn(SinkWarning(f"{what}: {type(error).__name__}: {error}"))
+
+
+def logged_statistics(choice: LogChoice) -> tuple[str, ...]:
+    """Return the statistics for a trainer's loggers: those of the live table, those that are named, or none.
+
+    >>> logged_statistics(["spread", "max"]), logged_statistics(False)
+    (('spread', 'max'), ())
+    """
+    if isinstance(choice, bool):
+        return tuple(entry.name for entry in in_place(Place.LIVE)) if choice else ()
+    known = logged()
+    if isinstance(choice, str) or not all(name in known for name in choice):
+        raise SettingError(f"Expected log as True, False or a list of {', '.join(known)}; got {choice!r}.")
+    return tuple(choice)
+
+
+def is_fed_by_sink(logger: object, sinks: Iterable[Sink]) -> bool:
+    """Return True if a sink writes the same curves to the tool that a logger writes to."""
+    names = [kind.__name__.lower() for kind in type(logger).__mro__]
+    tools = [tool for sink in sinks if (tool := getattr(sink, "tool", None)) is not None]
+    return any(name.startswith(tool) for name in names for tool in tools)
+
+
+def bars_on_terminal() -> list[Any]:
+    """Return tqdm's bars that are drawn on a terminal now; one that is disabled has no file."""
+    tqdm = sys.modules.get("tqdm.std")
+    bars = [] if tqdm is None else list(tqdm.tqdm._instances)
+    files = ((bar, getattr(bar, "fp", None)) for bar in bars if hasattr(bar, "start_t"))
+    return [bar for bar, file in files if file is not None and not file.closed and file.isatty()]
+
+
+@contextmanager
+def bars_aside() -> Iterator[None]:
+    """Clear tqdm's bars while something else is written, and draw them again below it."""
+    if not bars_on_terminal():
+        yield
+        return
+    with sys.modules["tqdm.std"].tqdm.external_write_mode(file=sys.stderr):
+        yield

@@ -1,124 +1,172 @@
-"""History: what a monitor remembers between sampled steps, to tell growth, its cause, and which alarms are new."""
+"""History: what a monitor remembers between sampled steps: scores, losses, where each layer began, standing alarms."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from attnscale.diagnose.alarm import Began, Thresholds, Vital, raised, stands
+from attnscale.diagnose.alarm import (
+    Baseline,
+    LayerSnapshot,
+    ScaleError,
+    Thresholds,
+    alarms_with_reasons,
+    diverged_from,
+    is_standing,
+    loss_alarm,
+)
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Ceiling
-from attnscale.diagnose.growth import Growth
+from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.trained import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
-from attnscale.train.trend import Sample, aheads, append, trend
+from attnscale.train.trend import Sample, append, trend
 
 FACTORS = ("scale", "query_norm", "key_norm", "alignment")
+LOSSES = 128  # the latest losses, and the first, by which a divergence is judged
+WHOLE_RUN = ("", "loss")  # standing alarm of the loss
 
 
 class History:
-    """The largest score of every layer over time, where each layer began, and the alarms that stand.
+    """The largest score of every layer over time, the first numbers of each layer, losses, and standing alarms.
 
-    Of a model that came `trained`, each layer is judged by what it was like when it was first seen.
+    Where the model was `trained` before, each layer is compared with its numbers at its first sampled step.
     """
 
     def __init__(self, limits: Thresholds, trained: bool = False) -> None:
         self.limits, self.trained = limits, trained
         self._series: dict[str, list[Sample]] = {}
-        self._began: dict[str, list[float]] = {}  # logarithms of FACTORS
-        self._baseline: dict[str, Began] = {}  # of a trained model
+        self._first: dict[str, list[float]] = {}  # logarithms of FACTORS
+        self._baseline: dict[str, Baseline] = {}  # of a trained model
+        self._scale_errors: dict[str, ScaleError] = {}
         self._standing: set[tuple[str, str]] = set()  # layer and reason
+        self._losses: list[float] = []
 
     @classmethod
     def of(cls, model: nn.Module, limits: Thresholds) -> "History":
-        """That of a model, trained or not, before its first step."""
+        """Return the history of a model, trained or not, before its first step."""
         return cls(limits, is_trained(model))
 
-    def add(
-        self, step: int, layers: dict[str, LayerRecord], seen: Mapping[str, ScoreStats] = MappingProxyType({})
-    ) -> list[Finding]:
-        """Remember a sampled step; the alarms that were not standing before.
+    @property
+    def is_empty(self) -> bool:
+        """True before the first sampled step of a run."""
+        return not self._series
 
-        `seen` are the statistics of the layers, which know how far sampled numbers may be off.
+    def add(
+        self,
+        step: int,
+        layers: Mapping[str, LayerRecord],
+        stats: Mapping[str, ScoreStats] = MappingProxyType({}),
+        *,
+        loss: float | None = None,
+        audit: Iterable[Finding] = (),
+        scale_errors: Mapping[str, ScaleError] = MappingProxyType({}),
+        rescaled: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> list[Finding]:
+        """Add a sampled step, and return the alarms that were not standing before.
+
+        `stats` tell the errors of sampled numbers. `audit` are findings about the step's forward, and alarms of the
+        first step; `scale_errors` are the layers whose multiplier they accuse. `rescaled` are the sides of each layer
+        that pass a norm or a temperature after their projection.
         """
-        new = []
+        new = list(audit)
+        known = {(finding.layer, finding.code) for finding in new}
+        self._scale_errors |= scale_errors
+        snapshots = []
         for name, layer in layers.items():
             append(self._series.setdefault(name, []), Sample.of(step, layer))
-        trends = {name: trend(self._series[name], layer.softcap) for name, layer in layers.items()}
-        outlooks = aheads(trends)
-        for name, layer in layers.items():
-            if name not in self._began and self.trained:
-                self._baseline[name] = Began(
+            if name not in self._first and self.trained:
+                self._baseline[name] = Baseline(
                     layer.effective_max[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain")
                 )
-            if not all(map(math.isfinite, self._began.get(name, [math.nan]))):  # of a call that was not followed
-                self._began[name] = _factors(layer)
-            ahead, vital = outlooks[name], self._vital(name, layer, trends[name].ceiling, seen.get(name))
+            if not all(map(math.isfinite, self._first.get(name, [math.nan]))):  # of a call that was not followed
+                self._first[name] = _factors(layer)
+            found = trend(self._series[name], layer.softcap)
+            snapshot = LayerSnapshot(
+                name,
+                *layer.effective_max,
+                layer.whole("entropy_ratio"),
+                layer.whole("gradient_gain"),
+                layer.broken,
+                found.ceiling,
+                partial(_error, stats.get(name)),
+                partial(_change, self._first[name], layer),
+                self._baseline.get(name),
+                layer.clipped is not None,
+                layer.numbers["max"][layer.effective_max[1]],
+                step,
+                self._scale_errors.get(name),
+                rescaled.get(name, ()),
+            )
+            snapshots.append(snapshot)
             before = {reason for place, reason in self._standing if place == name}
-            after = {reason for reason in before if stands(reason, vital, ahead, self.limits)}
-            for alarm in raised(vital, ahead, self.limits):
-                new += [] if before.issuperset(alarm.reasons) else [alarm.finding]
+            after = {reason for reason in before if is_standing(reason, snapshot, found.ahead, self.limits)}
+            for alarm in alarms_with_reasons(snapshot, found.ahead, self.limits):
+                is_new = not before.issuperset(alarm.reasons) and (name, alarm.finding.code) not in known
+                new += [alarm.finding] * is_new
                 after.update(alarm.reasons)
             self._standing = {entry for entry in self._standing if entry[0] != name}
             self._standing |= {(name, reason) for reason in after}
-        return new
+        return new + self._loss_alarms(step, loss, snapshots)
 
     def growth(self, layer: str) -> Growth | None:
-        """The growth of a layer's largest score over the latest samples."""
+        """Return the growth of a layer's largest score over the latest samples."""
         return trend(self._series.get(layer, []), None).growth
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for a checkpoint."""
+        """Return plain lists and numbers, for a checkpoint."""
         return {
             "series": {name: [list(entry) for entry in series] for name, series in self._series.items()},
-            "began": {name: list(factors) for name, factors in self._began.items()},
-            "baseline": {name: list(vars(began).values()) for name, began in self._baseline.items()},
+            "began": {name: list(factors) for name, factors in self._first.items()},
+            "baseline": {name: list(vars(baseline).values()) for name, baseline in self._baseline.items()},
+            "scale_errors": {name: [error.code, error.correction] for name, error in self._scale_errors.items()},
             "standing": [list(key) for key in sorted(self._standing)],
+            "losses": list(self._losses),
             "trained": self.trained,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What state_dict() gave, also by way of JSON."""
-        self._series = {name: [_sample(*entry) for entry in entries] for name, entries in state["series"].items()}
-        self._began = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
-        self._baseline = {name: Began(*map(float, numbers)) for name, numbers in state.get("baseline", {}).items()}
+        """Restore what state_dict() returned, also by way of JSON."""
+        self._series = {
+            name: [Sample(int(step), *map(float, numbers)) for step, *numbers in entries]
+            for name, entries in state["series"].items()
+        }
+        self._first = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
+        self._baseline = {name: Baseline(*map(float, numbers)) for name, numbers in state.get("baseline", {}).items()}
+        self._scale_errors = {
+            name: ScaleError(str(code), float(factor)) for name, (code, factor) in state.get("scale_errors", {}).items()
+        }
         self._standing = {(key[0], key[1]) for key in state["standing"] if len(key) == 2}
+        self._losses = [float(loss) for loss in state.get("losses", ())]
         self.trained = bool(state.get("trained", self.trained))
 
-    def _vital(self, name: str, layer: LayerRecord, ceiling: Ceiling, seen: ScoreStats | None) -> Vital:
-        largest, head = layer.effective_max
-        return Vital(
-            name,
-            largest,
-            head,
-            layer.whole("entropy_ratio"),
-            layer.whole("gradient_gain"),
-            layer.broken,
-            ceiling,
-            partial(_error, seen),
-            partial(_change, self._began[name], layer),
-            self._baseline.get(name),
-            layer.clipped is not None,
-            layer.numbers["max"][head],
-        )
+    def _loss_alarms(self, step: int, loss: float | None, layers: list[LayerSnapshot]) -> list[Finding]:
+        """Return the alarm of a loss that diverges while no layer has an alarm or a wrong scale."""
+        if loss is None:
+            return []
+        self._losses.append(loss)
+        del self._losses[1 : len(self._losses) - LOSSES]
+        level = diverged_from(self._losses)
+        was_standing = WHOLE_RUN in self._standing
+        self._standing.discard(WHOLE_RUN)
+        attention_is_healthy = not self._standing and not self._scale_errors
+        if level is None or not (was_standing or attention_is_healthy):
+            return []
+        self._standing.add(WHOLE_RUN)
+        return [] if was_standing else [loss_alarm(loss, level, step, layers)]
 
 
-def _change(began: list[float], layer: LayerRecord) -> Change:
-    return Change(*(now - then for now, then in zip(_factors(layer), began, strict=True)))
-
-
-def _sample(step: float, largest: float, bound: float = math.nan, lowered: float = 1.0) -> Sample:
-    return Sample(int(step), float(largest), float(bound), float(lowered))
+def _change(first: list[float], layer: LayerRecord) -> Change:
+    return Change(*(now - then for now, then in zip(_factors(layer), first, strict=True)))
 
 
 def _error(stats: ScoreStats | None, name: str) -> float:
-    """Standard error of a number of a layer; 0 where every row was looked at, and where it is not known."""
+    """Return the standard error of a number of a layer; 0 where every row was measured, or where it is not known."""
     error = 0.0 if stats is None else STATISTICS[name].error(stats)
     return error if math.isfinite(error) else 0.0
 

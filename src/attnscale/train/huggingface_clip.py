@@ -4,15 +4,14 @@ from typing import Any
 
 from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
-from attnscale.train.own_loggers import CLIPPED_HEADS
+from attnscale.train.delivery import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
-    from attnscale.train.huggingface_log import TrainerLog
-    from attnscale.train.huggingface_trainer import trainer_above
+    from attnscale.train.huggingface import TrainerLog, calling_trainer
 except ImportError:
     raise SettingError("QKClipCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 
@@ -46,7 +45,7 @@ class QKClipCallback(TrainerCallback, ExportableState):
             self.clip.close()
         self.clip = QKClip(kwargs["model"], **self.settings)
         refuse_copies(kwargs["model"], kwargs.get("optimizer"))
-        trainer = trainer_above() if self._is_logged else None
+        trainer = calling_trainer() if self._is_logged else None
         self._log = None if trainer is None else TrainerLog(trainer, self)
         stored: Any = state.stateful_callbacks
         saved = stored.get(type(self).__name__) if isinstance(stored, dict) else None

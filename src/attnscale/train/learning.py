@@ -1,4 +1,4 @@
-"""The loss and the learning rate of a step, as a training loop gives them, and the mean loss of all ranks."""
+"""The loss and the learning rate of a step, from the training loop, and the mean loss of all ranks."""
 
 import struct
 from collections.abc import Iterable
@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 
 Given = float | Tensor | None
-Learned = tuple[float | None, float | None]  # loss and learning rate, where they were given
+Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
 PACKED = struct.Struct("<dq")
 
 
 class Arriving:
-    """A number on its way to the host: one on a GPU is copied behind all that it has to do, and not waited for."""
+    """A number on its way to the host: one on a GPU is copied in stream order, without waiting."""
 
     def __init__(self, given: float | Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if isinstance(given, Tensor):
-            mean = given.detach().float().mean()  # a tensor of its own: the loop may write to what it gave
+            mean = given.detach().float().mean()  # a new tensor: the loop may write to its own
             given = mean.to("cpu", non_blocking=mean.is_cuda)
             self._event = torch.cuda.current_stream(mean.device).record_event() if mean.is_cuda else None
         self._number = given if isinstance(given, Tensor) else float(given)
 
     @property
     def is_here(self) -> bool:
-        """Whether value() would not wait."""
+        """True if value() would not wait."""
         return self._event is None or self._event.query()
 
     def value(self) -> float:
-        """Wait for it."""
+        """Wait for the number and return it."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._number)
@@ -38,13 +38,13 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Learning:
-    """What was given of a step."""
+    """Loss and learning rate of a step."""
 
     loss: Arriving | None = None
     lr: Arriving | None = None
 
     def given(self, loss: Given, lr: Given) -> "Learning":
-        """With what is given later, which stands."""
+        """Return these numbers, replaced by those that are not None."""
         return Learning(
             self.loss if loss is None else Arriving(loss),
             self.lr if lr is None else Arriving(lr),
@@ -52,30 +52,30 @@ class Learning:
 
     @property
     def is_here(self) -> bool:
-        """Whether nothing of it is waited for."""
+        """True if values() would not wait."""
         return all(number is None or number.is_here for number in (self.loss, self.lr))
 
     def values(self) -> Learned:
-        """The loss and the learning rate, None where none was given."""
+        """Return the loss and the learning rate, None where not given."""
         loss, lr = (None if number is None else number.value() for number in (self.loss, self.lr))
         return loss, lr
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of ranks, as a sum that adds up."""
+    """Sum of the losses of ranks, and their number."""
 
     total: float = 0.0
-    ranks: int = 0  # that gave one
+    ranks: int = 0  # with a loss
 
     @classmethod
     def of(cls, loss: float | None) -> "Losses":
-        """That of one rank."""
+        """Return the loss of one rank."""
         return cls() if loss is None else cls(loss, 1)
 
     @property
     def mean(self) -> float | None:
-        """As data-parallel training averages it; None where no rank gave one.
+        """Mean loss, as data-parallel training averages it; None where no rank has one.
 
         >>> Losses(6.0, 2).mean, Losses().mean
         (3.0, None)
@@ -83,12 +83,12 @@ class Losses:
         return self.total / self.ranks if self.ranks else None
 
     def before(self, payload: bytes) -> bytes:
-        """What ranks tell each other, with these in front."""
+        """Return a message between ranks with these losses in front."""
         return PACKED.pack(self.total, self.ranks) + payload
 
     @classmethod
     def and_rest(cls, payload: bytes) -> tuple["Losses", bytes]:
-        """What before() put together.
+        """Split what before() put together.
 
         >>> Losses.and_rest(Losses(6.0, 2).before(b"tallies"))
         (Losses(total=6.0, ranks=2), b'tallies')
@@ -97,12 +97,12 @@ class Losses:
 
 
 def merged(losses: Iterable[Losses]) -> Losses:
-    """Those of all."""
+    """Return the losses of all ranks."""
     seen = list(losses)
     return Losses(sum(one.total for one in seen), sum(one.ranks for one in seen))
 
 
 def rate_of(optimizer: Any) -> Given:
-    """The learning rate that an optimiser is about to step with: that of its first group, where it has one."""
+    """Return the learning rate of the first group of an optimiser; None where it has none."""
     groups = getattr(optimizer, "param_groups", None)
     return groups[0].get("lr") if groups else None

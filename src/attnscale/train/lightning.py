@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import SettingError
+from attnscale.train.delivery import LogChoice, is_fed_by_sink, logged_statistics
 from attnscale.train.learning import rate_of
 from attnscale.train.monitor import Monitor
-from attnscale.train.own_loggers import Wanted, has_them_already, numbers_of
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import scalars
 
@@ -23,7 +23,7 @@ except ImportError:
 
 @dataclass(frozen=True)
 class LightningLog:
-    """Records in the loggers of a trainer, at the step at which they have the loss of the same forwards."""
+    """Writes records to the loggers of a trainer, at the step of the loss of the same forwards."""
 
     loggers: Sequence[Logger]
     numbers: Sequence[str]
@@ -38,27 +38,26 @@ class LightningLog:
 class LightningScoreCallback(Callback):
     """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's, and `log`.
 
-    What the live table shows goes to the trainer's own loggers too, but to one whose tool `sinks` names as well. `log`
-    may name other statistics, or be False.
+    The statistics of the live table go to the trainer's own loggers too, but to one whose tool `sinks` names as well.
+    `log` may name other statistics, or be False.
 
-    Records have the loss that training_step returned, and the learning rate of the first optimiser.
-
-    What it remembers is saved with each checkpoint, and restored with it.
+    Records have the loss that training_step returned, and the learning rate of the first optimiser. The monitor's state
+    is saved with each checkpoint, and loaded with it.
 
         Trainer(..., callbacks=[attnscale.train.LightningScoreCallback(every=50, sinks=["scores.jsonl"])])
     """
 
-    def __init__(self, *, log: Wanted = True, **settings: Any) -> None:
-        self.settings, self._logged = settings, numbers_of(log)
+    def __init__(self, *, log: LogChoice = True, **settings: Any) -> None:
+        self.settings, self._logged = settings, logged_statistics(log)
         self.monitor: Monitor | None = None
         self._saved: dict[str, Any] | None = None
         self._losses: list[Tensor] = []  # of the micro-batches of a sampled step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, or go on where the checkpoint was taken."""
+        """Begin, or continue from a checkpoint."""
         self._losses = []
         self.monitor = Monitor(pl_module, **self.settings)
-        loggers = [logger for logger in trainer.loggers if not has_them_already(logger, self.monitor.sinks)]
+        loggers = [logger for logger in trainer.loggers if not is_fed_by_sink(logger, self.monitor.sinks)]
         if self._logged and loggers and trainer.is_global_zero:
             self.monitor.sinks.append(LightningLog(loggers, self._logged))
         if self._saved is not None:
@@ -66,7 +65,7 @@ class LightningScoreCallback(Callback):
             self._saved = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A micro-batch begins, the first of its step perhaps."""
+        """Begin a micro-batch."""
         assert self.monitor is not None  # training started
         self.monitor.steps = trainer.global_step
         self.monitor.note(lr=rate_of(trainer.optimizers[0]) if trainer.optimizers else None)
@@ -75,7 +74,7 @@ class LightningScoreCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch is over, and its step where the optimiser moved."""
+        """End a micro-batch, and its step where the optimiser moved."""
         assert self.monitor is not None  # training started
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if self.monitor.is_due and isinstance(loss, Tensor):
@@ -86,19 +85,19 @@ class LightningScoreCallback(Callback):
             self.monitor.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, and close what can be closed."""
+        """Close the monitor."""
         if self.monitor is not None:
             self.monitor.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing in place."""
+        """Stop watching."""
         if self.monitor is not None:
             self.monitor.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {} if self.monitor is None else self.monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until training starts."""
+        """Keep the state until training starts."""
         self._saved = state_dict or None

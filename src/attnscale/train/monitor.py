@@ -1,4 +1,4 @@
-"""Monitor: the scores of a model while it trains, every so many steps."""
+"""Monitor: records and alarms of the attention scores of a model while it trains, every so many steps."""
 
 import atexit
 import time
@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from attnscale.diagnose.alarm import Thresholds
-from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.growth import Growth
+from attnscale.diagnose import Finding, Growth, Thresholds, diagnose
+from attnscale.diagnose.alarm import ScaleError
+from attnscale.diagnose.scale import correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
@@ -34,37 +34,40 @@ from attnscale.watching.seen import LayerFacts, LayerNumbers
 from attnscale.watching.settings import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
+Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale
+NO_AUDIT: Audit = ([], {})
 
 
-class _BrokenOffError(Exception):
+class _CancelledError(Exception):
     """A step that is not watched to its end."""
 
 
 @atexit.register
-def _let_go() -> None:
-    """What a process that ends still watches, and whom it talks to, is let go while there is an interpreter for it."""
+def _close_all() -> None:
+    """Stop watching, and close connections to other ranks, while the interpreter still runs."""
     for monitor in list(OPEN):
         monitor.cancel()
         monitor._merging.close()
 
 
 class Monitor:
-    """Watch every `every`-th training step of a model, and say when its scores run away.
+    """Watch every `every`-th training step of a model, and raise alarms when its scores run away.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
-    the log begins with the model as it was initialised. Between sampled steps nothing is left in place. On one, all
-    forwards in training mode are measured, every micro-batch of it, and recomputation is not counted again. The first
-    is traced, uncompiled; from then on probes measure inside the model's own run, compiled or not. Nothing that goes
-    wrong here stops training: a warning says so.
+    the log begins with the model as it was initialised. On a sampled step all forwards in training mode are measured,
+    every micro-batch of it, and recomputation is not counted again; between sampled steps nothing is left in place. The
+    first is traced, uncompiled, and audited: warnings and errors that `audit` would find are alarms of its record. From
+    then on probes measure inside the model's own run, compiled or not. A failure here never stops training: a warning
+    says what is not recorded.
 
-    What was seen on a GPU is not waited for, so its record is written, and its alarms raised, when the next step is
-    over; by `last`, `growth()`, `state_dict()` and `close()`, or as the process ends, at once.
+    A record is written when the next step ends, since nothing waits for a GPU; or at once where `last`, `growth()`,
+    `state_dict()` or `close()` asks for it, or the process ends.
 
-    Where torch.distributed runs, make one on every rank: rows of all ranks are merged, and rank 0 writes. Ranks that
-    share out the heads of a layer (tensor parallel) are told by their `head_group`. Ranks that share out the *keys* of
-    a row (context parallel) are told by their `key_group`: rows of the same queries, bit for bit, are then put together
-    over the keys of all ranks of it and over the turns of a ring, whichever way attention is called on each shard.
-    Gradients that reach queries and keys are left out there.
+    Where torch.distributed runs, make a monitor on every rank: rows of all ranks are merged, and rank 0 writes. Ranks
+    that share out the heads of a layer (tensor parallel) have a `head_group`. Ranks that share out the *keys* of a row
+    (context parallel) have a `key_group`: rows of the same queries, bit for bit, are then put together over the keys of
+    all its ranks and over the turns of a ring, whichever way attention is called on each shard. Gradients that reach
+    queries and keys are left out there.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -107,24 +110,24 @@ class Monitor:
         limits = limits or Thresholds()
         self._history = History.of(model, limits)
         self.steps = 0  # training steps that are over
-        self.run, self._part = new_name(), new_name()  # by which a log knows its records from another run's
+        self.run, self._part = new_name(), new_name()  # which tell its records from another run's in a log
         self._last: Record | None = None
-        self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU has not finished perhaps
+        self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may not have finished
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
         self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, vars(limits), self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
-        self._learning = Learning()  # what was given of the present step
+        self._learning = Learning()  # loss and learning rate of the present step
         self._sampling = Sampling(model)
         self._clips = Clips(model)
         self._resumed = 0  # how often a state was loaded
-        self._told: set[tuple[type[AttnscaleWarning], str]] = set()
+        self._warned: set[tuple[type[AttnscaleWarning], str]] = set()
         OPEN.add(self)
         self.begin()
 
     @property
     def is_due(self) -> bool:
-        """Whether the present step is sampled."""
+        """True if the present step is sampled."""
         return self.steps % self.every == 0
 
     @property
@@ -140,26 +143,27 @@ class Monitor:
 
     @property
     def history(self) -> History:
-        """What is remembered of all sampled steps."""
+        """Numbers of all sampled steps, by which alarms are raised."""
         self.flush()
         return self._history
 
     def step(self, loss: Given = None, lr: Given = None) -> None:
-        """A training step is over: record it if it was sampled, with what note() takes, and watch the next if due."""
+        """End a training step: record it if it was sampled, with what note() takes, and watch the next if it is."""
         self.note(loss, lr)
         self.end()
         self.begin()
 
     def note(self, loss: Given = None, lr: Given = None) -> None:
-        """Put the loss and the learning rate of the present step, numbers or tensors, into its record if it is sampled.
+        """Note the loss and the learning rate of the present step, numbers or tensors, for its record if it is sampled.
 
-        The latest that are given stand; of ranks the mean loss, and rank 0's learning rate. No GPU is waited for.
+        Later values replace earlier ones; a record has the mean loss of all ranks, and rank 0's learning rate. Nothing
+        waits for a GPU. A loss that diverges while all scores are in range is an alarm of its own.
         """
         if self.is_due:
             self._try(lambda: setattr(self, "_learning", self._learning.given(loss, lr)))
 
     def begin(self) -> None:
-        """A training step begins."""
+        """Begin a training step."""
         if self.is_due and self._watch is None:
             self._try(self._begin_watching)
 
@@ -171,25 +175,25 @@ class Monitor:
 
     @property
     def _moment(self) -> Moment:
-        """By which ranks know that they speak of the same step."""
+        """Identifies the step to other ranks."""
         return Moment(self._resumed, self.steps)
 
     @property
     def _seed(self) -> int | None:
-        """By which ranks that share out keys look at the same rows."""
+        """Seed by which ranks that share out keys measure the same rows."""
         return None if self._merging.key_group is None else self.steps
 
     def end(self) -> None:
-        """A training step is over."""
+        """End a training step."""
         self.flush()
         if self._watch is not None or (self.is_due and self._merging.is_needed):
             steps: list[Seen | None] = []
             self._try(lambda: steps.append(self._leave()))
-            self._try(lambda: self._record(steps[0] if steps else None))  # the others wait for this rank
+            self._try(lambda: self._record(steps[0] if steps else None))  # other ranks wait for this one
         self.steps += 1
 
     def flush(self) -> None:
-        """Write the record of the last sampled step, if that was put off."""
+        """Write the record of the last sampled step, if it is not written yet."""
         writing, self._unwritten = self._unwritten, None
         if writing is not None:
             atexit.unregister(self.flush)
@@ -218,25 +222,24 @@ class Monitor:
         self.flush()
         leaving, self._watch, self._seen, self._learning = self._watch, None, None, Learning()
         if leaving is not None:
-            broken_off = _BrokenOffError()  # so that nothing is concluded, and nothing told, of half a step
-            leaving.__exit__(_BrokenOffError, broken_off, None)
+            leaving.__exit__(_CancelledError, _CancelledError(), None)  # nothing is concluded from half a step
 
     def close(self) -> None:
-        """Stop, and close what can be closed."""
+        """Stop, and close the sinks."""
         self.cancel()
         self._merging.close()
         self._delivery.close()
 
     def growth(self, layer: str) -> Growth | None:
-        """How fast the largest score of a layer grows, by the latest samples."""
+        """Return how fast the largest score of a layer grows, by the latest samples."""
         return self.history.growth(layer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: plain values, for any checkpoint."""
+        """Return what a resumed run needs: plain values, for any checkpoint."""
         return {"run": self.run, "steps": self.steps, "history": self.history.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where state_dict() was taken."""
+        """Continue where state_dict() was taken."""
         self.cancel()
         self.run, self._part = str(state.get("run", self.run)), new_name()
         self.steps = int(state["steps"])
@@ -255,14 +258,15 @@ class Monitor:
             self._sampling.note_nothing_seen(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return None
-        for notice in self._sampling.notices(seen):
-            self._tell(notice)
+        if not self._merging.is_needed or dist.get_rank(self._merging.group) == 0:  # the same on all ranks
+            for notice in self._sampling.notices(seen):
+                self._tell(notice)
         self._sampling.note(seen)
         return seen
 
     def _record(self, seen: Seen | None) -> None:
         at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
-        learning, self._learning = self._learning, Learning()
+        learning, self._learning, audit = self._learning, Learning(), self._audit(seen)
         if not self._merging.is_needed:
             if seen is None:
                 return
@@ -270,7 +274,7 @@ class Monitor:
             numbers = seen.numbers()
             arriving, facts = Arriving(numbers, part), seen.facts()
             self._unwritten = lambda: self._conclude(
-                at, facts, Merged(arriving.tallies(), learning=learning.values()), clipped, numbers
+                at, facts, Merged(arriving.tallies(), learning=learning.values()), clipped, numbers, audit
             )
             if arriving.is_here and learning.is_here:
                 self.flush()
@@ -286,7 +290,7 @@ class Monitor:
         }
         self._layers = lambda: own
         facts = {} if seen is None else {name: fact for name, fact in seen.facts().items() if name in own}
-        self._conclude(at, facts, merged, clipped, None)
+        self._conclude(at, facts, merged, clipped, None, audit)
 
     def _conclude(
         self,
@@ -295,8 +299,9 @@ class Monitor:
         merged: Merged,
         clipped: Clipped,
         numbers: Mapping[str, LayerNumbers] | None,
+        audit: Audit,
     ) -> None:
-        """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks.
+        """Make the record of a step, `at` its number and time, raise alarms and write it to the sinks.
 
         `numbers` are those of this rank; None where ranks were merged.
         """
@@ -305,16 +310,38 @@ class Monitor:
         whole, part = whole_layers(merged.tallies), self._merging.part
         found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in records(whole).items()}
         known = whole if numbers is None else numbers
-        alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
+        alarms = self._history.add(
+            at[0],
+            found,
+            {name: each.stats for name, each in known.items()},
+            loss=loss,
+            audit=audit[0],
+            scale_errors=audit[1],
+            rescaled={name: fact.rescaled for name, fact in facts.items()},
+        )
         self._last = record = Record(*at, found, alarms, *whose, None, self.run, self._part, loss, lr)
         if merged.is_written_here:
             self._delivery.write(record)
         self._delivery.alarm(record, is_logged=merged.is_logged_here)
 
+    def _audit(self, seen: Seen | None) -> Audit:
+        """Diagnose the first sampled step, without what is noted only or frozen on purpose."""
+        if seen is None or seen.is_probed or not self._history.is_empty:
+            return NO_AUDIT
+        found = diagnose(seen.layers, trained=self._history.trained).findings
+        is_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
+        serious = [each for each in found if each.severity != "note" and not (is_frozen and each.code == "no_gradient")]
+        errors = {
+            name: ScaleError(error.code, correction(layer))
+            for name, layer in seen.layers.items()
+            if (error := scale_error(each for each in found if each.layer == name)) is not None
+        }
+        return serious, errors
+
     def _tell(self, warning: AttnscaleWarning) -> None:
         """Warn of each thing once."""
-        told = (type(warning), str(warning))
-        if told not in self._told:
-            self._told.add(told)
+        key = (type(warning), str(warning))
+        if key not in self._warned:
+            self._warned.add(key)
             warnings.warn(warning, stacklevel=4)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
-from attnscale.diagnose.finding import Finding, severity_rank, worst
-from attnscale.diagnose.forecast import Crossing, Outlook, forecast
-from attnscale.diagnose.grouped import Group, grouped
-from attnscale.diagnose.growth import Growth
+from attnscale.diagnose.finding import Finding, Group, grouped, severity_rank, worst
+from attnscale.diagnose.forecast import Crossing, Growth, Outlook, forecast
 from attnscale.errors import InputError
 from attnscale.measure.statistics import logged
 from attnscale.plain import plain

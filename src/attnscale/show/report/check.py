@@ -10,7 +10,7 @@ from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.comparing.moves import LEVEL
 from attnscale.comparing.portrait import COMPARED
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, in_place

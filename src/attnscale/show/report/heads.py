@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from attnscale.diagnose.habit import habit_of
+from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import finite, plain
@@ -134,8 +134,8 @@ def _weights(layer: Layer, found: Verdict) -> Heat:
     weights = layer.weights(found.head).double().cpu()
     (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
-    habit = habit_of(layer, found.head)
-    notices = [f"{habit}." if habit is not None else ""]
+    pattern = pattern_of(layer, found.head)
+    notices = [f"{pattern}." if pattern is not None else ""]
     notices += [] if by_query == by_key == 1 else ["A field shows the largest of its weights."]
     return Heat(
         values=fields.tolist(),

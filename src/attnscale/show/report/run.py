@@ -62,7 +62,7 @@ def _facts(run: Run) -> Iterator[Note]:
     growing = [(layer.growth, layer.name) for layer in run.layers if layer.growth is not None]
     if growing:
         growth, name = max(growing, key=lambda found: found[0].rate)
-        now = "still grows" if growth.lately > 0 else "does not grow any more"
+        now = "still grows" if growth.recent_rate > 0 else "does not grow any more"
         message = (
             f"The largest score that grew fastest was multiplied by {number(growth.grown)} in the last "
             f"{growth.span:,.0f} steps, and {now}."
@@ -235,7 +235,7 @@ def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
 
 
 def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
-    points = [ahead.reach * point / FORECAST for point in range(FORECAST + 1)]
+    points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
     y, low, high = (
         [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
         for of in (ahead.likely, ahead.lowest, ahead.highest)

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import scalars

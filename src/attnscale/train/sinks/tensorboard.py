@@ -1,6 +1,6 @@
 """Records as TensorBoard curves, one a layer and number; layers share a section, and a chart, a number."""
 
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train.record import Record

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from attnscale.diagnose.grouped import grouped
+from attnscale.diagnose.finding import grouped
 from attnscale.errors import SettingError
 from attnscale.train.record import Record
 from attnscale.train.sinks.scalars import PREFIX, scalars

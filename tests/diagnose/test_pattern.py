@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from attnscale import audit
-from attnscale.diagnose.habit import habit, habit_of
+from attnscale.diagnose.pattern import attention_pattern, pattern_of
 
 from .layers import layer_of
 
@@ -28,35 +28,35 @@ def causal(length, place):
     ],
 )
 def test_what_a_causal_head_does(place, kind, places):
-    found = habit(causal(40, place), causal=True)
+    found = attention_pattern(causal(40, place), causal=True)
     assert (found.kind, found.places) == (kind, places)
     assert 0 <= found.share <= 1
 
 
 def test_queries_that_continue_a_cache_count_from_its_end():
-    assert habit(causal(40, lambda row: row - 1)[-8:]).kind == "previous token"
+    assert attention_pattern(causal(40, lambda row: row - 1)[-8:]).kind == "previous token"
 
 
 def test_one_token_that_recurs_is_a_separator_and_others_are_a_few_keys():
     weights = torch.full((60, 60), 0.1 / 60)
     weights[torch.arange(60), torch.tensor([9, 30, 52])[torch.arange(60) % 3]] += 0.9
     tokens = torch.arange(60)
-    assert (habit(weights, tokens).kind, habit(weights).kind) == ("few keys", "few keys")
+    assert (attention_pattern(weights, tokens).kind, attention_pattern(weights).kind) == ("few keys", "few keys")
     tokens[[9, 30, 52]] = 7
-    found = habit(weights, tokens)
+    found = attention_pattern(weights, tokens)
     assert found.kind == "separator"
     assert set(found.places) <= {9, 30, 52}
 
 
 def test_rows_of_few_keys_say_nothing():
-    assert habit(torch.eye(3)).kind == "by content"
-    assert habit(causal(3, lambda row: 0), causal=True).kind == "by content"
-    assert habit(causal(5, lambda row: row), causal=True).kind == "itself"
+    assert attention_pattern(torch.eye(3)).kind == "by content"
+    assert attention_pattern(causal(3, lambda row: 0), causal=True).kind == "by content"
+    assert attention_pattern(causal(5, lambda row: row), causal=True).kind == "itself"
 
 
 def test_it_is_told_in_words():
-    assert str(habit(causal(40, lambda row: 0))).endswith("lies on key 0 from wherever, a sink")
-    assert "token before" in str(habit(causal(40, lambda row: row - 1)))
+    assert str(attention_pattern(causal(40, lambda row: 0))).endswith("is on key 0 for all queries, a sink")
+    assert "token before" in str(attention_pattern(causal(40, lambda row: row - 1)))
 
 
 SEPARATORS = (9, 30, 52)
@@ -85,10 +85,10 @@ def test_a_finding_says_that_a_head_rests_on_separators_where_the_inputs_are_ids
     tokens[:, SEPARATORS] = 7
     torch.manual_seed(0)
     (found,) = audit(RestsOnSeparators(), tokens, **more).findings
-    assert "on one token that recurs, a separator (keys" in found.advice
+    assert "on one token that recurs, a separator (keys" in found.message
 
 
-def test_what_one_query_looks_at_is_no_habit():
+def test_what_one_query_looks_at_is_no_pattern():
     query, key = torch.randn(1, 1, 1, 11), torch.randn(1, 1, 23, 11)
-    assert habit_of(layer_of(query, key, 50.0), 0) is None
-    assert habit_of(layer_of(query.expand(-1, -1, 5, -1), key, 50.0), 0).kind == "sink"
+    assert pattern_of(layer_of(query, key, 50.0), 0) is None
+    assert pattern_of(layer_of(query.expand(-1, -1, 5, -1), key, 50.0), 0).kind == "sink"
