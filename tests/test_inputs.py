@@ -24,7 +24,7 @@ BAD = [
     (dict(query=r(head_dim)), ShapeError, r"Expected query as \(…, heads, length, head_dim\), got shape \(11,\)"),
     (dict(key=r(batch, heads, kv_len, 5)), ShapeError, "same head dimension of at least 1, got 11 and 5"),
     (dict(query=r(batch, heads, q_len, 0), key=r(batch, heads, kv_len, 0)), ShapeError, "at least 1, got 0 and 0"),
-    (dict(value=r(batch, heads, 4, head_dim)), ShapeError, "one value a key, got 7 keys and 4 values"),
+    (dict(value=r(batch, heads, 4, head_dim)), ShapeError, "one value per key, got 7 keys and 4 values"),
     (dict(query=r(batch, 4, q_len, head_dim)), ShapeError, "query's 4 heads in key, got 3 .* pass enable_gqa=True"),
     (dict(query=r(batch, 4, q_len, head_dim), enable_gqa=True), ShapeError, "heads that divide the query's 4, got 3"),
     (

@@ -94,7 +94,9 @@ def test_the_version_stands_in_one_place():
 
 def test_a_missing_package_is_told_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setitem(EXTRAS, "report", ("no_such_package",))
-    sentence = r"A report needs the package no_such_package, which is not here: pip install 'attnscale\[report\]'\."
+    sentence = (
+        r"A report needs the package no_such_package, which is not installed: pip install 'attnscale\[report\]'\."
+    )
     with pytest.raises(attnscale.AttnscaleError, match=sentence):
         require_extra("report", "A report")
     with pytest.raises(attnscale.AttnscaleError, match=sentence), needing("A report"):
@@ -167,11 +169,11 @@ def test_the_wheel_works_with_torch_and_numpy_alone(wheel, tmp_path):
     used = run(python, tmp_path, "-W", "error", "-c", USE)
     assert used.returncode == 0, used.stderr
     assert "The bundled model needs the package safetensors" in used.stdout
-    assert "This sink needs the package rich, which is not here: pip install 'attnscale[cli]'." in used.stdout
+    assert "This sink needs the package rich, which is not installed: pip install 'attnscale[cli]'." in used.stdout
     asked = run(python.with_name("attnscale"), tmp_path, "check")
     assert asked.returncode == 2
     assert asked.stderr.strip().splitlines()[-1] == (
-        "attnscale: The command line needs the package typer, which is not here: pip install 'attnscale[cli]'."
+        "attnscale: The command line needs the package typer, which is not installed: pip install 'attnscale[cli]'."
     )
     assert "Traceback" not in asked.stderr
 

@@ -27,7 +27,7 @@ numerics             1     80
 module_paths         1     60
 torch_internals      1    390
 reference            1    110
-theory               7    600
+theory               8    660
 rules               18    920
 visibility           1    240
 inputs               1    170
@@ -43,16 +43,16 @@ diagnose            29  2,670   2,200
 acting              11  1,700
 train               41  4,440   2,500
 models               4    260
-loading             20  1,780   1,300 with checking
-checking             4    290
-comparing           11    920
-bench                7    520
+loading             10  1,260   1,300 with checking
+checking             2    240
+comparing            6    770     720
+bench                4    490     420
 lab                 31  3,840   4,500 with claims
 claims              15  2,200
-show                20  2,560   2,400
-cli                 15  1,060
+show                37  3,370   2,400
+cli                 13  1,100     950
 """
-TOTAL = {"src": (406, 43_700), "tests": (294, 34_400)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (423, 44_500), "tests": (294, 34_400)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

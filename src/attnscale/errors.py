@@ -1,57 +1,57 @@
-"""What can go wrong, as a tree.
+"""Errors and warnings.
 
-    AttnscaleError                  everything this library raises on purpose; a ValueError
+    AttnscaleError                  base of every error raised on purpose; a ValueError
     ├── InputError                  tensors that do not fit together; a RuntimeError too, as SDPA raises there
     │   ├── ShapeError
     │   ├── DtypeError              a TypeError too
     │   └── DeviceError
-    ├── ModelError                  a model that cannot be loaded, or not be run on an input made for it
+    ├── ModelError                  a model that cannot be loaded, or not run on its input
     └── SettingError                a scale, a soft-cap or a parameter outside what its formula is defined for; a
         │                           RuntimeError too, as SDPA raises for its dropout
         └── UnknownRuleError
 
-What is told and stops nothing, as a tree:
+Warnings, which stop nothing:
 
-    AttnscaleWarning                everything this library warns of; a UserWarning
-    ├── NotFollowedWarning          operations or modules that watching could not follow, and left out
-    ├── NotInsideWarning            attentions that are watched from outside at every step, which costs more
+    AttnscaleWarning                base of every warning given on purpose; a UserWarning
+    ├── NotFollowedWarning          operations or modules that could not be followed, and are left out
+    ├── NotInsideWarning            attention without a probe, which is traced at every sampled step and costs more
     ├── NotRecordedWarning          a training step, or a part of one, that is not in its record
     ├── LostRankWarning             a rank that did not answer, whose rows are missing
     ├── SinkWarning                 a sink that failed, or a log that could not be written
-    └── DamagedFileWarning          a kept result that could not be read, and is computed again
+    └── DamagedFileWarning          a stored result that could not be read, and is computed again
 
-Every message finishes the sentence: what was expected, what came, what to do. Code tells errors and warnings apart by
-their classes, never by their words.
+Every message says what was expected, what was found, and what to do. Code tells errors and warnings apart by their
+classes, never by their messages.
 """
 
 from attnscale.plain import printable_lines
 
 
 class AttnscaleError(ValueError):
-    """Base of every error raised on purpose; names of models and logs are told without what steers a terminal."""
+    """Base of every error raised on purpose. Control characters in its message are escaped."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class InputError(AttnscaleError, RuntimeError):
-    """The tensors do not fit together."""
+    """Tensors that do not fit together."""
 
 
 class ShapeError(InputError):
-    """Ranks, head counts, lengths or dimensions disagree."""
+    """Ranks, head counts, lengths or dimensions that disagree."""
 
 
 class DtypeError(InputError, TypeError):
-    """Dtypes disagree, or are not floating point."""
+    """Dtypes that disagree, or are not floating point."""
 
 
 class DeviceError(InputError):
-    """Tensors live on different devices."""
+    """Tensors on different devices."""
 
 
 class ModelError(AttnscaleError):
-    """A model cannot be loaded, or not be run on an input made for it."""
+    """A model that cannot be loaded, or not run on its input."""
 
 
 class SettingError(AttnscaleError, RuntimeError):
@@ -59,22 +59,22 @@ class SettingError(AttnscaleError, RuntimeError):
 
 
 class UnknownRuleError(SettingError):
-    """No rule of that name is in the catalogue."""
+    """A name that is not in the catalogue of rules."""
 
 
 class AttnscaleWarning(UserWarning):
-    """Base of every warning given on purpose; told as errors are."""
+    """Base of every warning given on purpose. Control characters in its message are escaped."""
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
 
 class NotFollowedWarning(AttnscaleWarning):
-    """Operations or modules that watching could not follow, and left out."""
+    """Operations or modules that could not be followed, and are left out."""
 
 
 class NotInsideWarning(AttnscaleWarning):
-    """Attention that cannot be measured inside a model's own run, and is watched from outside, which costs more."""
+    """Attention without a probe, which is traced at every sampled step and costs more."""
 
 
 class NotRecordedWarning(AttnscaleWarning):
@@ -90,4 +90,4 @@ class SinkWarning(AttnscaleWarning):
 
 
 class DamagedFileWarning(AttnscaleWarning):
-    """A kept result that could not be read, and is computed again."""
+    """A stored result that could not be read, and is computed again."""

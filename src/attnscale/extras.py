@@ -1,4 +1,4 @@
-"""Extras: packages that only some need, which extra brings each, and the sentence where one is missing."""
+"""Optional packages: which extra installs each, and the error if one is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from attnscale.errors import SettingError
 
-# What pyproject.toml's extras bring, by the names that are imported.
+# The packages of the extras in pyproject.toml, by the names to import.
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "report": ("jinja2", "markupsafe"),
@@ -16,7 +16,7 @@ EXTRAS = {
 
 
 def extra_of(package: str | None) -> str | None:
-    """The extra that brings a package; None where none does.
+    """Return the extra that installs a package, or None.
 
     >>> extra_of("rich.console"), extra_of("wandb")
     ('cli', None)
@@ -26,7 +26,7 @@ def extra_of(package: str | None) -> str | None:
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Refuse at once what would fail after the work for want of a package."""
+    """Raise an error if a package of an extra is missing, before any work is done."""
     missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
     if missing:
         raise SettingError(_sentence(what, missing[0], extra))
@@ -34,7 +34,7 @@ def require_extra(extra: str, what: str) -> None:
 
 @contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Within it, a package that is missing and that an extra brings is told in one sentence."""
+    """Turn the import error of a package that an extra installs into one sentence."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -45,4 +45,4 @@ def needing(what: str) -> Iterator[None]:
 
 
 def _sentence(what: str, package: str, extra: str) -> str:
-    return f"{what} needs the package {package}, which is not here: pip install 'attnscale[{extra}]'."
+    return f"{what} needs the package {package}, which is not installed: pip install 'attnscale[{extra}]'."

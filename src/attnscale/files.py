@@ -1,4 +1,4 @@
-"""Files written whole, or one sentence."""
+"""Reading and writing of whole files."""
 
 import os
 import secrets
@@ -11,18 +11,18 @@ from typing import BinaryIO
 
 from attnscale.errors import SettingError
 
-MARGIN = 2**16  # bytes beyond what a file is said to hold: one under /proc is said to hold none
-BY_HANDLE = Path("/proc/self/fd")  # where a file that has no name yet is found
+MARGIN = 2**16  # bytes beyond the size of a file: files under /proc have size 0
+BY_HANDLE = Path("/proc/self/fd")  # where files without a name are found
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file at once: whoever looks sees the old one or the new one, also after a loss of power.
+    """Write a file atomically: a reader sees the old one or the new one, also after a loss of power.
 
-    A link is followed, and what is no file, such as /dev/stdout, is written to and not replaced.
+    Links are followed. Something that is not a regular file, such as /dev/stdout, is written to and not replaced.
     """
     try:
         target = path.resolve()
-        content = text.encode("utf-8", "replace")  # half of a character in a name is no reason to fail
+        content = text.encode("utf-8", "replace")  # half of a surrogate pair in a name is no reason to fail
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
             target.write_bytes(content)
             return
@@ -33,25 +33,25 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """What is in a file of at most so many bytes; a pipe or a device is refused at once, and never waited for.
+    """Read a file of at most so many bytes; a pipe or a device is refused at once, and never waited for.
 
-    What the system says of a file that cannot be opened is raised as it is.
+    Raises the OSError of a file that cannot be opened.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise SettingError(f"Expected a file in {path}, and it is none.")
+            raise SettingError(f"Expected a file, and {path} is not a regular file.")
         if found.st_size > most:
             raise SettingError(f"Expected at most {most / 2**20:,.0f} MiB in {path}, got {found.st_size / 2**20:,.0f}.")
-        return file.read(min(most, found.st_size + MARGIN))  # asked for more, it takes the memory for it first
+        return file.read(min(most, found.st_size + MARGIN))  # a larger number would allocate that much memory
 
 
 @contextmanager
 def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of another once it is written; `part` is its name for the last moment.
+    """Open a new file that replaces another once it is written; `part` is its name just before.
 
-    Before that it has no name, where the system knows such files, so that nothing is left of it if this process is
-    killed. What its permissions are is for the system to say, by the umask, which is the whole process's.
+    Until then it has no name, if the system has such files, so nothing is left of it if this process is killed. Its
+    permissions follow from the umask.
     """
     try:
         handle, is_named = _new(part)
@@ -67,11 +67,11 @@ def replacing(target: Path, part: Path) -> Iterator[BinaryIO]:
 
 
 def _name(file: BinaryIO, part: Path) -> None:
-    """Give a file that has none a name."""
+    """Give a file without a name one."""
     handles = os.open(BY_HANDLE, os.O_RDONLY)
-    try:  # given a folder, os.link() follows the link that stands for the handle; else it does not
+    try:  # os.link() follows the link of the handle only with a directory handle
         os.link(str(file.fileno()), part, src_dir_fd=handles, follow_symlinks=True)
-    except OSError:  # a system that shows no handles to others, or a file system without links
+    except OSError:  # a system that hides its handles, or a file system without links
         shutil.copyfile(BY_HANDLE / str(file.fileno()), part)
     finally:
         os.close(handles)
@@ -81,6 +81,6 @@ def _new(part: Path) -> tuple[int, bool]:
     if hasattr(os, "O_TMPFILE") and BY_HANDLE.exists():
         try:
             return os.open(part.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), False
-        except OSError:  # the file system has none, or the folder is missing, which is told below
+        except OSError:  # the file system has no such files, or the folder is missing, which fails below
             pass
     return os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), True

@@ -1,4 +1,4 @@
-"""What attention accepts: the checks that torch's kernels leave out or word badly, before any work is done."""
+"""Checks of the inputs of attention that torch's kernels omit or report badly."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def check_inputs(
     softcap: float | None,
     dropout_p: float = 0.0,
 ) -> None:
-    """Raise the error that says what does not fit, if anything does not."""
+    """Raise an error if the inputs do not fit together."""
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     _check_kind(tensors)
     _check_shapes(tensors, enable_gqa)
@@ -32,7 +32,7 @@ def check_inputs(
 
 
 def check_settings(dropout_p: float, softcap: float | None) -> None:
-    """Of every attention, whatever its tensors."""
+    """Check the settings that do not depend on tensors."""
     if not 0.0 <= dropout_p <= 1.0:
         raise SettingError(f"Expected dropout_p between 0 and 1, got {dropout_p}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
@@ -40,12 +40,12 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
 
 
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
-    """Causality is said once; in SDPA's words, which callers look for."""
+    """Refuse a mask together with is_causal, in SDPA's words, which callers look for."""
     if attn_mask is not None and is_causal:
         if isinstance(attn_mask, Tensor) and not is_plain_mask(attn_mask):
             raise InputError(
                 "Expected attn_mask or is_causal, got both: CausalBias should not be used with causal=True; "
-                "it says the same already."
+                "it is causal already."
             )
         raise InputError(
             "Expected attn_mask or is_causal, got both: Explicit attn_mask should not be set when is_causal=True; "
@@ -85,7 +85,7 @@ def _check_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
         )
     if value is not None and key.shape[-2] != value.shape[-2]:
         raise ShapeError(
-            f"Expected one value a key, got {key.shape[-2]} keys and {value.shape[-2]} values from shapes "
+            f"Expected one value per key, got {key.shape[-2]} keys and {value.shape[-2]} values from shapes "
             f"{tuple(key.shape)} and {tuple(value.shape)}."
         )
     _check_leading(tensors, enable_gqa)
@@ -107,7 +107,7 @@ def _check_leading(tensors: dict[str, Tensor], enable_gqa: bool) -> None:
                 f"Expected the query's {heads} heads in {name}, got {found} in shape {tuple(tensor.shape)}; "
                 "pass enable_gqa=True if queries share key heads."
             )
-    try:  # heads too: keys and values of several that share one query head have as many
+    try:  # heads too: several key heads for one query head must have as many value heads
         broadcast(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors.values()))
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
@@ -142,17 +142,17 @@ def _check_mask_tensor(query: Tensor, attn_mask: Tensor, scores: tuple[int, ...]
         raise DeviceError(f"Expected attn_mask on the query's device, {query.device}, got {attn_mask.device}.")
     if attn_mask.is_nested or not broadcasts_to(attn_mask.shape, scores):
         raise ShapeError(
-            f"Expected attn_mask to broadcast to {scores}, one entry a query and key, "
+            f"Expected attn_mask to broadcast to {scores}, one entry per query and key, "
             f"got {'a nested tensor' if attn_mask.is_nested else f'shape {tuple(attn_mask.shape)}'}."
         )
 
 
 def _check_causal_bias(bias: Any, scores: tuple[int, ...]) -> None:
-    """Aligned to the first key it means the same for every size; aligned to the last, only for its own."""
+    """Check the size of a bias aligned to the last key; aligned to the first key, it fits every size."""
     size = (bias.seq_len_q, bias.seq_len_kv)
     if bias.variant.name == "LOWER_RIGHT" and size != scores[-2:]:
         raise ShapeError(
-            f"Expected causal_lower_right{scores[-2:]} for so many rows and keys, got causal_lower_right{size}."
+            f"Expected causal_lower_right{scores[-2:]} for this number of rows and keys, got causal_lower_right{size}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Plain values, as JSON takes them, and plain text: the one place where what steers a terminal is escaped."""
+"""Plain values for JSON, and plain text: the one place where terminal control characters are escaped."""
 
 import json
 import math
@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# All but ordinary ASCII is looked at one by one, by str.isprintable(): it takes no control characters of either kind,
-# no marks that turn the direction of text, no halves of characters, no separators of lines.
+# Characters outside printable ASCII are checked one by one with str.isprintable(): it is false for control characters,
+# marks of text direction, halves of surrogate pairs and line separators.
 UNUSUAL = re.compile("[^ -~]")
-THOUSAND, BILLION = 1e3, 1e9  # between them 47,400 is read at once, and 4.74e+04 is not
+THOUSAND, BILLION = 1e3, 1e9  # numbers between them are written as 47,400
 
 
 def printable(text: str) -> str:
-    """The text with all that would steer a terminal as escapes: names and messages may come from anywhere.
+    """Escape control characters in a text: names and messages may come from anywhere.
 
     >>> print(printable("layer\\x1b[31m.0"), printable("\\x9b√\\u202e"))
     layer\\x1b[31m.0 \\x9b√\\u202e
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text of several lines.
+    """Escape control characters in a text of several lines.
 
     >>> print(printable_lines("one\\ntwo\\r"))
     one
@@ -32,7 +32,7 @@ def printable_lines(text: str) -> str:
 
 
 def json_text(value: object) -> str:
-    """A value as a readable block of JSON, with nothing in it that would steer a terminal.
+    """Return a value as a readable block of JSON without control characters.
 
     >>> print(json_text({"√": "\\u202e"}))
     {
@@ -54,7 +54,7 @@ def _in_json(character: str) -> str:
 
 
 def finite(value: float) -> float | None:
-    """The number, or None where it is NaN or infinite.
+    """Return the number, or None if it is NaN or infinite.
 
     >>> finite(0.5), finite(3), finite(float("nan"))
     (0.5, 3, None)
@@ -63,7 +63,7 @@ def finite(value: float) -> float | None:
 
 
 def rounded(value: float, digits: int) -> float | None:
-    """The number to so many significant digits, or None where it is NaN or infinite.
+    """Return the number rounded to so many significant digits, or None if it is NaN or infinite.
 
     >>> rounded(123.456, 4), rounded(float("inf"), 4)
     (123.5, None)
@@ -83,7 +83,7 @@ def readable(value: float, digits: int = 3) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same with None for every number that is NaN or infinite, and lists for tuples.
+    """Return the value with None for every NaN or infinite number, and lists for tuples.
 
     >>> plain({"spread": (1.0, float("-inf")), "name": "head"})
     {'spread': [1.0, None], 'name': 'head'}

@@ -1,29 +1,29 @@
-"""Shapes: what broadcasts to what, and the shape an attention has."""
+"""Shapes: broadcasting, and the shapes of scores and outputs of attention."""
 
 import torch
 from torch import Tensor
 
 
 def broadcasts_to(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape broadcasts to the target without enlarging it."""
+    """Return True if a tensor of this shape broadcasts to the target without enlarging it."""
     return len(shape) <= len(target) and all(
-        size == 1 or size == wanted  # Dynamo finds no symbol in a tuple of numbers that it equals
+        size == 1 or size == wanted  # not `in`: Dynamo does not find a symbolic size in a tuple
         for size, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """The shape they broadcast to; at once where they are equal, as they mostly are."""
+    """Return the shape they broadcast to; equal shapes, the common case, take no time."""
     return shapes[0] if all(shape == shapes[0] for shape in shapes) else torch.broadcast_shapes(*shapes)
 
 
 def scores_shape(query: Tensor, key: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """(…, heads, q_len, kv_len)."""
+    """Return the shape of the scores, (…, heads, q_len, kv_len)."""
     return (*attention_shape(query, key, key, enable_gqa)[:-1], key.shape[-2])
 
 
 def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """(…, heads, q_len, value_dim), the leading dimensions of all three broadcast together."""
+    """Return the shape of the output, (…, heads, q_len, value_dim), with leading dimensions broadcast together."""
     if enable_gqa and query.dim() > 2:
         lead = (*broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]), query.shape[-3])
     else:

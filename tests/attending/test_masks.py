@@ -133,7 +133,9 @@ def test_documents_of_no_rows_and_of_no_batch_are_none(lead, q_len):
 
 def test_what_does_not_fit_gets_a_sentence():
     query, key, value = qkv()
-    with pytest.raises(ShapeError, match=r"causal_lower_right\(5, 7\) for so many rows and keys, got .*\(7, 9\)"):
+    with pytest.raises(
+        ShapeError, match=r"causal_lower_right\(5, 7\) for this number of rows and keys, got .*\(7, 9\)"
+    ):
         attention(query, key, value, causal_lower_right(7, 9))
     with pytest.raises(InputError, match="CausalBias should not be used with causal=True"):
         attention(query, key, value, causal_upper_left(Q_LEN, KV_LEN), is_causal=True)

@@ -1,49 +1,31 @@
 """`attnscale check`, by what it prints and how it exits."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-from attnscale.cli import main
 from attnscale.diagnose import CODES, SEVERITIES
 from tests.checking.broken import EVIL
+from tests.cli.running import in_a_process, run
 from tests.processes import started
 
 BROKEN = "tests.checking.broken:"
-PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
-ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
-@pytest.fixture
-def check(monkeypatch, capsys):
+def check(*arguments):
     """Run `attnscale check …` in this process: status, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attnscale", "check", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run
-
-
-def in_a_process(*arguments):
-    command = [sys.executable, "-m", "attnscale", "check", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, check=False)
+    result = run("check", *arguments)
+    return result.returncode, result.stdout, result.stderr
 
 
 def test_without_a_model_the_bundled_one_is_checked_and_fine():
-    result = in_a_process()
+    result = in_a_process("check")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     lines = result.stdout.splitlines()
@@ -53,7 +35,7 @@ def test_without_a_model_the_bundled_one_is_checked_and_fine():
     assert lines[-1].startswith("Fine: 4 attention layers, trained, scores spread by")
 
 
-def test_an_unscaled_layer_is_an_error_with_its_cause_and_what_to_do(check):
+def test_an_unscaled_layer_is_an_error_with_its_cause_and_what_to_do():
     status, out, err = check(f"{BROKEN}unscaled")
     text = " ".join(out.split())
     assert status == 1
@@ -72,13 +54,13 @@ def test_an_unscaled_layer_is_an_error_with_its_cause_and_what_to_do(check):
 @pytest.mark.parametrize(
     "arguments", [[], [f"{BROKEN}unscaled"], [f"{BROKEN}evil"], ["--what-if", "blocks.0.attention"], ["--help"]]
 )
-def test_everything_fits_80_columns_without_colour_in_a_pipe(check, arguments):
+def test_everything_fits_80_columns_without_colour_in_a_pipe(arguments):
     _, out, _ = check(*arguments)
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b[" not in out
 
 
-def test_nan_weights_are_a_finding_and_no_bad_input(check):
+def test_nan_weights_are_a_finding_and_no_bad_input():
     status, out, _ = check(f"{BROKEN}not_a_number")
     assert status == 1
     assert "error non_finite" in out
@@ -104,7 +86,7 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         (["--what-if", "layer.9"], "No layer 'layer.9' was seen. Expected one of: blocks.0.attention"),
     ],
 )
-def test_bad_input_ends_with_status_two_and_one_sentence(check, arguments, sentence):
+def test_bad_input_ends_with_status_two_and_one_sentence(arguments, sentence):
     status, out, err = check(*arguments)
     assert status == 2
     assert out == ""
@@ -112,15 +94,7 @@ def test_bad_input_ends_with_status_two_and_one_sentence(check, arguments, sente
     assert len(err.splitlines()) == 1
 
 
-def test_bad_input_leaves_no_traceback_from_a_process_either(check, tmp_path):
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    result = in_a_process(f"{BROKEN}fails")
-    for ended in ((result.returncode, result.stdout, result.stderr), check(tmp_path), check(tmp_path / "nowhere")):
-        assert ended[:2] == (2, "")
-        assert re.fullmatch(r"attnscale: [^\n]+\n", ended[2])
-
-
-def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding(check):
+def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding():
     status, out, err = check(f"{BROKEN}unscaled", "--json", "--rows", 11, "--what-if", "layers.1")
     found = json.loads(out)
     assert (status, err) == (1, "")
@@ -143,7 +117,7 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding(ch
     assert {row["name"] for row in found["what_if"]["rows"]} >= {"current", "calibrated", "softcap:30", "clip:100"}
 
 
-def test_text_and_length_decide_the_input(check, tmp_path):
+def test_text_and_length_decide_the_input(tmp_path):
     (tmp_path / "text.txt").write_text("Why is it √d_k? " * 9, encoding="utf-8")
     _, out, _ = check("--text", tmp_path / "text.txt", "--length", 31, "--json")
     assert json.loads(out)["input"] == "31 bytes of the text"
@@ -153,7 +127,7 @@ def test_text_and_length_decide_the_input(check, tmp_path):
     assert "Expected UTF-8 text" in err
 
 
-def test_random_init_takes_the_training_away(check):
+def test_random_init_takes_the_training_away():
     _, out, _ = check("--random-init", "--json")
     found = json.loads(out)
     assert found["trained"] is False
@@ -182,7 +156,7 @@ class Elements(HTMLParser):
 
 
 @pytest.fixture
-def page(check, tmp_path):
+def page(tmp_path):
     def write(name):
         path = tmp_path / "new" / f"{name}.html"
         check(f"{BROKEN}{name}", "--html", path)
@@ -206,7 +180,7 @@ def test_the_report_needs_nothing_else(page):
     assert "script-src 'unsafe-inline'" not in policy
 
 
-def test_the_report_says_what_the_terminal_says(page, check):
+def test_the_report_says_what_the_terminal_says(page):
     text = " ".join(" ".join(Elements(page("unscaled")).text).split())
     _, out, _ = check(f"{BROKEN}unscaled")
     conclusion = " ".join(out[out.index("Not fine") :].split())
@@ -215,7 +189,7 @@ def test_the_report_says_what_the_terminal_says(page, check):
         assert expected in text
 
 
-def test_a_name_that_is_code_stays_a_name_everywhere(page, check):
+def test_a_name_that_is_code_stays_a_name_everywhere(page):
     written = page("evil")
     assert EVIL not in written
     elements = Elements(written)
@@ -260,11 +234,6 @@ print([name for name in ("transformers", "jinja2") if name in sys.modules])
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_progress_goes_to_a_terminal_alone(check):
-    _, _, err = check()
-    assert err == ""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one child")
 def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
     (tmp_path / "slow.py").write_text(
@@ -283,7 +252,7 @@ def test_an_interrupt_ends_with_130_and_leaves_the_old_report(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"slow.py", "report.html"}
 
 
-def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check, tmp_path):
+def test_a_hugging_face_configuration_is_checked_at_random_initialisation(tmp_path):
     config = dict(model_type="gpt2", vocab_size=103, n_embd=44, n_layer=2, n_head=2, n_positions=61)
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     status, out, err = check(tmp_path / "config.json", "--json")
@@ -294,14 +263,14 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check,
     assert found["worst"] != "error"
 
 
-def test_a_model_without_attention_is_a_result_that_says_so(check):
+def test_a_model_without_attention_is_a_result_that_says_so():
     status, out, err = check(f"{BROKEN}without_attention")
     assert (status, err) == (2, "attnscale: No attention layer was checked, so the exit status is 2.\n")
     assert "No fused attention kernel ran, and no softmax." in out
     assert out.splitlines()[-1] == "No attention could be read, so nothing was judged."
 
 
-def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(check, tmp_path):
+def test_a_model_without_legible_attention_is_a_result_in_text_json_and_a_page(tmp_path):
     status, out, err = check(f"{BROKEN}linear", "--html", tmp_path / "report.html")
     assert status == 2
     assert err.splitlines() == [

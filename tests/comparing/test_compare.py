@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import attnscale
+from attnscale.comparing import Move
 from attnscale.comparing.sides import portrait_of
 from attnscale.errors import SettingError
 from tests.comparing.models import bundled, encoder, texts, with_a_head
@@ -169,3 +170,8 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(model):
         attnscale.compare(3, model)
     with pytest.raises(SettingError, match="at least 0"):
         attnscale.compare(model, model, torch.zeros(1), tolerance=-1)
+
+
+def test_a_change_is_shown_without_powers_of_ten():
+    assert Move("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).told == "× 264 ± 10"
+    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-0.25 ± <0.001"

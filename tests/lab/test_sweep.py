@@ -85,7 +85,7 @@ def test_a_damaged_cell_is_reported_and_run_again(tmp_path, whole, damage):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
 def test_a_pipe_in_the_place_of_a_cell_is_refused(tmp_path):
     os.mkfifo(cell_path(tmp_path, CELL))
-    with pytest.raises(AttnscaleError, match=r"Expected a file in"):
+    with pytest.raises(AttnscaleError, match="Expected a file, and"):
         read_cell(tmp_path, CELL)
 
 

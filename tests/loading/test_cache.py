@@ -1,12 +1,8 @@
 """Models by name: from a cache made by hand, with two revisions; nothing is fetched unless asked for."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +12,9 @@ from safetensors.torch import load_file, save_file
 from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model
 from attnscale.loading.hub import is_name
-from tests.cli.running import run
+from tests.cli.running import in_a_process, run
 
 OLD, NEW = "a" * 40, "b" * 40
-PATHS = filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
-ENVIRONMENT = os.environ | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 @pytest.fixture
@@ -42,13 +36,6 @@ def hub(saved_bert, tmp_path, monkeypatch):
     (model / "refs" / "old").write_text(OLD, encoding="ascii")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return model
-
-
-def attnscale(*arguments, **environment):
-    command = [sys.executable, "-m", "attnscale", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT | environment, check=False
-    )
 
 
 @pytest.fixture
@@ -83,14 +70,14 @@ def test_a_name_is_the_revision_that_main_stands_for(hub):
 def test_a_command_reads_it_without_the_network(hub, listener):
     address, came = listener
     cache = {"HF_HUB_CACHE": str(hub.parent), "HF_ENDPOINT": address}
-    ended = attnscale("check", "some/bert", "--json", **cache)
+    ended = in_a_process("check", "some/bert", "--json", **cache)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["model"] == "BertForMaskedLM from some/bert"
-    missing = attnscale("check", "some/other", **cache)
+    missing = in_a_process("check", "some/other", **cache)
     assert missing.returncode == 2
     assert "no model 'some/other' in the local Hugging Face cache. Add --download to fetch it" in missing.stderr
     assert not came
-    asked = attnscale("check", "some/other", "--download", **cache)
+    asked = in_a_process("check", "some/other", "--download", **cache)
     assert asked.returncode == 2
     assert asked.stderr.startswith("attnscale: Could not fetch some/other: ")
     assert len(asked.stderr.splitlines()) == 1

@@ -75,7 +75,7 @@ def test_what_is_no_file_is_never_waited_for(tmp_path, monkeypatch, capsys):
     for arguments in (["--text", "/dev/zero"], ["--text", tmp_path / "pipe.json"], [tmp_path / "pipe.json"]):
         status, told = refused(*arguments, monkeypatch=monkeypatch, capsys=capsys)
         assert status == 2
-        assert "and it is none." in told
+        assert "is not a regular file." in told
 
 
 def test_a_compressed_archive_is_refused_unread(bert, tmp_path):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -28,6 +30,9 @@ from attnscale.errors import ModelError
 from attnscale.loading import Request, load_model
 from attnscale.loading.model_errors import quiet
 
+needs_offloading = pytest.mark.skipif(
+    parse(transformers.__version__) < parse("5.13"), reason="it has no such offloading"
+)
 SIZES = dict(hidden_size=44, num_hidden_layers=3, num_attention_heads=2, intermediate_size=53)
 TEXT = dict(SIZES, vocab_size=101, num_key_value_heads=1)
 PART = dict(SIZES, projection_dim=16)
@@ -70,6 +75,7 @@ def without_memory(monkeypatch):
     return lambda: monkeypatch.setattr("attnscale.loading.weights.free_memory", lambda device: 1000)
 
 
+@needs_offloading
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_model_from_disk_gives_the_same_output_and_the_same_check(make, tmp_path, without_memory):
     torch.manual_seed(0)
@@ -85,6 +91,7 @@ def test_a_model_from_disk_gives_the_same_output_and_the_same_check(make, tmp_pa
     assert json.dumps(found.to_dict()) == json.dumps(expected.to_dict())
 
 
+@needs_offloading
 def test_one_file_of_weights_is_run_from_disk_and_leaves_nothing_behind(tmp_path, without_memory, monkeypatch):
     folder = tmp_path / "model"
     request = save(MODELS["bert"](), folder, "1GB")

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 def lab(
     name: Annotated[
-        str | None, typer.Argument(help="The experiment to run. Without one, they are listed.", show_default=False)
+        str | None, typer.Argument(help="The experiment to run; without a name, lists them.", show_default=False)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small grid, in seconds.")] = False,
-    seeds: Annotated[int | None, typer.Option(help="Runs of every cell, each with a seed of its own.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a small grid, in seconds.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Number of runs of each cell, each with its own seed.")] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
-            help="Processes of the pool, one for each core by default; of another executor, tasks to share the cells "
-            "out to, one for each cell by default."
+            help="Processes of the pool, by default one per core; for another executor, tasks to divide the cells "
+            "among, by default one per cell."
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the cells, the result as JSON, and a page with plots.")] = Path(
@@ -41,13 +41,13 @@ def lab(
             "as submitit.AutoExecutor(FOLDER) or distributed.Client(ADDRESS)."
         ),
     ] = "pool",
-    device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to train models on: cpu, cuda, cuda:1.")] = "cpu",
     json: AsJson = False,
 ) -> None:
-    """Run an experiment: tables, plots, what was checked, and a conclusion computed from the numbers.
+    """Run an experiment: tables, plots, checks, and a conclusion computed from the numbers.
 
-    Every cell of its grid is one file in OUT/cells, named by its configuration. What is there is not run again, so a
-    sweep that was interrupted goes on where it was. Numbers depend on the seeds alone, not on what runs the cells.
+    Every cell of the grid is one file in OUT/cells, named by its configuration. Cells that exist are not run again, so
+    the same command resumes a sweep that was interrupted. Numbers depend on the seeds alone, not on the executor.
 
     Example: attnscale lab divisors --quick
     """

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnscale.cli.arguments import require_writable
+from attnscale.cli.arguments import Html, require_writable
 from attnscale.cli.output import AsJson, print_json
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
@@ -20,23 +20,20 @@ def watch_log(
     file: Annotated[Path, typer.Argument(help="A log that attnscale.Monitor wrote.", show_default=False)],
     run: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN", help="Of several runs in the log, the one of this name or number; else the newest."
-        ),
+        typer.Option(metavar="RUN", help="Name or number of the run to show; by default the newest in the log."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Show it again whenever it has grown, until Ctrl-C.")
+        bool, typer.Option("--follow", help="Show it again whenever the log grows, until Ctrl-C.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")] = None,
+    html: Html = None,
     json: AsJson = False,
 ) -> None:
-    """Show a recorded training run: growth of the largest score by layer, alarms, and where it goes if this goes on.
+    """Show a recorded training run: growth of the largest score by layer, alarms, and a forecast.
 
-    Per layer: the largest score at the first and at the last record, by what it was multiplied over the latest
-    records (a robust fit to its logarithm), and the next of 100, 1,000 and 10,000 that it will pass if its growth goes
-    on, where that is a few records ahead. Alarms are shown by cause, each once, with the layers and steps. A log may
-    hold several runs: they are listed, and one is shown. Lines that are no records are counted, and the first of them
-    shown. Ends with status 1 if an alarm is an error.
+    For each layer: the largest score in the first and in the last record, its growth over the latest records (a robust
+    fit to its logarithm), and the next of 100, 1,000 and 10,000 if it will be passed soon. Each alarm is shown once,
+    by its cause, with layers and steps. If the log holds several runs, they are listed and one is shown. Damaged lines
+    are counted, and the first of them is shown. The exit status is 1 if an alarm is an error.
 
     Example: attnscale watch-log scores.jsonl --html report.html
     """

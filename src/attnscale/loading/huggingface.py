@@ -138,6 +138,8 @@ def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
         model = _from_pretrained(
             model_class, config, weights, folder, device_map={"": "disk"}, offload_folder=folder, use_safetensors=True
         )
+        if not hasattr(model, "_hf_hook"):
+            raise ModelError(f"{weights} does not fit into memory, and running it from disk needs transformers 5.13.")
         _keep_vectors_in_memory(model)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -134,18 +134,18 @@ def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
     """Load from a folder or a file; `name` is how the user called it if it lies in the cache."""
     if path.is_dir() and is_adapter(path):
         return _from_adapter(path, request, name)
+    notes = []
     if path.suffix == GGUF and path.is_file():
-        is_random, model, notes = request.random_init, load_gguf(path, request), []
+        is_random, model = request.random_init, load_gguf(path, request)
     else:
         config, weights = _find_files(path)
-        notes = ["The folder holds no weights, so the model is at random initialisation."]
-        notes = notes if path.is_dir() and weights is None and not request.random_init else []
         is_random = weights is None or request.random_init
+        if path.is_dir() and weights is None and not request.random_init:
+            notes.append("The folder holds no weights, so the model is at random initialisation.")
         model = load_huggingface(config, None if is_random else weights, request)
     inputs = make_inputs(model, request, path if path.is_dir() else path.parent)
     title = f"{type(model).__name__} from {name or path}{', at random initialisation' if is_random else ''}"
-    notes += inputs.notes
-    return Loaded(model, title, inputs.description, (), inputs.kwargs, tuple(notes), inputs.unknown_share)
+    return Loaded(model, title, inputs.description, (), inputs.kwargs, (*notes, *inputs.notes), inputs.unknown_share)
 
 
 def _find_files(path: Path) -> tuple[Path, Path | None]:
@@ -172,13 +172,13 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
 def _from_adapter(folder: Path, request: Request, name: str | None) -> Loaded:
     if request.random_init:
         raise SettingError(f"--random-init is for a model, and {folder} is an adapter.")
-    base = Path(request.base or base_of(folder))
-    if request.base is not None and base.exists():
-        if base.is_dir() and is_adapter(base):
+    base = request.base or base_of(folder)
+    if request.base is not None and (path := Path(base)).exists():
+        if path.is_dir() and is_adapter(path):
             raise ModelError(f"Expected a model as --base, and {base} is an adapter too.")
-        loaded = _from_path(base, request)
+        loaded = _from_path(path, request)
     else:
-        loaded = _from_path(cached_folder(str(base)), request, str(base))
+        loaded = _from_path(cached_folder(base), request, base)
     title = f"{loaded.title} with the adapter {name or folder}"
     return replace(loaded, model=apply_adapter(loaded.model, folder), title=title)
 
