@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLD := .venv-torch-$(LOWEST)
 
-.PHONY: demo test lint types tests faults lowest print-lowest ranges upstream format gpu slow pictures docs outputs clean
+.PHONY: demo test lint types tests slow faults lowest lowest-smoke print-lowest ranges upstream format gpu pictures docs outputs generated clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -22,27 +22,37 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-# A process a core and one more, since tests wait for other processes a fifth of the time; one thread each: torch's
-# would only wait for each other. Bytecode is kept, whatever the shell says of it, for the many processes that tests
-# start. Then kernels alone, whether or not others failed: Triton's interpreter is chosen before anything imports triton.
+# One process for each core and one more, since tests wait for other processes a fifth of the time. One thread each:
+# torch's own threads would only wait for each other. Bytecode is kept for the many processes that tests start. Kernels
+# run first, in a run of their own: Triton's interpreter must be chosen before anything imports triton.
 WORKERS := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations=10
 INTERPRETED = $(wildcard tests/measure/test_*kernel*.py)
 tests: $(INSTALLED)
 	@failed=0; \
-	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal || failed=1; \
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(INTERPRETED) || failed=1; \
+	$(PYTEST) $(INTERPRETED) || failed=1; \
+	$(PYTEST) || failed=1; \
 	exit $$failed
 
-# What takes too long for every day: threads, layouts, hostile models, kills, large logs, coverage. Prints tried and
+# Kills, inductor, training runs, the browser, large models from registries: all that takes too long for every day.
+slow: $(INSTALLED)
+	$(PYTEST) -m slow
+
+# Threads, layouts, hostile models, kills, large logs, coverage, many times each. Prints what was tried and what
 # survived, and fails if something did not. 20 minutes on two busy cores; KILLS=10 and SAMPLES=50 make it
 # shorter.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
-# The tests again with the lowest torch; what is drawn in a browser, or printed by documentation, is not its business.
+# With the lowest torch: all tests but those of pages and documentation; or, in two minutes, those that show most of
+# torch: its private names, importing, the operator, watching and monitoring.
 lowest: $(OLD)/installed
-	OMP_NUM_THREADS=1 $(OLD)/$(SCRIPTS)/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/show --ignore tests/docs
+	$(PYTEST:$(BIN)/%=$(OLD)/$(SCRIPTS)/%) --ignore tests/show --ignore tests/docs
+
+SMOKE = tests/test_rooms.py tests/test_torch_internals.py tests/test_operator.py tests/watching/test_watching.py \
+	tests/train/test_monitor.py
+lowest-smoke: $(OLD)/installed
+	$(PYTEST:$(BIN)/%=$(OLD)/$(SCRIPTS)/%) $(SMOKE)
 
 print-lowest:
 	@echo $(OLD)/installed
@@ -73,10 +83,6 @@ format: $(INSTALLED)
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
-# Fetches a trained Llama of 112 MB with npm.
-slow: $(INSTALLED)
-	$(BIN)/pytest -m slow
-
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
 	$(BIN)/python docs/pictures/pages.py
@@ -85,10 +91,13 @@ pictures: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What the code blocks of README and docs print, written into them; and the index of the log.
+# Refreshes what the code blocks of README and docs print.
 outputs: $(INSTALLED)
-	$(BIN)/python docs/tools/log_index.py
-	$(BIN)/python docs/tools/blocks.py --write
+	$(BIN)/python -m tests.docs.blocks
+
+# Writes the parts of docs that follow from the code: rules, findings, statistics, commands, claims, results.
+generated: $(INSTALLED)
+	$(BIN)/python docs/tools/generate.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

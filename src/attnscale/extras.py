@@ -10,8 +10,8 @@ from attnscale.errors import SettingError
 EXTRAS = {
     "cli": ("typer", "rich", "safetensors"),
     "report": ("jinja2", "markupsafe"),
-    "hf": ("transformers", "tokenizers", "safetensors"),
-    "lab": ("filelock", "submitit"),
+    "hf": ("transformers", "tokenizers", "safetensors", "accelerate"),
+    "lab": ("submitit",),
 }
 
 

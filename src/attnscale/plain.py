@@ -72,13 +72,14 @@ def rounded(value: float, digits: int) -> float | None:
 
 
 def readable(value: float, digits: int = 3) -> str:
-    """The number to so many significant digits, as a person reads it: with an exponent only where it must be.
+    """Return a number rounded to so many significant digits, without an exponent below a billion.
 
-    >>> readable(379123.4), readable(0.12345), readable(2.51e12), readable(999.9), readable(float("nan"))
-    ('379,000', '0.123', '2.51e+12', '1,000', 'nan')
+    >>> readable(379123.4), readable(0.12345), readable(2.51e12), readable(264.3, 1), readable(float("nan"))
+    ('379,000', '0.123', '2.51e+12', '300', 'nan')
     """
     text = f"{value:.{digits}g}"
-    return f"{float(text):,.0f}" if THOUSAND <= abs(float(text)) < BILLION else text
+    is_large = "e" in text or abs(float(text)) >= THOUSAND
+    return f"{float(text):,.0f}" if is_large and 1 <= abs(float(text)) < BILLION else text
 
 
 def plain(value: Any) -> Any:

@@ -18,7 +18,8 @@ D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
 RULES = {
     "inverse_sqrt": HEAD_DIM**-0.5,
     "unscaled": 1.0,
-    "inverse_dim": 64**0.5 / HEAD_DIM,
+    "inverse_dim": 1 / HEAD_DIM,
+    "mup": 64**0.5 / HEAD_DIM,
     "temperature:7": 1 / 7,
     "yarn:4": (0.1 * 1.3862943611198906 + 1) ** 2 * HEAD_DIM**-0.5,
 }

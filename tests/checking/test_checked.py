@@ -9,11 +9,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
-from attnscale.checking.line import line_of
+from attnscale.checking.checked import line_of
 from attnscale.diagnose import Audit, Finding
 from attnscale.diagnose.grouped import grouped
 from attnscale.diagnose.verdict import worst_code
-from attnscale.lab.twins import TwinRun, Twins
+from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
 from attnscale.show.check import place
 from attnscale.show.demo import show_twins

@@ -46,8 +46,8 @@ def rows(**means):
 
 
 LEARNS = {"1/√d_k": 0.5, "1/d_k": 0.5, "none": 0.5}
-EVEN = {"first_query": 1.0, "backwards": 1.0, "evenness": 0.8, "quiet_half": 0.3, "on_queries": 1.0}
-GONE = {**EVEN, "evenness": 0.01, "quiet_half": 0.001, "on_queries": 0.01}
+EVEN = {"first_query": 1.0, "backwards": 1.0, "evenness": 0.8, "lower_half": 0.3, "on_queries": 1.0}
+GONE = {**EVEN, "evenness": 0.01, "lower_half": 0.001, "on_queries": 0.01}
 
 # claim, where, what is computed there, what it then computes, the verdict then
 FLIPS = [

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from attnscale.claims import INDEX, SOURCES
 from attnscale.claims.ledger import ENTRIES
 from attnscale.cli import app
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 
 CLAIMS = {entry.id for _, entries in ENTRIES for entry in entries}
 EXERCISES = ("standard deviation", "softmax([x, 0, 0, 0])", "with and without", "temperatures", "peaked and uniform")

@@ -93,10 +93,10 @@ def test_nan_weights_are_a_finding_and_no_bad_input(check):
         ([f"{BROKEN}fails"], r"Could not run .*broken:fails on the inputs it came with: RuntimeError, .* \(broken.py"),
         ([f"{BROKEN}too_large"], "Out of memory: could not run"),
         ([f"{BROKEN}nothing"], "Could not make the model"),
-        (["nowhere/at/all"], ".* no such path. Models are not fetched"),
+        (["nowhere/at/all"], ".*: no such file or folder."),
         (["--rows", "0"], "Expected --rows of at least 1, got 0."),
         (["--length", "1"], "Expected --length from 2 to 1,048,576, got 1."),
-        (["--device", "tpu"], "Expected a device that is here"),
+        (["--device", "tpu"], "Expected a device that this machine has"),
         (["--text", "nowhere.txt"], "Could not read nowhere.txt"),
         (["--html", "."], "Expected a file to write, and . is a folder."),
         (["--html", f"{__file__}/report.html"], f"Could not write {__file__}/report.html: {__file__} is no folder."),
@@ -289,7 +289,7 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(check,
     status, out, err = check(tmp_path / "config.json", "--json")
     found = json.loads(out)
     assert status == 0
-    assert err == "attnscale: There is no tokenizer that could be read, so the tokens are random.\n"
+    assert err == "attnscale: No tokenizer could be read, so the tokens are random.\n"
     assert [layer["scale"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
     assert found["worst"] != "error"
 

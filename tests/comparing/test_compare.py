@@ -13,7 +13,7 @@ import attnscale
 from attnscale.comparing.between import portrait_of
 from attnscale.comparing.student import standing_out, tail
 from attnscale.errors import SettingError
-from attnscale.lab.bands import student_quantile
+from attnscale.lab.outcomes import student_quantile
 from tests.comparing.models import bundled, encoder, texts, with_a_head
 
 LENGTH = 96

@@ -11,7 +11,7 @@ from torch import nn
 
 import attnscale
 from attnscale.declared import Authority, declared
-from attnscale.declared.architectures import BY_DIM, BY_WIDTH, DISENTANGLED, UNSCALED
+from attnscale.declared.configuration import BY_DIM, BY_WIDTH, DISENTANGLED, UNSCALED
 from tests.others import OTHERS_MAY_WARN
 from tests.watching.architectures import ENCODER, TOKENS, encoder_decoder, layers
 from tests.watching.layers import found_layers

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -148,7 +149,8 @@ def test_a_norm_that_was_built_is_no_flag():
 
 
 @pytest.mark.parametrize(
-    ("rule", "scale"), [("unscaled", 1.0), ("inverse_dim", 0.5), (0.3, 0.3), ("log_length", None), ("QKNorm", None)]
+    ("rule", "scale"),
+    [("unscaled", 1.0), ("inverse_dim", 1 / 16), ("mup", 0.5), (0.3, 0.3), ("log_length", None), ("QKNorm", None)],
 )
 def test_a_rule_is_a_choice(rule, scale):
     found = declared(MultiheadAttention(32, 2, scale=rule), "", 16)
@@ -293,3 +295,31 @@ def test_gemma_2_declares_its_soft_cap():
     model = transformers.Gemma2Model(transformers.Gemma2Config(**TINY, head_dim=16))
     found = declared(model, "layers.0.self_attn", 16)
     assert (found.softcap, found.softcap_source) == (50.0, "config.attn_logit_softcapping")
+
+
+# Configurations under any name
+
+
+@dataclasses.dataclass
+class Arguments:
+    attention_scores_scalar: float | None = None
+    attention_logit_softcapping: float | None = None
+    qk_norm: bool = False
+
+
+@pytest.mark.parametrize("name", ["config", "args", "params", "cfg", "_options"])
+@pytest.mark.parametrize(
+    "make", [Arguments, lambda **fields: SimpleNamespace(**fields), dict], ids=["class", "", "map"]
+)
+def test_a_configuration_is_read_from_any_attribute(name, make):
+    model = Block(Attention(**{name: make(attention_scores_scalar=144.0, attention_logit_softcapping=50.0)}))
+    found = declared(model, "attn", 16)
+    assert (found.scale, found.scale_source) == (1 / 12, f"{name}.attention_scores_scalar")
+    assert found.scale_authority is Authority.CONFIGURED
+    assert (found.softcap, found.softcap_source) == (50.0, f"{name}.attention_logit_softcapping")
+    assert declared(Block(Attention(**{name: make(qk_norm=True)})), "attn", 16).qk_norm_source == f"{name}.qk_norm"
+
+
+def test_an_object_that_says_nothing_of_the_scale_hides_no_configuration_around_it():
+    inner = Attention(rotary=SimpleNamespace(base=1e4), args=Arguments(), hook=lambda: None, table=torch.zeros(3))
+    assert declared(Block(inner, config=SimpleNamespace(softmax_scale=0.2)), "attn", 16).scale == 0.2

@@ -1,10 +1,15 @@
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from attnscale import Monitor, audit, watch
 from attnscale.diagnose import cause, compare
+from attnscale.errors import NotInsideWarning
 
 from .layers import layer_of, random_layer
 
@@ -61,3 +66,76 @@ def test_the_change_between_checkpoints_adds_up():
 def test_nothing_changed_is_all_ones():
     layer = random_layer()
     assert compare(layer, replace(layer)).total == 0.0
+
+
+class Around(nn.Module):
+    """A model of one attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+class Biased(nn.Module):
+    """Attention with a position bias as large as ALiBi's, by a kernel or written out."""
+
+    def __init__(self, bias, is_written):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(33, 33, bias=False) for _ in range(3))
+        self.bias, self.is_written = bias, is_written
+
+    def forward(self, x):
+        query, key, value = (p(x).unflatten(-1, (3, 11)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        if self.is_written:
+            scores = query @ key.mT * 11**-0.5
+            output = (scores if self.bias is None else scores + self.bias).softmax(-1) @ value
+        else:
+            output = F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias)
+        return output.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_alignment_is_of_queries_and_keys_without_the_bias(is_written):
+    positions = torch.arange(40.0)
+    slopes = (positions - positions[:, None]).expand(1, 3, -1, -1)
+    model, x, records = Around(Biased(None, is_written)), torch.randn(2, 40, 33), []
+    plain = audit(model, x).layers["attention"].alignment.tolist()
+    model.attention.bias = slopes
+    found = audit(model, x).layers["attention"]
+    assert found.wiring.biased
+    assert found.alignment.tolist() == pytest.approx(plain, rel=0.02)
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    for warns in (pytest.warns(NotInsideWarning), nullcontext()):
+        model(x).sum().backward()
+        with warns:
+            monitor.step()
+    monitor.close()
+    for record in records:
+        assert record.layers["attention"].numbers["alignment"] == pytest.approx(plain, rel=0.02)
+
+
+def test_a_cosine_is_never_above_one():
+    query, key = torch.ones(1, 1, 5, 4), torch.ones(1, 1, 5, 4)
+    key[..., 0, :] *= 1e3  # the first key, which all rows of a causal attention see
+    assert float(layer_of(query, key, causal=True).alignment) == 1.0
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_norm_in_evaluation_is_no_qk_norm(training):
+    class Normed(Biased):
+        def __init__(self):
+            super().__init__(None, False)
+            self.query, self.key = (nn.Sequential(nn.Linear(33, 33), Across(33)) for _ in range(2))
+
+    class Across(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x.mT).mT
+
+    model = Around(Normed()).train(training)
+    with watch(model) as seen:
+        model(torch.randn(2, 7, 33))
+    assert seen.layers["attention"].wiring.normalised is training
+    assert seen.layers["attention"].scale_applied == pytest.approx(11**-0.5)

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from docs.tools import blocks
-from docs.tools.blocks import NOT_RUN, PAGES, ROOT, ROUGH, run_page, same
+from tests.docs import blocks
+from tests.docs.blocks import NOT_RUN, PAGES, ROOT, ROUGH, run_page, same
 
 
 def the_tour_prints_the_gain_it_names(printed):

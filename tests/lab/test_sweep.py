@@ -3,35 +3,26 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import psutil
 import pytest
 import torch
 
-from attnscale.errors import DamagedFileWarning
-from attnscale.lab import running
-from attnscale.lab.cell import Cell
-from attnscale.lab.running import SweepError, run_cell
-from attnscale.lab.store import Store, Stored
-from tests.lab.sweeping import SMALL, findings, identities, processes, swept
+from attnscale.errors import AttnscaleError, DamagedFileWarning
+from attnscale.lab import sweep as sweeping
+from attnscale.lab.executors import executor_for
+from attnscale.lab.experiment import Cell
+from attnscale.lab.sweep import Stored, SweepError, cell_path, read_cell, run_cell, write_cell
+from tests.lab.sweeps import CELL, findings, identities, processes, swept
 from tests.processes import started
 
-CELL = Cell("variance", 1, {"case": "normal", "head_dim": 5, "seed": 3})
-
 
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory):
-    start = time.monotonic()
-    result = findings(swept(tmp_path_factory.mktemp("whole")))
-    return result, time.monotonic() - start
-
-
-@pytest.fixture(scope="module")
-def whole(timed):
-    return timed[0]
+def whole(tmp_path_factory):
+    return findings(swept(tmp_path_factory.mktemp("whole")))
 
 
 def test_a_cell_is_named_by_all_of_its_configuration():
@@ -46,7 +37,7 @@ def test_a_cell_is_named_by_all_of_its_configuration():
     assert len({cell.digest for cell in [CELL, *others]}) == 5
 
 
-def test_a_cell_draws_from_its_seed_and_leaves_nothing_behind():
+def test_a_cell_draws_from_its_seed_and_changes_no_global_state():
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.rand(17)
     first = run_cell(CELL).outcome
@@ -62,10 +53,10 @@ def test_cells_in_threads_of_one_process_do_not_mix_their_draws(tmp_path, whole)
         assert findings(swept(tmp_path, threads)) == whole
 
 
-def test_what_is_done_is_never_run_again(tmp_path, whole, monkeypatch):
+def test_a_finished_cell_is_never_run_again(tmp_path, whole, monkeypatch):
     swept(tmp_path, seeds=2)
     before, ran = identities(tmp_path), []
-    monkeypatch.setattr(running, "run_cell", lambda cell: ran.append(cell) or run_cell(cell))
+    monkeypatch.setattr(sweeping, "run_cell", lambda cell: ran.append(cell) or run_cell(cell))
     assert findings(swept(tmp_path)) == whole
     assert {cell.settings["seed"] for cell in ran} == {2}
     assert before.items() <= identities(tmp_path).items()
@@ -76,73 +67,32 @@ def test_what_is_done_is_never_run_again(tmp_path, whole, monkeypatch):
     [
         lambda text: "",
         lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"mean": ', '"mean": 1', 1),
-        lambda text: text.replace('"head_dim": 1', '"head_dim": 2', 1),
-        lambda text: "[1, 2]",
-        lambda text: "null",
-        lambda text: '{"experiment": "variance"}',
-        lambda text: "\x00" * len(text),
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"seed": ', '"seed": 1'),
+        lambda text: json.dumps({**json.loads(text), "outcome": 3}),
     ],
+    ids=["empty", "cut", "nested", "another cell", "no outcome"],
 )
-def test_a_damaged_cell_is_set_aside_and_run_again_and_said(tmp_path, whole, damage):
-    swept(tmp_path)
-    path = Store(tmp_path).path(SMALL.cells(seeds=1)[0])
+def test_a_damaged_cell_is_reported_and_run_again(tmp_path, whole, damage):
+    swept(tmp_path, seeds=1)
+    path = sorted(tmp_path.glob("*.json"))[0]
     path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.warns(DamagedFileWarning, match=f"{path.name} was damaged; it is set aside as {path.stem}.damaged"):
-        assert findings(swept(tmp_path)) == whole
-    assert path.with_suffix(".damaged").exists()
-    assert findings(swept(tmp_path)) == whole  # and the new one is sound
+    with pytest.warns(DamagedFileWarning, match=f"{path.name} is damaged. Its cell is run again."):
+        swept(tmp_path, seeds=1)
+    assert findings(swept(tmp_path)) == whole  # without a warning
 
 
-def test_a_cell_of_another_version_is_not_taken(tmp_path):
-    store = Store(tmp_path)
-    store.write(CELL, Stored({"mean": 1.0}, 0.1))
-    assert store.read(Cell("variance", 2, CELL.settings)) is None
-    assert store.read(CELL) == Stored({"mean": 1.0}, 0.1)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with a name")
+def test_a_pipe_in_the_place_of_a_cell_is_refused(tmp_path):
+    os.mkfifo(cell_path(tmp_path, CELL))
+    with pytest.raises(AttnscaleError, match=r"Expected a file in"):
+        read_cell(tmp_path, CELL)
 
 
-def _sweep_until_killed(folder, begins):
-    begins.set()
-    swept(folder)
-
-
-def test_a_sweep_killed_at_twenty_moments_goes_on_where_it_was(tmp_path, timed):
-    (whole, seconds), moments, before, counts = timed, random.Random(0), {}, set()
-    longest = seconds / 4
-    for _ in range(20):
-        begins = processes.Event()
-        process = processes.Process(target=_sweep_until_killed, args=(tmp_path, begins))
-        process.start()
-        begins.wait()
-        process.join(moments.uniform(0.0, longest))
-        process.kill()
-        process.join()
-        now = identities(tmp_path)
-        assert before.items() <= now.items()  # nothing lost, nothing written again
-        longest *= 1.5 if len(now) == len(before) else 1.0  # the machine is busier than when a sweep was timed
-        before = now
-        counts.add(len(now))
-    assert len(counts) > 1  # it was killed here and there, not before it began or after it ended
-    assert findings(swept(tmp_path)) == whole
-    assert before.items() <= identities(tmp_path).items()
-    assert len(identities(tmp_path)) == 30
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".damaged"]
-
-
-def test_two_sweeps_of_one_folder_share_its_cells(tmp_path, whole, monkeypatch):
-    ran, lock = [], threading.Lock()
-
-    def slowly(cell):
-        with lock:
-            ran.append(cell.digest)
-        time.sleep(0.01)
-        return run_cell(cell)
-
-    monkeypatch.setattr(running, "run_cell", slowly)
-    with ThreadPoolExecutor(2) as both:
-        found = [both.submit(swept, tmp_path) for _ in range(2)]
-        assert [findings(future.result()) for future in found] == [whole, whole]
-    assert len(ran) == len(set(ran)) == 30
+def test_a_cell_of_another_version_is_another_cell(tmp_path):
+    write_cell(tmp_path, CELL, Stored({"mean": 1.0}, 0.1))
+    assert read_cell(tmp_path, Cell("variance", 2, CELL.settings)) is None
+    assert read_cell(tmp_path, CELL) == Stored({"mean": 1.0}, 0.1)
 
 
 def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, whole, monkeypatch):
@@ -151,7 +101,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, whole, mon
             raise ZeroDivisionError("no such thing")
         return run_cell(cell)
 
-    monkeypatch.setattr(running, "run_cell", failing)
+    monkeypatch.setattr(sweeping, "run_cell", failing)
     with pytest.raises(SweepError, match=r"variance \(case=\w+, head_dim=64, seed=0\) failed: ZeroDivisionError: no"):
         swept(tmp_path)
     monkeypatch.undo()
@@ -161,55 +111,138 @@ def test_a_cell_that_fails_is_named_and_the_others_are_kept(tmp_path, whole, mon
     assert kept.items() <= identities(tmp_path).items()
 
 
-def test_a_command_killed_leaves_no_worker_and_goes_on(tmp_path):
+class Remote:
+    """An executor of the least that a sweep needs, on a machine with a disk of its own."""
+
+    def __init__(self, folder, error=None):
+        self.folder, self.error, self.calls, self.cancelled = folder, error, 0, 0
+
+    def submit(self, function, folder, cells):
+        self.calls += 1
+        return self if self.error else Done(function(self.folder, cells))
+
+    def done(self):
+        return True
+
+    def result(self):
+        raise self.error
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+class Done:
+    def __init__(self, value):
+        self.value = value
+
+    def done(self):
+        return True
+
+    def result(self):
+        return self.value
+
+
+def test_any_object_with_submit_runs_cells_and_their_results_are_kept_here(tmp_path, whole):
+    remote = Remote(tmp_path / "there")
+    assert findings(swept(tmp_path / "here", remote, tasks=4)) == whole
+    assert remote.calls == 4
+    assert len(identities(tmp_path / "here")) == 30
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (BrokenProcessPool(), "A worker process died: .* Finished cells are kept"),
+        (ValueError("no"), "A task failed: V"),
+    ],
+)
+def test_a_lost_task_is_one_sentence_and_the_others_are_cancelled(tmp_path, error, sentence):
+    remote = Remote(tmp_path, error)
+    with pytest.raises(SweepError, match=sentence):
+        swept(tmp_path, remote, tasks=4)
+    assert remote.cancelled == 4
+
+
+# Kills
+
+
+def _sweep_until_killed(folder, begins):
+    begins.set()
+    swept(folder)
+
+
+def sweep_with_kills(folder, kills, moments, longest):
+    """Kill a sweep at random moments, and check after each that no finished cell was lost or written again."""
+    before, counts = {}, set()
+    for _ in range(kills):
+        begins = processes.Event()
+        process = processes.Process(target=_sweep_until_killed, args=(folder, begins))
+        process.start()
+        begins.wait()
+        process.join(moments.uniform(0.0, longest))
+        process.kill()
+        process.join()
+        now = identities(folder)
+        assert before.items() <= now.items()
+        longest *= 1.5 if len(now) == len(before) else 1.0  # the machine is busier than it was
+        before = now
+        counts.add(len(now))
+    return before, counts
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_sweep_that_is_killed_loses_no_finished_cell(tmp_path, whole, kills):
+    before, counts = sweep_with_kills(tmp_path, kills, random.Random(0), 0.4 / kills)
+    assert len(counts) > 1 or kills == 2  # some kills came in the middle
+    assert findings(swept(tmp_path)) == whole
+    assert before.items() <= identities(tmp_path).items()
+    assert len(identities(tmp_path)) == 30
+    assert len(list(tmp_path.iterdir())) == 30  # and no parts of files
+
+
+def test_a_pool_that_is_stopped_ends_its_own_workers_and_no_other_process(tmp_path):
+    other = processes.Process(target=time.sleep, args=(60,))
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), executor_for("pool", 1) as executor:  # noqa: PT012
+            worker = psutil.Process(executor.submit(os.getpid).result())
+            executor.submit(time.sleep, 60)
+            raise KeyboardInterrupt
+        worker.wait(timeout=20)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="sends a Unix signal")
+@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
+def test_a_command_that_is_stopped_leaves_no_worker_and_continues(tmp_path, signal_name):
+    import signal
+
     command = [sys.executable, "-m", "attnscale", "lab", "variance", "--quick", "--jobs", "2", "--json", "--out"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    cells = tmp_path / "killed" / "cells"
-    with started([*command, str(tmp_path / "killed")], **quiet) as process:
+    cells = tmp_path / "stopped" / "cells"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with started([*command, str(tmp_path / "stopped")], **quiet) as process:
         while len(list(cells.glob("*.json"))) < 5:
             assert process.poll() is None
             time.sleep(0.01)
         workers = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
+        process.send_signal(getattr(signal, signal_name))
+        _, errors = process.communicate(timeout=30)
         assert workers
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
+    if signal_name == "SIGINT":
+        assert process.returncode == 130
+        assert "cells are kept in" in errors
+        assert "Traceback" not in errors
     before = identities(cells)
     runs = {}
-    for name in ("killed", "whole"):
+    for name in ("stopped", "whole"):
         done = subprocess.run([*command, str(tmp_path / name)], capture_output=True, text=True, check=True)
         runs[name] = json.loads(done.stdout)
         runs[name].pop("settings")
-    assert runs["killed"] == runs["whole"]
+    assert runs["stopped"] == runs["whole"]
     assert before.items() <= identities(cells).items()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="sends a Unix signal")
-def test_ctrl_c_says_what_is_kept_and_ends_with_130(tmp_path):
-    import signal
-
-    command = [sys.executable, "-m", "attnscale", "lab", "variance", "--jobs", "2", "--out", str(tmp_path)]
-    with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        while len(list((tmp_path / "cells").glob("*.json"))) < 5:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "cells are kept in" in errors
-    assert "Traceback" not in errors
-
-
-def test_a_sweep_says_that_it_waits_and_for_whom(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnscale.lab.sweep.PATIENCE", 0.05)
-    cell, told = SMALL.cells(seeds=1)[0], []
-    with ThreadPoolExecutor(1) as one:
-        with Store(tmp_path).turn(cell, "process 17 on elsewhere, 1a2b"):
-            waiting = one.submit(swept, tmp_path, seeds=1, tell=told.append)
-            deadline = time.monotonic() + 60
-            while not told and time.monotonic() < deadline:
-                time.sleep(0.01)
-        waiting.result(timeout=60)
-    assert told == ["Waiting for a cell that process 17 on elsewhere is running in the same folder."]
-    assert not list(tmp_path.glob("*.holder"))

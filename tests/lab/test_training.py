@@ -6,29 +6,90 @@ import torch
 
 from attnscale import Monitor, rules
 from attnscale.lab.experiments.ablation import VARIANTS
-from attnscale.lab.tasks import TASKS
+from attnscale.lab.tasks import NOT_ASKED, TASKS, Characters, Recall, _text
 from attnscale.lab.training import (
+    SCALES,
     Schedule,
     Trained,
     curve_steps,
+    gradient_shares,
     held_out_loss,
+    one_thread,
     score_summary,
     seeded_model,
+    swap_scale,
     trained,
     training,
     without_alarms,
 )
+from attnscale.models.text import decode
 
 TASK = TASKS["easy recall"]
 SHAPE = {"d_model": 32, "heads": 1, "head_dim": 8}
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread():
+    with one_thread():  # as cells run
+        yield
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# Tasks
+
+
+def test_characters_ask_for_the_next_byte_everywhere():
+    batch = Characters(length=13).batch(5, generator())
+    assert batch.tokens.shape == batch.targets.shape == (5, 13)
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    text = bytes(_text()[0].tolist())
+    last = batch.targets[:, -1].tolist()
+    assert all(bytes([*own.tolist(), byte]) in text for own, byte in zip(batch.tokens, last, strict=True))
+
+
+def test_held_out_text_is_not_trained_on():
+    held_out = Characters(length=200).held_out(7)
+    trained_on = decode(_text()[0])
+    assert all(decode(own) not in trained_on for own in held_out.tokens)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_generator_decides_the_batch_and_nothing_else(task):
+    one, again, other = (task.batch(3, generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one.tokens, again.tokens)
+    assert not torch.equal(one.tokens, other.tokens)
+    assert torch.equal(task.held_out(5).tokens, task.held_out(5).tokens)
+    assert int(max(one.tokens.max(), one.targets.max())) < task.vocabulary
+
+
+def test_recall_asks_only_for_pairs_of_the_sequence():
+    batch = Recall(pairs=5, rounds=3, keys=11, values=7).batch(13, generator())
+    for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+        pairs = dict(zip(tokens[0:10:2], tokens[1:10:2], strict=True))
+        asked = [(token, target) for token, target in zip(tokens, targets, strict=True) if target != NOT_ASKED]
+        assert len(pairs) == 5
+        assert asked == [(key, pairs[key]) for key in tokens[10::2]]
+        assert all(sorted(tokens[start : start + 10 : 2]) == sorted(pairs) for start in (10, 20))
+
+
+@pytest.mark.slow
+def test_recall_is_learned_by_attending():
+    task = Recall(pairs=3, keys=8, values=8)
+    found = trained(seeded_model(task.vocabulary, seed=0, head_dim=64), task, Schedule(steps=200, rate=0.005))
+    assert found.final < math.log(3) / 3  # guessing a value of the sequence costs ln 3
+
+
+def test_a_model_without_attention_does_not_recall():
+    task = Recall(pairs=3, keys=8, values=8)
+    model = seeded_model(task.vocabulary, seed=0, head_dim=8, layers=0)
+    found = trained(model, task, Schedule(steps=100, rate=0.01))
+    assert found.final == pytest.approx(task.chance, abs=0.1)
+
+
+# Runs
 
 
 def losses(seed=0, monitor=False, **schedule):
@@ -38,7 +99,7 @@ def losses(seed=0, monitor=False, **schedule):
 
 
 @pytest.mark.parametrize("optimiser", ["adam", "sgd"])
-def test_a_seed_decides_a_run_whatever_was_drawn_before(optimiser):
+def test_a_seed_decides_a_run(optimiser):
     torch.manual_seed(1)
     first = losses(optimiser=optimiser)
     state = torch.get_rng_state()
@@ -47,7 +108,7 @@ def test_a_seed_decides_a_run_whatever_was_drawn_before(optimiser):
     assert losses(seed=1, optimiser=optimiser) != first
 
 
-def test_watching_a_run_does_not_change_it():
+def test_a_monitor_does_not_change_a_run():
     assert losses(monitor=True) == losses()
 
 
@@ -60,7 +121,7 @@ def test_variants_begin_with_the_same_weights():
     )
 
 
-def test_the_rate_rises_and_falls_to_nothing():
+def test_the_rate_rises_and_falls_to_zero():
     schedule = Schedule(steps=200, rate=0.3)
     rates = [schedule.rate_at(step) for step in range(201)]
     assert 0 < rates[0] < 0.02
@@ -69,17 +130,16 @@ def test_the_rate_rises_and_falls_to_nothing():
     assert rates[200] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_run_that_breaks_ends_there_and_counts_as_having_learned_nothing():
+def test_a_run_that_breaks_down_ends_and_counts_at_its_first_loss():
     model = seeded_model(TASK.vocabulary, 0, **SHAPE)
     found = trained(model, TASK, Schedule(40, 1e20, optimiser="sgd"))
     assert len(found.losses) < 40
     assert found.diverged
-    assert found.final == found.start
-    assert found.curve(40)[-1] == found.start
+    assert found.final == found.start == found.curve(40)[-1]
     assert all(map(math.isfinite, found.curve(40)))
 
 
-def test_a_run_that_ends_worse_than_it_began_diverged_though_its_loss_is_a_number():
+def test_a_run_that_ends_above_its_first_loss_diverged():
     assert Trained((2.0, 9.0), start=3.0, end=8.0, records=()).diverged
     assert Trained((2.0, 9.0), start=3.0, end=8.0, records=()).final == 8.0
     assert not Trained((2.0, 1.0), start=3.0, end=1.0, records=()).diverged
@@ -87,25 +147,20 @@ def test_a_run_that_ends_worse_than_it_began_diverged_though_its_loss_is_a_numbe
 
 def test_a_curve_is_the_mean_of_each_part():
     found = Trained(tuple(map(float, range(7))), start=9.0, end=1.0, records=())
-    assert found.curve(7, points=3) == [0.5, 2.5, 5.0]
-    assert curve_steps(7, points=3) == [0.5, 2.5, 5.0]
+    assert found.curve(7, points=3) == curve_steps(7, points=3) == [0.5, 2.5, 5.0]
     assert found.curve(7, points=20) == list(range(7))
 
 
-def test_records_are_of_the_steps_before_they_were_made():
-    model = seeded_model(TASK.vocabulary, 0, **SHAPE)
-    with torch.no_grad():
-        first = model.blocks[0].attention.query.weight.clone()
-    steps = []
+def test_records_come_from_sampled_steps_only():
+    model, steps = seeded_model(TASK.vocabulary, 0, **SHAPE), []
     for step in training(model, TASK, Schedule(4, 0.01), Monitor(model, every=2, rows=None)):
-        held_out_loss(model, TASK)  # between steps nothing is watched
+        held_out_loss(model, TASK)  # is not measured
         steps.append(step)
     assert [step.record is not None for step in steps] == [True, False, True, False]
     assert {layer.rows for step in steps if step.record for layer in step.record.layers.values()} == {16 * 17}
-    assert not torch.equal(first, model.blocks[0].attention.query.weight)
 
 
-def test_scores_are_summarised_as_softmax_sees_them():
+def test_a_lower_temperature_gives_larger_scores_and_less_entropy():
     cold, warm = (
         score_summary(seeded_model(TASK.vocabulary, 0, **SHAPE, layers=1, scale=rules.temperature(tau)), TASK)
         for tau in (1.0, 4.0)
@@ -115,9 +170,39 @@ def test_scores_are_summarised_as_softmax_sees_them():
     assert cold["entropy_ratio"] < warm["entropy_ratio"]
 
 
-def test_alarms_are_silent_only_meanwhile(caplog):
+def test_a_swapped_scale_is_that_of_a_model_made_with_it():
+    for scale, rule in SCALES.items():
+        model = seeded_model(TASK.vocabulary, 0, **SHAPE, scale="temperature:3")
+        swap_scale(model, scale)
+        assert held_out_loss(model, TASK) == held_out_loss(seeded_model(TASK.vocabulary, 0, **SHAPE, scale=rule), TASK)
+
+
+def test_alarms_are_silent_only_inside_the_block(caplog):
     logger = logging.getLogger("attnscale.acting.clip")
     with without_alarms():
         logger.warning("silent")
     logger.warning("heard")
     assert caplog.messages == ["heard"]
+
+
+def test_shares_of_a_gradient():
+    even, uneven = gradient_shares(torch.ones(100)), gradient_shares(torch.tensor([1e-4] * 90 + [100.0] * 10))
+    assert (even.evenness, even.lower_half) == pytest.approx((1.0, 0.5))
+    assert even.top_tenth == pytest.approx(0.1)
+    assert uneven.evenness < 1e-5
+    assert uneven.top_tenth > 0.999
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush denormal numbers")
+@pytest.mark.parametrize("before", [False, True])
+def test_denormal_numbers_are_flushed_inside_the_block_only(before):
+    tiny = torch.tensor(torch.finfo(torch.float32).tiny)
+    torch.set_flush_denormal(before)
+    try:
+        with one_thread():
+            inside = (tiny / 2).item()
+        outside = (tiny / 2).item()
+    finally:
+        torch.set_flush_denormal(False)
+    assert inside == 0
+    assert (outside == 0) is before

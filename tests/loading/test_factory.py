@@ -86,7 +86,7 @@ def test_a_module_that_is_not_there():
 
 
 def test_a_factory_decides_on_its_own_weights_and_inputs():
-    with pytest.raises(SettingError, match="--random-init goes with"):
+    with pytest.raises(SettingError, match="--random-init is for"):
         load("own", random_init=True)
     with pytest.raises(SettingError, match="brings its own inputs"):
         load("with_tensor", length=5)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 
 from attnscale.errors import AttnscaleError, ModelError, SettingError
-from attnscale.loading import Request, load_model, memory
+from attnscale.loading import Request, load_model
 
 
 def load(path, **options):
@@ -22,7 +22,7 @@ def test_a_folder_gives_the_model_that_transformers_loads(bert):
     assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), expected.parameters(), strict=True))
     assert not loaded.model.training
     assert loaded.kwargs["input_ids"].shape == (1, 89)  # as many as it has positions
-    assert "random" in loaded.fed
+    assert "random" in loaded.input_description
 
 
 def test_a_sharded_folder_gives_the_same_model(bert, tmp_path):
@@ -54,7 +54,7 @@ def test_a_config_alone_gives_random_weights_the_same_every_time(bert):
     assert torch.equal(*weights)
     assert not torch.equal(weights[0], saved)
     assert "random initialisation" in first.title
-    assert first.notes == ("There is no tokenizer that could be read, so the tokens are random.",)
+    assert first.notes == ("No tokenizer could be read, so the tokens are random.",)
 
 
 def test_a_folder_without_weights_is_random_and_says_so(bert):
@@ -83,7 +83,7 @@ def test_a_text_is_tokenised_by_the_models_own_tokenizer(bert):
     loaded = load(bert, text="why root d why not")
     assert loaded.kwargs["input_ids"].tolist() == [[1, 2, 3, 1, 0]]
     assert loaded.notes == ()
-    assert loaded.unknown == pytest.approx(0.2)
+    assert loaded.unknown_share == pytest.approx(0.2)
     tokenizer.add_tokens(["far"] + [f"w{i}" for i in range(200)])
     tokenizer.save(str(bert / "tokenizer.json"))
     with pytest.raises(ModelError, match="there is token 204, and the model knows 101 tokens"):
@@ -172,8 +172,8 @@ def test_a_configuration_that_is_none_gets_one_sentence(bert, content, sentence)
 def test_folders_and_files_that_are_no_model(tmp_path):
     for path, sentence in [
         (tmp_path, "Expected a config.json in"),
-        (tmp_path / "nowhere", "no such path. Models are not fetched"),
-        ("google/bert", "no such path. Models are not fetched"),
+        (tmp_path / "nowhere", "no such file or folder"),
+        ("google/bert", "Add --download to fetch it"),
     ]:
         with pytest.raises(ModelError, match=sentence):
             load(path)
@@ -195,7 +195,7 @@ def test_a_model_without_room_is_refused_before_it_is_made(bert, configure, monk
     configure(hidden_size=40960, num_hidden_layers=4, num_attention_heads=32, intermediate_size=163840)
     with pytest.raises(ModelError, match=r"Out of memory: .* take [\d,]+\.\d GiB, and"):
         load(bert / "config.json")
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr("attnscale.loading.weights.free_memory", lambda device: 1000)
     with pytest.raises(ModelError, match="Out of memory"):
         load(bert)
 

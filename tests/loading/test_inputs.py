@@ -7,7 +7,7 @@ import torch
 
 from attnscale.errors import ModelError, SettingError
 from attnscale.loading import Request, load_model
-from attnscale.loading.given import read_examples, read_tokens
+from attnscale.loading.request import read_examples, read_tokens
 
 TRUNK = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
 TEXT = TRUNK | {"vocab_size": 103}
@@ -52,7 +52,7 @@ def test_a_model_of_each_kind_runs_on_the_inputs_made_for_it(tmp_path, kind):
     loaded = load_model(Request(write(tmp_path, kind)))
     output = loaded.model(**loaded.kwargs)
     assert output[0].isfinite().all()
-    assert loaded.fed
+    assert loaded.input_description
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_text_for_a_model_without_a_tokenizer_or_without_text_is_refused(tmp_p
 
 
 def test_a_model_that_takes_something_else_is_told_how_to_be_given(tmp_path):
-    with pytest.raises(ModelError, match=r"takes 'past_values', which cannot be made here; give it as package.module"):
+    with pytest.raises(ModelError, match=r"takes 'past_values', cannot be made here. Give package.module"):
         load_model(Request(write(tmp_path, "patchtst", context_length=16, patch_length=4, d_model=8)))
 
 
@@ -107,7 +107,7 @@ def test_token_ids_are_run_as_they_are_and_shorter_ones_padded(tmp_path):
     loaded = load_model(Request(folder, sequences=([5, 6, 7], [8, 9])))
     assert loaded.kwargs["input_ids"][:, :2].tolist() == [[5, 6], [8, 9]]
     assert loaded.kwargs["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert loaded.fed == "5 tokens of the 2 sequences given"
+    assert loaded.input_description == "5 tokens of the 2 sequences given"
     alike = load_model(Request(folder, sequences=([5, 6, 7],), length=2))
     assert alike.kwargs["input_ids"].tolist() == [[5, 6]]
     assert "attention_mask" not in alike.kwargs

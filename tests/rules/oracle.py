@@ -67,9 +67,8 @@ def _calibrated(rule, q, k, visible):
 
 EXAMPLES = {
     "inverse_sqrt": Example(lambda *_: rules.inverse_sqrt, lambda r, q, k, n: _dots(q, k) / _root(q)),
-    "inverse_dim": Example(
-        lambda *_: rules.inverse_dim(base=16), lambda r, q, k, n: _dots(q, k) * np.sqrt(16) / q.shape[-1]
-    ),
+    "inverse_dim": Example(lambda *_: rules.inverse_dim, lambda r, q, k, n: _dots(q, k) / q.shape[-1]),
+    "mup": Example(lambda *_: rules.mup(base=16), lambda r, q, k, n: _dots(q, k) * np.sqrt(16) / q.shape[-1]),
     "unscaled": Example(lambda *_: rules.unscaled, lambda r, q, k, n: _dots(q, k)),
     "constant": Example(lambda *_: rules.constant(0.37), lambda r, q, k, n: 0.37 * _dots(q, k)),
     "temperature": Example(lambda *_: rules.temperature(1.7), lambda r, q, k, n: _dots(q, k) / 1.7),

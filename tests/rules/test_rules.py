@@ -57,7 +57,7 @@ def test_a_constant_rule_leaves_tensors_alone_and_every_rule_keeps_dtype_and_sha
     new_query, new_key, scale = rule(query, key)
     assert (new_query.dtype, new_query.shape, new_key.dtype) == (query.dtype, query.shape, key.dtype)
     assert isinstance(scale, float)
-    if name in ("inverse_sqrt", "inverse_dim", "unscaled", "constant", "temperature", "yarn"):
+    if name in ("inverse_sqrt", "inverse_dim", "mup", "unscaled", "constant", "temperature", "yarn"):
         assert new_query is query
         assert new_key is key
 
@@ -107,9 +107,10 @@ def test_learned_temperatures_start_at_the_default(name):
     np.testing.assert_allclose(scores(rule(query, key)), scores(rules.inverse_sqrt(query, key)), rtol=1e-7)
 
 
-def test_inverse_dim_equals_the_default_at_its_base():
+def test_mup_equals_the_default_at_its_base_and_inverse_dim_at_base_one():
     query, key = torch.randn(2, 64), torch.randn(2, 64)
-    assert rules.inverse_dim()(query, key)[2] == rules.inverse_sqrt(query, key)[2] == 0.125
+    assert rules.mup(1)(query, key)[2] == rules.inverse_dim(query, key)[2] == 1 / 64
+    assert rules.mup()(query, key)[2] == rules.inverse_sqrt(query, key)[2] == 0.125
 
 
 def test_cosine_starts_at_ten_and_never_passes_a_hundred():
@@ -152,7 +153,7 @@ def test_visible_may_be_a_number_a_row_or_a_column():
 
 
 def test_rules_can_be_pickled_compared_and_read():
-    for name in ("constant", "temperature", "yarn", "inverse_dim", "log_length"):
+    for name in ("constant", "temperature", "yarn", "mup", "log_length"):
         rule = EXAMPLES[name].make(heads, heads, head_dim)
         assert pickle.loads(pickle.dumps(rule)) == rule
         assert rules.rule_name(rule).startswith(f"{name}(")
@@ -163,7 +164,7 @@ def test_names_are_found_however_they_are_written():
     assert get_rule("inverse-sqrt") is rules.inverse_sqrt
     assert isinstance(get_rule("qk_norm", head_dim=head_dim, heads=heads), rules.QKNorm)
     assert get_rule("temperature:8") == rules.temperature(8.0)
-    assert get_rule("inverse_dim:32") == rules.inverse_dim(32.0)
+    assert get_rule("mup:32") == rules.mup(32.0)
     assert get_rule(rules.log_length) == rules.log_length()
     assert get_rule(rules.unscaled) is rules.unscaled
 
@@ -185,7 +186,7 @@ def test_an_unknown_rule_is_answered_with_the_catalogue():
         (lambda: rules.temperature(0.0), "tau to be a positive, finite number, got 0.0"),
         (lambda: rules.temperature(math.nan), "tau to be a positive, finite number"),
         (lambda: rules.yarn(0.5), "factor of 1 or more"),
-        (lambda: rules.inverse_dim(-64), "base to be a positive"),
+        (lambda: rules.mup(-64), "base to be a positive"),
         (lambda: rules.log_length(0), "s to be a positive"),
     ],
 )

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from attnscale.lab.catalogue import EXPERIMENTS
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.result import Check, Result, Table
 from attnscale.show.lab import show_experiments, show_result
 from attnscale.show.numbers import shown
@@ -37,9 +37,9 @@ def test_text_from_a_result_is_not_read_as_markup():
 
 def test_a_check_that_fails_says_how_and_one_that_holds_is_a_line():
     text = printed(show_result, Result("name", "Is it?", "", CHECKS, (), ()))
-    assert "holds one is one" in text
+    assert "pass one is one" in text
     assert "measured 1" not in text
-    assert "fails two is three: measured 2" in text
+    assert "fail two is three: measured 2" in text
 
 
 def test_the_list_names_every_experiment_with_its_question():

@@ -17,7 +17,7 @@ from attnscale.show.run import show_run
 from attnscale.train import JsonLines, Record, read_log, summarise
 from attnscale.train.course import merged
 from attnscale.train.sinks import sink_from
-from docs.tools.generated import with_statistics
+from docs.tools.generate import PARTS
 from tests.show.reports import checked
 from tests.train.trackers import WandbRun
 from tests.train.training import batch, loss_of, small_model
@@ -129,4 +129,4 @@ def test_it_is_a_curve_of_tensorboard_and_of_wandb(record, tmp_path, monkeypatch
 
 def test_it_is_in_the_guide():
     row = "| `bent` | how bent the scores are | 0 to 40 | straight at 0 |"
-    assert row in with_statistics("# Statistics\n\n<!-- statistics -->\n")
+    assert row in PARTS["statistics"]()

@@ -71,6 +71,6 @@ def test_a_rule_that_is_no_product_of_numbers_is_left_out(monkeypatch, rule):
 def test_a_parameter_keeps_to_what_its_rule_accepts():
     rules = tabulated()
     assert rules["yarn"]["parameter"] == {"name": "factor", "low": 1.0, "high": 400.0, "start": 4.0, "integer": False}
-    assert rules["inverse_dim"]["parameter"]["start"] == RULES["inverse_dim"].base
+    assert rules["mup"]["parameter"]["start"] == RULES["mup"].base
     assert rules["unscaled"]["parameter"] is None
     assert torch.tensor([rule["log_scale"] for rule in rules.values()]).isfinite().all()

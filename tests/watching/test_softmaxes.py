@@ -115,3 +115,81 @@ def test_a_logarithm_of_weights_that_only_a_loss_takes_is_no_attention():
     with attnscale.watch(model) as seen:
         model(torch.randn(2, 7, 33))
     assert list(seen.layers) == ["attention"]
+
+
+def stacked(x, logits, experts, weight):
+    return logits.softmax(-1).unsqueeze(-2) @ torch.stack([expert(x) for expert in experts], -2)
+
+
+def stacked_last(x, logits, experts, weight):
+    return (torch.stack([expert(x) for expert in experts], -1) @ logits.softmax(-1).unsqueeze(-1)).mT
+
+
+def in_one_weight(x, logits, experts, weight):
+    return torch.einsum("bne,bnef->bnf", logits.softmax(-1), torch.einsum("bnd,edf->bnef", x, weight)).unsqueeze(-2)
+
+
+def summed(x, logits, experts, weight):
+    return (logits.softmax(-1).unsqueeze(-1) * torch.stack([expert(x) for expert in experts], -2)).sum(-2, keepdim=True)
+
+
+def largest_two(x, logits, experts, weight):
+    best, which = logits.topk(2, -1)
+    outputs = torch.stack([expert(x) for expert in experts], -2)
+    return best.softmax(-1).unsqueeze(-2) @ outputs.gather(-2, which[..., None].expand(*x.shape[:2], 2, 33))
+
+
+class Routed(nn.Module):
+    """An attention, experts by a router, and a loss over classes."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.attention, self.gate, self.head, self.mix = Plain(33, 3), nn.Linear(33, 3), nn.Linear(33, 11), mix
+        self.experts = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(3, 33, 33) / 6)
+
+    def forward(self, x):
+        x = self.attention(x)
+        x = x + self.mix(x, self.gate(x), self.experts, self.weight).squeeze(-2)
+        logits = self.head(x).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mix", [stacked, stacked_last, in_one_weight, summed, largest_two])
+def test_a_router_and_a_loss_are_not_told_of_as_attention(mix):
+    model, x = Routed(mix), torch.randn(2, 7, 33)
+    with attnscale.watch(model) as seen:
+        model(x)
+    assert list(seen.layers) == ["attention"]
+    assert attnscale.audit(model, x).unchecked == ()
+
+
+class Synthesizer(nn.Module):
+    """Weights over positions by a projection of each token; the values are a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.values = nn.Linear(33, 7), nn.Linear(33, 33)
+
+    def forward(self, x):
+        return self.weights(x).softmax(-1) @ self.values(x)
+
+
+class Additive(nn.Module):
+    """Bahdanau's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.score = nn.Linear(33, 33), nn.Linear(33, 33), nn.Linear(33, 1)
+
+    def forward(self, x):
+        scores = self.score((self.query(x).unsqueeze(2) + self.key(x).unsqueeze(1)).tanh()).squeeze(-1)
+        return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize("kind", [Synthesizer, Additive])
+def test_weights_of_no_product_that_mix_a_sequence_are_told_of(kind):
+    model = nn.Sequential(Plain(33, 3), kind())
+    with pytest.warns(NotFollowedWarning, match="1 modules mix values"), attnscale.watch(model) as seen:
+        model(torch.randn(2, 7, 33))
+    assert seen.unfollowed == ["1"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnscale.measure.stats import ScoreStats
+from attnscale.module_paths import without_wrappers
 from attnscale.watching.layer import Layer
-from attnscale.watching.running import uncompiled
 
 _TAKEN: WeakKeyDictionary[nn.Module, dict[tuple[str, int], float]] = WeakKeyDictionary()
 _FETCHING: WeakKeyDictionary[nn.Module, "WeakMethod[Callable[[], object]]"] = WeakKeyDictionary()
@@ -52,7 +52,7 @@ def taken_from(model: nn.Module) -> dict[tuple[str, int], float] | None:
 
 def _prefix(inner: nn.Module, outer: nn.Module) -> str | None:
     """What stands before the names of a model's layers in another that holds it; None where that does not."""
-    found = (uncompiled(path) for path, module in outer.named_modules() if module is inner)
+    found = (without_wrappers(path) for path, module in outer.named_modules() if module is inner)
     path = next(found, None)
     return path if not path else f"{path}."
 

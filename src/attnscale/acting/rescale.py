@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from attnscale.acting.folding import Folding, Head, Left
 from attnscale.acting.writing import Touched
 from attnscale.declared.attributes import SCALE_NAMES
+from attnscale.declared.declaration import note_folded
 from attnscale.declared.fields import number
-from attnscale.declared.folded import note_folded
 from attnscale.errors import InputError, SettingError
+from attnscale.module_paths import modules_by_path
 from attnscale.plain import printable
 from attnscale.rules import about_rule, get_rule
 from attnscale.rules.apply import Scale, apply_scale
@@ -231,10 +232,8 @@ def _applies(layer: Layer, scale: float) -> bool:
 
 
 def _module(model: nn.Module, layer: Layer) -> nn.Module:
-    try:
-        return model.get_submodule(layer.module)
-    except AttributeError:  # the model itself, shown by its class
-        return model
+    modules = modules_by_path(model)
+    return modules.get(layer.module, modules[""])  # the model itself is shown by its class
 
 
 def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping[Head, float]) -> None:

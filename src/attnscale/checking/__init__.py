@@ -1,8 +1,6 @@
-"""A request -> what was found: load the model, watch one forward pass, diagnose; what `attnscale check` shows."""
+"""The work of `attnscale check`: load a model, watch one forward pass, diagnose."""
 
-from attnscale.checking.checked import Checked
-from attnscale.checking.line import Line
-from attnscale.checking.run import check_model
+from attnscale.checking.checked import Checked, Line, check_model
 from attnscale.diagnose.grouped import Group
 
 __all__ = ["Checked", "Group", "Line", "check_model"]

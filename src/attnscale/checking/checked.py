@@ -1,35 +1,108 @@
-"""Checked: everything `attnscale check` has to say; text, JSON and HTML render the same object."""
+"""The work of `attnscale check`: load, watch, diagnose; text, JSON and HTML render the one object it returns."""
 
 import math
+import warnings
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from attnscale.checking.line import MEANINGS, Line, line_of
-from attnscale.diagnose import CODES, SEVERITIES, Audit, WhatIf
+from attnscale.diagnose import CODES, SEVERITIES, Audit, Finding, WhatIf, audited
 from attnscale.diagnose.audit import NOTHING_READ
+from attnscale.diagnose.finding import severity_rank
 from attnscale.diagnose.grouped import Group, grouped
-from attnscale.plain import plain
+from attnscale.diagnose.verdict import head_verdicts, verdict_word
+from attnscale.errors import NotFollowedWarning
+from attnscale.loading import Loaded, Request, load_model, offline
+from attnscale.loading.hub import download
+from attnscale.loading.model_errors import as_model_error, quiet
+from attnscale.measure.statistics import Place, in_place
+from attnscale.plain import plain, readable
+from attnscale.watching import Layer
 
-WHAT_IF_ROWS = 256  # looked at per head and candidate: enough for a table, quick at any length
+WHAT_IF_ROWS = 256  # per head and candidate: enough for a table, quick at any length
+MEANINGS = {
+    "saturated": "a few keys take most of the weight",
+    "diluted": "the weights of a row are nearly equal, as small initial projections leave them",
+    "uncertain": "too close to a limit for the rows that were sampled; more rows (--rows) would tell",
+}
+NORMAL_IF_TRAINED = "saturated"
+# Shares of unknown tokens: above the first it is noted, above the second the scores of a trained model are not judged.
+NOTED_UNKNOWN, MAX_UNKNOWN = 0.05, 0.30
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer of the table, as the mean of its heads; NaN without a finite value."""
+
+    name: str
+    heads: int
+    head_dim: int
+    statistics: Mapping[str, float]  # those of Place.CHECK
+    errors: Mapping[str, float]  # their standard errors, if rows were sampled
+    expected_spread: float  # of independent queries and keys of these norms, multiplied by the expected scale
+    scale: float
+    expected_scale: float
+    verdict: str  # the code of the worst warning or error in the layer, else the state of its heads
+    heads_by_verdict: Mapping[str, int]
+    severity: str | None  # of the worst finding in the layer
+    code: str | None  # of that finding
+
+    @property
+    def spread(self) -> float:
+        """Spread of the scores."""
+        return self.statistics["spread"]
+
+    @property
+    def judgement(self) -> str:
+        """The verdict, with the number of heads if it is not about all."""
+        number = self.heads_by_verdict.get(self.verdict, self.heads)
+        return self.verdict if number == self.heads else f"{self.verdict} ({number} of {self.heads} heads)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line as one flat table of plain values."""
+        flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
+        flat |= {"errors": dict(self.errors), "heads_by_verdict": dict(self.heads_by_verdict)}
+        return flat | dict(self.statistics)
+
+
+def line_of(layer: Layer, findings: list[Finding]) -> Line:
+    """Return the line of a layer; `findings` are those about it."""
+    worst = max(findings, key=lambda finding: severity_rank(finding.severity), default=None)
+    shown = in_place(Place.CHECK)
+    norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
+    return Line(
+        name=layer.name,
+        heads=layer.heads,
+        head_dim=layer.head_dim,
+        statistics={entry.name: entry.whole(layer.stats) for entry in shown},
+        errors={entry.name: error for entry in shown if not math.isnan(error := entry.error(layer.stats))},
+        expected_spread=abs(layer.scale_expected) * norms / math.sqrt(layer.head_dim),
+        scale=layer.scale_applied,
+        expected_scale=layer.scale_expected,
+        verdict=verdict_word(layer, findings),
+        heads_by_verdict=Counter(head.verdict for head in head_verdicts(layer)),
+        severity=None if worst is None else worst.severity,
+        code=None if worst is None else worst.code,
+    )
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A model, what it was run on, and the audit of that run."""
+    """A model, the input it was run on, and the audit of that run."""
 
     title: str
-    fed: str
+    fed: str  # a description of the input
     device: str
-    rows: int | None  # looked at per head; None: all
+    rows: int | None  # sampled per head; None: all
     notes: tuple[str, ...]
     audit: Audit
-    asked: str | None = None  # the layer to try other scales on, where one was named
+    asked: str | None = None  # the layer that --what-if names
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """The table: one line a layer, in the order they ran."""
+        """The lines of the table, one per layer, in the order they ran."""
         findings = self.audit.findings
         return tuple(
             line_of(layer, [finding for finding in findings if finding.layer == name])
@@ -38,36 +111,39 @@ class Checked:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The findings, those that say the same put together, the worst first."""
+        """Findings grouped by their message, the worst first."""
         return grouped(self.audit.findings)
 
     @property
     def footnotes(self) -> dict[str, str]:
-        """What the verdicts mean that are neither `healthy` nor a finding."""
+        """Meanings of the verdicts in the table that are neither `healthy` nor a finding."""
         words = {line.verdict for line in self.lines}
-        return {word: meaning for word, meaning in MEANINGS.items() if word in words}
+        found = {word: meaning for word, meaning in MEANINGS.items() if word in words}
+        if self.audit.trained and NORMAL_IF_TRAINED in found:
+            found[NORMAL_IF_TRAINED] += ", as is normal in a trained model"
+        return found
 
     @property
     def has_errors(self) -> bool:
-        """Whether anything found is of severity error."""
+        """True if any finding is of severity error."""
         return self.audit.worst == "error"
 
     @cached_property
     def focus(self) -> str | None:
-        """The layer to try other scales on: the one named, else the one found worst, else that of the widest spread."""
+        """The layer to try other scales on: the one named, else the worst, else the one of the widest spread."""
         if self.asked is not None:
             return self.asked
         finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale)]
         finite = [line for line in finite if self.audit.layers[line.name].kept]
         if not finite:
             return None
-        named = {line.name for line in finite}
-        blamed = (group.first.layer for group in self.groups if group.first.layer in named)
-        return next(blamed, max(finite, key=lambda line: line.spread).name)
+        names = {line.name for line in finite}
+        worst = (group.first.layer for group in self.groups if group.first.layer in names)
+        return next(worst, max(finite, key=lambda line: line.spread).name)
 
     @cached_property
     def what_if(self) -> WhatIf | None:
-        """What every rule would do to the layer in focus."""
+        """The effect of every rule on the layer in focus."""
         return None if self.focus is None else self.audit.what_if(self.focus, rows=WHAT_IF_ROWS)
 
     @property
@@ -77,34 +153,35 @@ class Checked:
             return NOTHING_READ
         counts = Counter(finding.severity for finding in self.audit.findings)
         if not counts["error"] and not counts["warning"]:
-            unsure = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
-            more = _also(counts["note"], "note") + _also(unsure, "uncertain head")
-            return f"{self._nothing_wrong}: {self._summary}{more}."
+            return self._calm_conclusion(counts["note"])
         worst = self.groups[0]
-        known = CODES.get(worst.first.code, worst.first.message.rstrip("."))
+        meaning = CODES.get(worst.first.code, worst.first.message.rstrip("."))
         start = "Not fine" if counts["error"] else "No errors, but a warning"
-        left = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
-        return f"{start}: in {worst.where(len(self.lines))}, {known} ({', '.join(left)} in all)."
+        totals = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
+        return f"{start}: in {worst.where(len(self.lines))}, {meaning} ({', '.join(totals)} in all)."
 
-    @property
-    def _nothing_wrong(self) -> str:
-        if self.audit.unjudged:
-            return "Cannot tell"
+    def _calm_conclusion(self, notes: int) -> str:
         past = 0 if self.audit.trained else self.audit.past_freezing
-        return f"No warnings, but {_count(past, 'head')} past the freezing point from the start" if past else "Fine"
-
-    @property
-    def _summary(self) -> str:
+        if self.audit.unjudged:
+            start = "Cannot tell"
+        elif past:
+            start = f"No warnings, but {_count(past, 'head')} past the freezing point from the start"
+        else:
+            start = "Fine"
+        uncertain = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
+        extra = "".join(
+            f"; {_count(number, word)}" for number, word in ((notes, "note"), (uncertain, "uncertain head")) if number
+        )
         spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
-        bounds = dict.fromkeys(_told(bound) for bound in (min(spreads), max(spreads))) if spreads else ["nothing"]
+        ends = dict.fromkeys(readable(end, 2) for end in (min(spreads), max(spreads))) if spreads else ["nothing"]
         state = "trained" if self.audit.trained else "at initialisation"
-        return f"{_count(len(self.lines), 'attention layer')}, {state}, scores spread by {' to '.join(bounds)}"
+        layers = _count(len(self.lines), "attention layer")
+        return f"{start}: {layers}, {state}, scores spread by {' to '.join(ends)}{extra}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON takes it: None where a number is not finite."""
+        """Return everything as JSON takes it: None for a number that is not finite."""
         audit = self.audit.to_dict()
-        layers = {line.name: audit["layers"][line.name] | line.to_dict() for line in self.lines}
-        tried = None if self.asked is None or self.what_if is None else self.what_if.to_dict()["rows"]
+        rows = None if self.asked is None or self.what_if is None else self.what_if.to_dict()["rows"]
         found: dict[str, Any] = plain(
             {
                 "model": self.title,
@@ -114,25 +191,44 @@ class Checked:
                 "notes": list(self.notes),
                 "conclusion": self.conclusion,
                 **audit,
-                "layers": layers,
-                "what_if": None if tried is None else {"layer": self.asked, "rows": tried},
+                "layers": {line.name: audit["layers"][line.name] | line.to_dict() for line in self.lines},
+                "what_if": None if rows is None else {"layer": self.asked, "rows": rows},
             }
         )
         return found
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _also(number: int, what: str) -> str:
-    return f"; {_count(number, what)}" if number else ""
+def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:
+    """Check the requested model on `rows` rows per head, all if None; `what_if` names a layer to try rules on."""
+    return check_loaded(request, rows, what_if)[0]
 
 
-def _told(value: float) -> str:
-    """Two digits, without a power of ten where a person needs none.
-
-    >>> _told(1.83), _told(112.4), _told(2.1e7)
-    ('1.8', '110', '2.1e+07')
-    """
-    return f"{float(f'{value:.2g}'):,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.2g}"
+def check_loaded(request: Request, rows: int | None = None, what_if: str | None = None) -> tuple[Checked, Loaded]:
+    """Check the requested model, and return it with its inputs too, to run it again."""
+    if request.download:
+        download(request)
+    with offline(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = load_model(request)
+        request.report("running the model")
+        unknown, reason, notes = loaded.unknown_share, "", list(loaded.notes)
+        if unknown > NOTED_UNKNOWN:
+            notes.insert(
+                0, f"{unknown:.0%} of the tokens are unknown to the model: give a text that suits it (--text)."
+            )
+        if unknown > MAX_UNKNOWN:
+            reason = f"{unknown:.0%} of the tokens are unknown to the model, so its scores are not judged; give --text."
+        with quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
+            audit = audited(loaded.model, loaded.args, loaded.kwargs, rows=rows, unlike=reason)
+        request.report("diagnosing")
+        # Warnings of a model's own code are not about its attention.
+        own = [each.message for each in caught if issubclass(each.category, NotFollowedWarning)]
+        notes += [f"{' '.join(str(message).split()).rstrip('.')}." for message in own]
+        checked = Checked(loaded.title, loaded.input_description, request.device, rows, tuple(notes), audit, what_if)
+        if what_if is not None:
+            _ = checked.what_if  # an unknown layer is an error here and not when results are shown
+        return checked, loaded

@@ -3,14 +3,12 @@
 import math
 from functools import cache
 
-from attnscale.lab.cell import Cell, Outcome, Settings
+from attnscale.lab.experiment import Cell, Outcome, Settings
 from attnscale.lab.experiments.gradients import MODEL
 from attnscale.lab.experiments.trained import bundled_loss
-from attnscale.lab.running import run_cell
-from attnscale.lab.swapping import SCALES
+from attnscale.lab.sweep import run_cell
 from attnscale.lab.tasks import TASKS, Characters
-from attnscale.lab.threads import one_thread
-from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.lab.training import SCALES, Schedule, one_thread, score_summary, seeded_model, trained
 from attnscale.models import load_bundled
 
 TASK = TASKS["easy recall"]
@@ -54,4 +52,4 @@ def bundled_scores() -> dict[str, float]:
 def gradients(scale: str) -> Outcome:
     """What reaches the queries and W_q of a deep model with wide heads before its first step, as the lab measures."""
     settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale, "seed": 0}
-    return run_cell(Cell("gradients", 2, settings)).outcome
+    return run_cell(Cell("gradients", 3, settings)).outcome

@@ -110,10 +110,10 @@ def _typical_one_hot() -> Evidence:
 def _most_receive_little() -> Evidence:
     raw, scaled = gradients("none"), gradients("1/√d_k")
     shown = (
-        f"before training at d_k = {WIDE} the half of the queries that receives least has {raw['quiet_half']:.1%} of "
-        f"the gradient, with the scale {scaled['quiet_half']:.0%}"
+        f"before training at d_k = {WIDE} the half of the queries that receives least has {raw['lower_half']:.1%} of "
+        f"the gradient, with the scale {scaled['lower_half']:.0%}"
     )
-    return Evidence(raw["quiet_half"] < HARDLY * scaled["quiet_half"], shown)
+    return Evidence(raw["lower_half"] < HARDLY * scaled["lower_half"], shown)
 
 
 def _less_in_sum() -> Evidence:

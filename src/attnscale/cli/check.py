@@ -16,7 +16,7 @@ from attnscale.files import write_whole
 if TYPE_CHECKING:
     from attnscale.checking import Checked
     from attnscale.comparing import Comparison
-    from attnscale.loading.given import Sequence
+    from attnscale.loading.request import Sequence
 
 Html = Annotated[Path | None, typer.Option(help="Write a report, one page that needs nothing else.")]
 Rows = Annotated[int | None, typer.Option(help="Look at so many rows a head, sampled; all by default.")]
@@ -130,7 +130,7 @@ class Given:
 def given_to(rows: int | None, text: Path | None, tokens: Path | None, data: Path | None, length: int | None) -> Given:
     """Read what was given, or one sentence on what is wrong with it."""
     from attnscale.errors import SettingError
-    from attnscale.loading.given import read_examples, read_tokens, require_length, require_text
+    from attnscale.loading.request import read_examples, read_tokens, require_length, require_text
 
     if rows is not None and rows < 1:
         raise SettingError(f"Expected --rows of at least 1, got {rows}.")

@@ -24,15 +24,21 @@ def lab(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small grid, in seconds.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Runs of every cell, each with a seed of its own.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Cells at a time; as many as there are cores by default.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes of the pool, one for each core by default; of another executor, tasks to share the cells "
+            "out to, one for each cell by default."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the cells, the result as JSON, and a page with plots.")] = Path(
         "attnscale-lab"
     ),
     executor: Annotated[
         str,
         typer.Option(
-            help="Where cells run: pool (processes here), submitit (Slurm, or processes here where there is none; "
-            "submitit:slurm_partition=cpu,timeout_min=30 sets its parameters), dask:ADDRESS (a Dask cluster)."
+            help="Where cells run: pool (processes here), or package.module:callable that returns an executor, such "
+            "as submitit.AutoExecutor(FOLDER) or distributed.Client(ADDRESS)."
         ),
     ] = "pool",
     device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, cuda:1.")] = "cpu",
@@ -50,26 +56,25 @@ def lab(
     for option, value in (("--seeds", seeds), ("--jobs", jobs)):
         if value is not None and value < 1:
             raise SettingError(f"Expected {option} of at least 1, got {value}.")
-    from attnscale.lab.catalogue import EXPERIMENTS
+    from attnscale.lab.experiments import EXPERIMENTS
 
     if name is None:
         _list(list(EXPERIMENTS.values()), json)
         return
     if name not in EXPERIMENTS:
         raise SettingError(f"Unknown experiment {name!r}. Expected one of: {', '.join(EXPERIMENTS)}.")
-    from attnscale.loading.devices import require_device
+    from attnscale.loading.load import require_device
 
-    require_extra("lab", "An experiment")
     require_extra("report", "Its page")
     require_device(device)
     page, data = out / f"{name}.html", out / f"{name}.json"
     for path in (page, data):
         require_writable(path)
-    from attnscale.lab.executors import executor_for, tasks_for
+    from attnscale.lab.executors import executor_for
     from attnscale.lab.sweep import sweep
 
     cells = out / "cells"
-    with _progress(name, cells) as progress, executor_for(executor, jobs, out) as pool:
+    with _progress(name, cells) as progress, executor_for(executor, jobs) as pool:
         result = sweep(
             EXPERIMENTS[name],
             cells,
@@ -77,9 +82,8 @@ def lab(
             quick=quick,
             seeds=seeds,
             device=device,
-            tasks=tasks_for(executor, jobs),
+            tasks=None if executor == "pool" else jobs,
             progress=progress,
-            tell=tell,
         )
     from attnscale.show.report import lab_page
 

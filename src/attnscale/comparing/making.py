@@ -6,14 +6,14 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor, nn
 
+from attnscale.module_paths import without_wrappers
 from attnscale.tracing.parameters import Origin, UntraceableError
 from attnscale.watching.layer import Layer
-from attnscale.watching.running import uncompiled
 
 
 def made_by(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[str, ...]]:
     """A digest for every head of every layer; empty where its parameters could not be followed."""
-    parameters = {uncompiled(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    parameters = {without_wrappers(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     modules = {layer.module for layer in layers.values()}
     return {name: _heads(layer, parameters, modules) for name, layer in layers.items()}
 

@@ -46,14 +46,13 @@ def checked_portrait(
     request: "Request", rows: int | None = None, what_if: str | None = None
 ) -> "tuple[Checked, Portrait]":
     """Check a model on several sequences, and keep what each of them showed."""
-    from attnscale.checking.run import check_loaded
+    from attnscale.checking.checked import check_loaded
     from attnscale.loading import offline
-    from attnscale.loading.huggingface import quiet
-    from attnscale.loading.telling import telling
+    from attnscale.loading.model_errors import as_model_error, quiet
 
     checked, loaded = check_loaded(replace(request, samples=SAMPLES), rows, what_if)
     request.report("comparing sequences")
-    with offline(), quiet(), telling(f"run {loaded.title} on {loaded.fed}"):
+    with offline(), quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
         known: dict[str, Any] = {"title": checked.title, "fed": checked.fed, "rows": rows}
         return checked, portray(loaded.model, loaded.args, loaded.kwargs, checked.audit, **known)
 

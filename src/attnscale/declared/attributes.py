@@ -1,15 +1,23 @@
-"""The attributes of an attention module, and of those around it -> the scale, soft-cap and QK-norm they can mean."""
+"""Read the scale, the soft-cap and the QK-norm that attributes of an attention module can mean.
 
+`self.scale` may as well weigh a residual branch. So the source code of the class is read: does it multiply or divide a
+query, a key or scores by the attribute, or pass it on as a `scale`? Code that a fused path leaves unused counts: that
+is how a scale comes to be ignored without a word.
+"""
+
+import ast
+import inspect
 import math
+import re
+import textwrap
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
-from attnscale.declared.fields import number, qk_norm_flag
-from attnscale.declared.parents import Parents, layer_index
-from attnscale.declared.source_code import scales_scores
+from attnscale.declared.fields import Parents, positive
 from attnscale.rules import about_rule
 from attnscale.rules.apply import Scale, apply_scale
 
@@ -24,8 +32,10 @@ SOFTCAP_NAMES = (
     "attn_logit_softcapping", "attn_logit_softcap", "attn_softcap", "attention_softcap", "logit_softcap",
     "logits_soft_cap", "attention_logits_soft_cap", "softcap", "soft_cap", "attn_logit_cap", "logit_cap",
 )  # fmt: skip
-BY_LAYER = "scale_attn_by_inverse_layer_idx"
 SAME = 1e-3  # relative: √d rounded to float32, or written with a few digits
+SCORED = re.compile(r"^(q|k|qs|ks|qk|xq|xk)$|quer|key|score|attn_w|attention_w|logit|energy|sim$|^dots?$|^attn$|^att$")
+SCALE_KEYWORDS = {"scale", "scaling", "softmax_scale", "sm_scale", "qk_scale"}
+PRODUCTS = {"matmul", "einsum", "bmm"}
 
 
 @dataclass(frozen=True)
@@ -35,30 +45,30 @@ class AttributeScale:
     scale: float
     source: str
     readings: tuple[float, ...]
-    can_only_be_the_scale: bool
+    is_surely_the_scale: bool
 
 
 def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
-    """The first attribute that can mean a scale: as a multiplier, a divisor, or a root given to query and key each.
+    """Return the first attribute that can mean a scale: a multiplier, a divisor, or a root given to query and key each.
 
-    A second one may multiply it, as a learned temperature does. A one is passed over: it is what a module keeps where
+    A second attribute may multiply it, as a learned temperature does. A value of 1 is skipped: modules keep it where
     the query was scaled before.
     """
     for path, module in around:
-        numbers = {name: value for name in SCALE_NAMES if (value := number(module, name)) and value > 0 and value != 1}
+        numbers = {name: value for name in SCALE_NAMES if (value := positive(module, name)) and value != 1}
         if not numbers:
             continue
         name, *others = numbers
         scale, readings = _readings(numbers[name], head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
         outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also where its square restates 1/√d_k
-        sure = bool(outright) or scales_scores(module, name)
+        sure = bool(outright) or _scales_scores(module, name)
         return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
     return None
 
 
 def _readings(value: float, head_dim: int) -> tuple[float, tuple[float, ...]]:
-    """What a number most likely multiplies q·k by, and all that it can mean; 1/√d_k alone where it restates that."""
+    """Return the multiplier that a number most likely is, and all that it can mean."""
     readings = (min(value, 1 / value), max(value, 1 / value), value**2, value**-2)
     usual = head_dim**-0.5
     is_restated = any(math.isclose(reading, usual, rel_tol=SAME) for reading in readings)
@@ -66,50 +76,28 @@ def _readings(value: float, head_dim: int) -> tuple[float, tuple[float, ...]]:
 
 
 def attribute_softcap(around: Parents) -> tuple[float, str] | None:
-    """The first attribute that sets a soft-cap."""
+    """Return the first attribute that sets a soft-cap."""
     for path, module in around:
         for name in SOFTCAP_NAMES:
-            value = number(module, name)
-            if value is not None and value > 0:
+            value = positive(module, name)
+            if value is not None:
                 return value, _source(path, name)
     return None
 
 
-def attribute_qk_norm(around: Parents) -> str | None:
-    """The first flag that turns a QK-norm on."""
-    for path, module in around:
-        flag = qk_norm_flag(module)
-        if flag is not None:
-            return _source(path, flag)
-    return None
-
-
 def attribute_rule(around: Parents, head_dim: int) -> tuple[float | None, str] | None:
-    """A rule of attnscale that a module was given; None for its value where that depends on tensors or is learned."""
+    """Return the rule of attnscale that a module holds; its value is None where it depends on tensors or is learned."""
     for path, module in around:
         for name in ("rule", "scale"):
             rule = getattr(module, name, None)
-            if _is_rule(rule) or (name == "rule" and rule is not None and _is_ours(type(module))):
+            is_rule = callable(rule) and _is_ours(rule if isinstance(rule, FunctionType) else type(rule))
+            if is_rule or (name == "rule" and rule is not None and _is_ours(type(module))):
                 return _constant_value(rule, head_dim), _source(path, name)
-    return None
-
-
-def attribute_by_layer(around: Parents, parents: Parents, head_dim: int) -> tuple[float, str] | None:
-    """1/√d_k over the number of the layer, where a module says so as GPT-2's does."""
-    index = layer_index(parents)
-    for path, module in around:
-        if index is not None and getattr(module, BY_LAYER, None) is True:
-            return head_dim**-0.5 / (index + 1), _source(path, BY_LAYER)
     return None
 
 
 def _source(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _is_rule(value: object) -> bool:
-    kind = value if isinstance(value, FunctionType) else type(value)
-    return callable(value) and _is_ours(kind)
 
 
 def _is_ours(kind: type | FunctionType) -> bool:
@@ -123,3 +111,57 @@ def _constant_value(rule: Scale, head_dim: int) -> float | None:
     ones = torch.ones(1, 1, 2, head_dim)
     query, key, scale = apply_scale(rule, ones, ones, lambda: None)
     return scale if query is ones and key is ones else None
+
+
+def _scales_scores(module: nn.Module, attribute: str) -> bool:
+    """Return True if a class of the module multiplies q, k or scores by `self.<attribute>`, or passes it as a scale."""
+    return any(attribute in _scaling_attributes(kind) for kind in type(module).__mro__ if _is_written_by_hand(kind))
+
+
+def _is_written_by_hand(kind: type) -> bool:
+    return kind not in (object, nn.Module) and not kind.__module__.startswith("torch.")
+
+
+@cache
+def _scaling_attributes(kind: type) -> frozenset[str]:
+    """Attributes of self that scale scores somewhere in the source of a class; none where there is no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    found: set[str | None] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                found.update({_own(right)} if _is_scored(left) else set())
+                found.update({_own(left)} if _is_scored(right) else set())
+            case ast.BinOp(left=left, op=ast.Div(), right=right) if _is_scored(left):
+                found.add(_own(right))
+            case ast.AugAssign(target=target, op=ast.Mult() | ast.Div(), value=value) if _is_scored(target):
+                found.add(_own(value))
+            case ast.keyword(arg=name, value=value) if name in SCALE_KEYWORDS:
+                found.add(_own(value))
+    return frozenset(name for name in found if name)
+
+
+def _own(node: ast.expr) -> str | None:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return None
+
+
+def _is_scored(node: ast.expr) -> bool:
+    """Return True if an expression is a query, a key or a product of two."""
+    match node:
+        case ast.BinOp(op=ast.MatMult()):
+            return True
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return bool(SCORED.search(name.lower()))
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in PRODUCTS:
+            return True
+        case ast.Call(func=ast.Attribute(value=inner)):  # q.view(…), self.to_q(x).transpose(…)
+            return _is_scored(inner)
+        case ast.Call(func=ast.Name(id=name)):
+            return bool(SCORED.search(name.lower()))
+    return False

@@ -1,17 +1,26 @@
-"""A configuration object, as Hugging Face models carry it -> the scale, soft-cap and QK-norm it sets."""
+"""Read the scale, the soft-cap and the QK-norm that a configuration object sets, and what its architecture implies."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from attnscale.declared.fields import field, field_names, number, qk_norm_flag
-from attnscale.declared.parents import Parents, layer_index
+from attnscale.declared.fields import QK_NORM_FLAGS, Parents, field, field_names, layer_index, number, positive
 from attnscale.rules.yarn import sharpening
 
-# A field that sets the multiplier itself.
-MULTIPLIERS = ("attention_multiplier", "softmax_scale", "attention_softmax_scale")
-# What a step of a path names -> the fields that configure it: a vision tower is not configured by its text_config.
+# Fields that set the multiplier itself, and fields of which it is one over the root.
+MULTIPLIERS = ("attention_multiplier", "softmax_scale", "attention_softmax_scale", "sm_scale", "qk_scale")
+UNDER_ROOT = ("query_pre_attn_scalar", "attention_scores_scalar")
+BY_WEIGHTS, BY_LAYER = "scale_attn_weights", "scale_attn_by_inverse_layer_idx"  # GPT-2's two switches
+KNOWN_FIELDS = (
+    *MULTIPLIERS, *UNDER_ROOT, *QK_NORM_FLAGS, "attn_config", BY_WEIGHTS, BY_LAYER, "key_multiplier", "rope_scaling",
+    "rope_parameters",
+)  # fmt: skip
+# A soft-cap of the attention, not of the final logits or a router: `attn_logit_softcapping`, `attention_logit_cap`, …
+SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
+# Step of a path -> the fields that configure it: a vision tower is not configured by its text_config.
 PARTS = {
     "vision": ("vision_config",),
     "visual": ("vision_config",),
@@ -22,101 +31,136 @@ PARTS = {
     "encoder": ("encoder", "encoder_config"),
     "decoder": ("decoder", "decoder_config", "text_config"),
 }
-# Of the attention, not of the final logits or of a router: `attn_logit_softcapping`, `attention_logit_cap`, …
-SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
+MODULE_FIELDS = frozenset(vars(nn.Module()))
+
+# Published architectures whose scale is not 1/√d_k, and whose configuration does not say so. Read from their code in
+# transformers 5.22; tests/declared/test_architectures.py builds each and compares the scale it applies. An
+# architecture is known by the `model_type` of the configuration of its attention, never by its weights.
+# Folded into the initialisation of the query projection (T5 and its descendants), or left out (GPT-Neo, Dia):
+UNSCALED = {
+    "t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano",
+    "pix2struct_text_model", "pix2struct_vision_model", "gpt_neo", "dia_encoder", "dia_decoder",
+}  # fmt: skip
+DISENTANGLED = {"deberta", "deberta-v2", "sew-d"}  # three products under one root, 1/√(3 d_k) where all are used
+BY_DIM = {"inkling_text"}  # normalised queries and keys, divided by d_k
+BY_WIDTH = {"cvt"}  # 1/√width of the stage: the released weights were trained with it
 
 
-def config_at(parents: Parents) -> object | None:
-    """The configuration nearest to a module, or the part of it that the module's path names."""
-    path = parents[0][0]
-    for above, module in parents:
-        config = getattr(module, "config", None)
-        if config is None or isinstance(config, nn.Module):
-            continue
-        return _part(config, path[len(above) :])
-    return None
+class Config(NamedTuple):
+    """A configuration object, and the name of the attribute that holds it."""
+
+    name: str
+    values: object
 
 
-def configured_scale(config: object | None, parents: Parents, head_dim: int) -> tuple[float, str] | None:
-    """The multiplier a configuration sets, and the field that sets it."""
-    scalar = number(config, "query_pre_attn_scalar")
-    if scalar is not None and scalar > 0:
-        return scalar**-0.5, "config.query_pre_attn_scalar"
-    for holder, prefix in ((config, "config"), (field(config, "attn_config"), "config.attn_config")):
-        for name in MULTIPLIERS:
-            multiplier = number(holder, name)
-            if multiplier is not None:
-                return multiplier, f"{prefix}.{name}"
-    return _switched_scale(config, parents, head_dim) or _key_scale(config, head_dim)
+def configs_at(parents: Parents) -> list[Config]:
+    """Return the configurations of the nearest module that has one, or the parts of them that the module's path names.
 
-
-def configured_softcap(config: object | None, path: str) -> tuple[float, str] | None:
-    """The soft-cap on the attention's scores; a conformer's is that of the audio tower alone."""
-    for name in field_names(config):
-        if not SOFTCAP.match(name) or (name.startswith("conf_") and "audio" not in path and "conformer" not in path):
-            continue
-        cap = number(config, name)
-        if cap is not None and cap > 0:
-            return cap, f"config.{name}"
-    return None
-
-
-def configured_qk_norm(config: object | None, parents: Parents) -> str | None:
-    """The flag that turns a QK-norm on.
-
-    Published architectures are not held to it: Llama 4 normalises the layers with rotary embedding only, and its
-    flag is the model's, not the layer's.
+    A `config` counts in any case, another attribute where it is an object with a field that is known here.
     """
-    if type(parents[0][1]).__module__.startswith("transformers."):
-        return None
-    flag = qk_norm_flag(config)
-    return None if flag is None else f"config.{flag}"
+    path = parents[0][0] if parents else ""
+    for above, module in parents:
+        found = [Config(name, _part(value, path[len(above) :])) for name, value in _held_by(module)]
+        if found:
+            return found
+    return []
 
 
-def rotary_factor(config: object | None) -> float:
-    """What a stretched rotary embedding multiplies the scores by: (0.1 m ln s + 1)², 1 where there is none.
+def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> tuple[float, str] | None:
+    """Return the multiplier that a configuration sets, and the field that sets it."""
+    for name, config in configs:
+        for prefix, holder in ((name, config), (f"{name}.attn_config", field(config, "attn_config"))):
+            for scalar in UNDER_ROOT:
+                if (value := positive(holder, scalar)) is not None:
+                    return value**-0.5, f"{prefix}.{scalar}"
+            for multiplier in MULTIPLIERS:
+                if (value := number(holder, multiplier)) is not None:
+                    return value, f"{prefix}.{multiplier}"
+        weights, by_layer, index = field(config, BY_WEIGHTS), field(config, BY_LAYER) is True, layer_index(parents)
+        if by_layer and index is not None:
+            return (1.0 if weights is False else head_dim**-0.5) / (index + 1), f"{name}.{BY_LAYER}"
+        if isinstance(weights, bool):
+            return (head_dim**-0.5 if weights else 1.0), f"{name}.{BY_WEIGHTS}"
+        if (value := number(config, "key_multiplier")) is not None:  # Falcon-H1 multiplies its keys
+            return value * head_dim**-0.5, f"{name}.key_multiplier"
+    return None
+
+
+def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | None:
+    """Return the soft-cap of the attention's scores; a conformer's counts in an audio tower alone."""
+    is_audio = "audio" in path or "conformer" in path
+    for holder, config in configs:
+        for name in filter(SOFTCAP.match, field_names(config)):
+            cap = positive(config, name)
+            if cap is not None and (is_audio or not name.startswith("conf_")):
+                return cap, f"{holder}.{name}"
+    return None
+
+
+def rotary_factor(configs: list[Config]) -> float:
+    """Return what a stretched rotary embedding multiplies the scores by: (0.1 m ln s + 1)², 1 where there is none.
 
     Models put it into the rotation, where it is no scale, or into the softmax's scale (DeepSeek), so both are right.
     """
-    rope = field(config, "rope_parameters") or field(config, "rope_scaling")
-    if not isinstance(rope, Mapping):
-        return 1.0
-    given, stretch = rope.get("attention_factor"), rope.get("factor")
-    if isinstance(given, int | float) and given > 0:
-        return float(given) ** 2
+    stretched = (field(config, "rope_parameters") or field(config, "rope_scaling") for _, config in configs)
+    rope = next((each for each in stretched if isinstance(each, Mapping)), {})
+    factor, stretch = rope.get("attention_factor"), rope.get("factor")
+    if isinstance(factor, int | float) and factor > 0:
+        return float(factor) ** 2
     kind = str(rope.get("rope_type", rope.get("type", "")))
     if "yarn" not in kind or not isinstance(stretch, int | float) or stretch <= 1:
         return 1.0
-    mscale = rope.get("mscale_all_dim") or rope.get("mscale") or 1.0
-    return sharpening(float(stretch), float(mscale))
+    return sharpening(float(stretch), float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0))
 
 
-def _switched_scale(config: object | None, parents: Parents, head_dim: int) -> tuple[float, str] | None:
-    """GPT-2's two switches: no scale at all, and one that falls with depth."""
-    weights = field(config, "scale_attn_weights")
-    if not isinstance(weights, bool):
-        return None
-    scale, source = (head_dim**-0.5 if weights else 1.0), "config.scale_attn_weights"
-    index = layer_index(parents)
-    if field(config, "scale_attn_by_inverse_layer_idx") is True and index is not None:
-        return scale / (index + 1), "config.scale_attn_by_inverse_layer_idx"
-    return scale, source
+def architecture_scale(configs: list[Config], around: Parents, head_dim: int) -> tuple[float, str] | None:
+    """Return the multiplier that a published architecture applies though no field of its configuration says so."""
+    config = next((values for _, values in configs if isinstance(field(values, "model_type"), str)), None)
+    kind, scale = field(config, "model_type"), None
+    if kind in UNSCALED:
+        scale = 1.0
+    elif kind in BY_DIM:
+        scale = 1 / head_dim
+    elif kind in DISENTANGLED:
+        terms = {"c2p", "p2c"} & set(field(config, "pos_att_type") or ())
+        scale = ((1 + len(terms)) * head_dim) ** -0.5
+    elif kind in BY_WIDTH:
+        width = next((found for _, module in around if (found := number(module, "embed_dim"))), None)
+        scale = None if width is None else width**-0.5
+    return None if scale is None else (scale, f"the published {kind}")
 
 
-def _key_scale(config: object | None, head_dim: int) -> tuple[float, str] | None:
-    """Falcon-H1 multiplies its keys as they leave their projection."""
-    multiplier = number(config, "key_multiplier")
-    return None if multiplier is None else (multiplier * head_dim**-0.5, "config.key_multiplier")
+def _held_by(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the configurations that a module holds, `config` first."""
+    config = getattr(module, "config", None)
+    if _is_configuration(config):
+        yield "config", config
+    if getattr(module, BY_LAYER, None) is True:
+        yield type(module).__name__, module
+    for name, value in vars(module).items():
+        if name not in MODULE_FIELDS and name != "config" and _is_configuration(value) and any(_known_fields(value)):
+            yield name, value
+
+
+def _known_fields(config: object) -> Iterator[str]:
+    """Yield the fields of an object that are read here and not left unset."""
+    for name in field_names(config):
+        value = field(config, name)
+        is_set = value is not None and (value is not False or name == BY_WEIGHTS)
+        if is_set and (name in KNOWN_FIELDS or SOFTCAP.match(name)):
+            yield name
+
+
+def _is_configuration(value: object) -> bool:
+    has_fields = isinstance(value, Mapping) or hasattr(value, "__dict__") or is_dataclass(value)
+    return has_fields and not callable(value) and not isinstance(value, Tensor)
 
 
 def _part(config: object, path: str) -> object:
-    """The sub-configuration that a step of the path names; the configuration itself where none does."""
+    """Return the sub-configuration that a step of the path names; the configuration itself where none does."""
     for step in path.split("."):
         for word, parts in PARTS.items():
-            if word not in step:
-                continue
-            for name in parts:
-                part = field(config, name)
+            for part in (field(config, name) for name in parts if word in step):
                 if part is not None and not isinstance(part, str | int | float | bool):
                     return part
     text = field(config, "text_config")

@@ -1,8 +1,8 @@
-"""What a model says about its attention: the scale, the soft-cap, a QK-norm.
+"""Read what a model says about its attention: the scale, the soft-cap, a QK-norm.
 
 A configuration says it outright, and a published architecture by its name. An attribute such as `self.scale` may be
 a multiplier, a divisor or a fourth root given to both query and key, and it may be the very mistake that is looked
-for; `Authority` keeps these apart.
+for; `Authority` tells these apart.
 """
 
 from dataclasses import dataclass
@@ -10,29 +10,16 @@ from enum import IntEnum
 
 from torch import nn
 
-from attnscale.declared.architectures import architecture_scale
-from attnscale.declared.attributes import (
-    attribute_by_layer,
-    attribute_qk_norm,
-    attribute_rule,
-    attribute_scale,
-    attribute_softcap,
-)
-from attnscale.declared.configuration import (
-    config_at,
-    configured_qk_norm,
-    configured_scale,
-    configured_softcap,
-    rotary_factor,
-)
-from attnscale.declared.folded import folded_factor
-from attnscale.declared.parents import Parents, attentions_among, parents_of
+from attnscale.declared import attributes, configuration
+from attnscale.declared.fields import QK_NORM_FLAGS, Parents, attentions_among, field, parents_of
+
+FOLDED = "_attnscale_folded"  # travels with the module when it is copied or pickled, not in its state_dict
 
 
 class Authority(IntEnum):
     """How much a declared scale weighs."""
 
-    NONE = 0  # nothing is said
+    NONE = 0  # nothing is declared
     ATTRIBUTE = 1  # a number that may mean the scale: it excuses what it matches, and accuses of nothing
     NAMED = 2  # a number that can only mean the scale: what is not applied was ignored, but it may itself be wrong
     CONFIGURED = 3  # a configuration, a published architecture or a rule: whatever it says is a choice
@@ -40,7 +27,7 @@ class Authority(IntEnum):
 
 @dataclass(frozen=True)
 class Declared:
-    """None where nothing is said; `source` names the field, as in `config.query_pre_attn_scalar`."""
+    """What a model declares, None where it says nothing; `source` names the field: `config.query_pre_attn_scalar`."""
 
     scale: float | None = None
     scale_source: str = ""
@@ -63,35 +50,52 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     (0.125, 'attn.scale')
     """
     parents = parents_of(model, path)
-    config, around = config_at(parents), attentions_among(parents)
-    scale, scale_source, readings, authority = _scale(config, parents, around, head_dim)
-    softcap, softcap_source = configured_softcap(config, path) or attribute_softcap(around) or (None, "")
-    qk_norm_source = configured_qk_norm(config, parents) or attribute_qk_norm(around) or ""
+    configs, around = configuration.configs_at(parents), attentions_among(parents)
+    scale, scale_source, readings, authority = _scale(configs, parents, around, head_dim)
+    softcaps = configuration.configured_softcap(configs, path), attributes.attribute_softcap(around)
+    softcap, softcap_source = softcaps[0] or softcaps[1] or (None, "")
+    qk_norm_source = _qk_norm_source(configs, around)
+    folded = getattr(parents[0][1], FOLDED, None) if parents else None
     return Declared(
         scale, scale_source, softcap, softcap_source, bool(qk_norm_source), qk_norm_source, readings, authority,
-        folded_factor(parents),
+        folded if isinstance(folded, float) else None,
     )  # fmt: skip
 
 
+def _qk_norm_source(configs: list[configuration.Config], around: Parents) -> str:
+    """Return the flag that turns a QK-norm on; a norm that was built is watched, not read here.
+
+    Published architectures are not held to it: Llama 4 normalises the layers with rotary embedding only, and its
+    flag is the model's, not the layer's.
+    """
+    is_published = bool(around) and type(around[0][1]).__module__.startswith("transformers.")
+    holders = [*(() if is_published else configs), *around]
+    flags = ((prefix, name) for prefix, holder in holders for name in QK_NORM_FLAGS if field(holder, name) is True)
+    return next((f"{prefix}.{name}" if prefix else name for prefix, name in flags), "")
+
+
+def note_folded(module: nn.Module, factor: float) -> None:
+    """Note that the queries and keys that a module makes were multiplied, together, by this factor."""
+    setattr(module, FOLDED, getattr(module, FOLDED, 1.0) * factor)
+
+
 def _scale(
-    config: object | None, parents: Parents, around: Parents, head_dim: int
+    configs: list[configuration.Config], parents: Parents, around: Parents, head_dim: int
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
-    stretch, usual = rotary_factor(config), head_dim**-0.5
+    stretch, usual = configuration.rotary_factor(configs), head_dim**-0.5
     stretched = (usual * stretch,) if stretch != 1.0 else ()
-    said = (
-        configured_scale(config, parents, head_dim)
-        or architecture_scale(config, around, head_dim)
-        or attribute_by_layer(around, parents, head_dim)
+    configured = configuration.configured_scale(configs, parents, head_dim) or configuration.architecture_scale(
+        configs, around, head_dim
     )
-    if said:
-        scale, source = said
+    if configured:
+        scale, source = configured
         return scale, source, (scale, scale * stretch), Authority.CONFIGURED
-    chosen = attribute_rule(around, head_dim)
-    if chosen:
-        value, source = chosen
+    rule = attributes.attribute_rule(around, head_dim)
+    if rule:
+        value, source = rule
         return value, source, () if value is None else (value,), Authority.CONFIGURED
-    found = attribute_scale(around, head_dim)
+    found = attributes.attribute_scale(around, head_dim)
     if found is None:
         return None, "", stretched, Authority.NONE
-    authority = Authority.NAMED if found.can_only_be_the_scale else Authority.ATTRIBUTE
+    authority = Authority.NAMED if found.is_surely_the_scale else Authority.ATTRIBUTE
     return found.scale, found.source, found.readings + stretched, authority

@@ -1,12 +1,16 @@
-"""One field of a module or of a configuration, whether that is an object or a mapping."""
+"""Where a model says something of its attention: modules from the inside out, and the fields of what they hold."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-# Where a QK-norm is turned on, in a configuration and in a module alike.
+from attnscale.module_paths import modules_by_path
+
+Parents = list[tuple[str, nn.Module]]  # a module and those that hold it, nearest first, with their paths
+# Fields that turn a QK-norm on, in a configuration and in a module alike.
 QK_NORM_FLAGS = (
     "use_qk_norm", "qk_norm", "qk_layernorm", "qk_layer_norm", "use_qk_layernorm", "qk_layer_norms", "normalize_qk",
     "qk_normalization",
@@ -14,12 +18,12 @@ QK_NORM_FLAGS = (
 
 
 def field(holder: object, name: str) -> Any:
-    """The field of this name; None where there is none."""
+    """Return the field of this name, of an object or a mapping; None where there is none."""
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
 def number(holder: object, name: str) -> float | None:
-    """A field that is one finite number, also as a tensor of one element."""
+    """Return a field that is one finite number, also as a tensor of one element; None where it is anything else."""
     value = field(holder, name)
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and not value.is_meta:
         value = value.item()
@@ -28,13 +32,40 @@ def number(holder: object, name: str) -> float | None:
     return float(value)
 
 
-def qk_norm_flag(holder: object) -> str | None:
-    """The flag that turns a QK-norm on. A norm that was built is watched, not read here."""
-    return next((name for name in QK_NORM_FLAGS if field(holder, name) is True), None)
+def positive(holder: object, name: str) -> float | None:
+    """Return a field that is one positive number."""
+    value = number(holder, name)
+    return value if value is not None and value > 0 else None
 
 
 def field_names(holder: object) -> list[str]:
-    """The names of all fields, in order."""
+    """Return the names of all fields, in order."""
     if isinstance(holder, Mapping):
         return sorted(map(str, holder))
     return sorted({*getattr(holder, "__dict__", {}), *getattr(holder, "__dataclass_fields__", {})})
+
+
+def parents_of(model: nn.Module, path: str) -> Parents:
+    """Return the module at `path` and all that hold it, up to the model, as far as the path leads."""
+    modules, parts = modules_by_path(model), path.split(".") if path else []
+    names = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return [(name, modules[name]) for name in names if name in modules]
+
+
+def attentions_among(parents: Parents) -> Parents:
+    """Return the module that computes the attention, and its parents for as long as their class is an attention too."""
+    for depth, (_, module) in enumerate(parents):
+        kind = type(module).__name__.lower()
+        if depth and not ("attention" in kind or "attn" in kind):
+            return parents[:depth]
+    return parents
+
+
+def layer_index(parents: Parents) -> int | None:
+    """Return the number of a module's layer: its own `layer_idx`, else the last number of its path."""
+    for _, module in parents:
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            return index
+    numbers = re.findall(r"(?<![^.])\d+(?![^.])", parents[0][0])
+    return int(numbers[-1]) if numbers else None

@@ -7,7 +7,7 @@ from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
 from attnscale.diagnose.forecast import Crossing, Outlook, outlook
 from attnscale.diagnose.growth import Growth, growth
-from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.trained import is_trained
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from attnscale.diagnose.audit import Audit, diagnose, in_order
 from attnscale.diagnose.dropped import evaluation_findings
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.maturity import is_trained
 from attnscale.diagnose.modes import MODES, in_other_mode, mode_findings
 from attnscale.diagnose.tokens import with_tokens
+from attnscale.diagnose.trained import is_trained
 from attnscale.diagnose.unchecked import unchecked
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer

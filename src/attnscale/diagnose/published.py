@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from attnscale.rules.inverse_dim import MUP_BASE
 from attnscale.rules.log_length import SSMAX_S
+from attnscale.rules.mup import MUP_BASE
 from attnscale.rules.yarn import sharpening
 from attnscale.watching.layer import Layer
 

@@ -1,18 +1,30 @@
-"""The demo: two models alike to the last weight, one of which divides its scores by √d_k, learn the same thing."""
+"""The demo: two models with the same weights, one of which divides its scores by √d_k, learn the same task."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 from attnscale.diagnose import Audit, audit
-from attnscale.lab.shares import Shares, along, query_shares
+from attnscale.lab.outcomes import percent
 from attnscale.lab.tasks import Recall
-from attnscale.lab.threads import one_thread
-from attnscale.lab.training import HEADS, LAYERS, Schedule, Step, held_out_loss, seeded_model, training, without_alarms
-from attnscale.lab.twins import TwinRun, Twins
-from attnscale.lab.wording import percent
+from attnscale.lab.training import (
+    HEADS,
+    LAYERS,
+    GradientShares,
+    Schedule,
+    Step,
+    held_out_loss,
+    one_thread,
+    query_shares,
+    seeded_model,
+    share_points,
+    training,
+    without_alarms,
+)
+from attnscale.plain import plain
 from attnscale.theory import freezing_point
 from attnscale.train import Monitor
 from attnscale.train.record import Record
@@ -20,15 +32,56 @@ from attnscale.train.record import Record
 SCALES = {"scaled by 1/√d_k": "inverse_sqrt", "unscaled": "unscaled"}
 TASK = Recall(pairs=4, rounds=4, keys=8, values=8)
 RATE = 0.003
-EVERY = 10  # steps between two looks at the scores
-PULLED = 64  # sequences whose loss pulls at the queries before the first step
-LEARNED = 0.1  # nats: nine answers of ten right
-APART = 0.1  # nats between two losses that are worth calling different
+EVERY = 10  # steps between two records
+SEQUENCES = 64  # whose loss gives the gradient on the queries before the first step
+LEARNED = 0.1  # nats: nine answers of ten are right
+DIFFERENT = 0.1  # nats between two losses that count as different
+
+
+@dataclass(frozen=True)
+class TwinRun:
+    """One of the runs: its losses, the records of its monitor, and an audit of the model at the end."""
+
+    name: str  # the difference between the runs: "scaled by 1/√d_k"
+    losses: tuple[tuple[int, float], ...]  # (step, loss)
+    records: tuple[Record, ...] = ()
+    audit: Audit | None = None
+    received: tuple[tuple[float, float], ...] = ()  # (share of queries, smallest gradient first; share of the gradient)
+    held_out: float | None = None  # loss at the end on examples that no run trained on
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Training runs that differ in one setting, with a verdict and an explanation composed from their numbers."""
+
+    title: str
+    verdict: str
+    explanation: tuple[str, ...]  # paragraphs
+    runs: tuple[TwinRun, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; a loss that is not finite is None."""
+        runs = [
+            {
+                "name": run.name,
+                "losses": plain(run.losses),
+                "held_out": plain(run.held_out),
+                "received": plain(run.received),
+                "records": [record.to_dict() for record in run.records],
+                "findings": [asdict(finding) for finding in run.audit.findings] if run.audit is not None else [],
+            }
+            for run in self.runs
+        ]
+        return {
+            "title": self.title, "verdict": self.verdict, "explanation": list(self.explanation), "runs": runs,
+            "settings": dict(self.settings),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What is trained: heads of this size, for so many steps, from this seed."""
+    """Head dimension, number of training steps and seed."""
 
     head_dim: int = 128
     steps: int = 160
@@ -36,7 +89,7 @@ class Demo:
 
 
 class TwinTraining:
-    """Both twins in training."""
+    """Both models in training."""
 
     def __init__(self, demo: Demo) -> None:
         self.demo = demo
@@ -47,10 +100,11 @@ class TwinTraining:
         self.losses: dict[str, list[tuple[int, float]]] = {name: [] for name in SCALES}
         self.records: dict[str, list[Record]] = {name: [] for name in SCALES}
         with one_thread():
-            self.received = {name: query_shares(model, TASK.held_out(PULLED))[0] for name, model in self.models.items()}
+            batch = TASK.held_out(SEQUENCES)
+            self.received = {name: query_shares(model, batch)[0] for name, model in self.models.items()}
 
     def steps(self) -> Iterator[dict[str, Step]]:
-        """Train both, a step of each at a time, on the same batches."""
+        """Train both on the same batches, one step of each at a time."""
         schedule = Schedule(self.demo.steps, RATE, seed=self.demo.seed)
         runs = {
             name: training(model, TASK, schedule, Monitor(model, every=EVERY, rows=None))
@@ -65,7 +119,7 @@ class TwinTraining:
 
     @one_thread()
     def twins(self) -> Twins:
-        """What happened, and why."""
+        """Return the result, with its verdict and explanation."""
         batch = TASK.held_out(4).tokens
         held_out = {name: held_out_loss(model, TASK) for name, model in self.models.items()}
         runs = tuple(
@@ -74,7 +128,7 @@ class TwinTraining:
                 tuple(self.losses[name]),
                 tuple(self.records[name]),
                 _audited(model, batch),
-                tuple(zip(along(), self.received[name].curve, strict=True)),
+                tuple(zip(share_points(), self.received[name].curve, strict=True)),
                 held_out[name],
             )
             for name, model in self.models.items()
@@ -90,80 +144,76 @@ class TwinTraining:
 
     def _settings(self) -> dict[str, object]:
         return {
-            "model": f"{LAYERS} layers, {HEADS} heads of d_k {self.demo.head_dim}, rotary positions, the same first "
+            "model": f"{LAYERS} layers, {HEADS} heads of d_k {self.demo.head_dim}, rotary positions; the same first "
             "weights and batches",
-            "task": f"which of {TASK.values} values goes with this key: {TASK.pairs} pairs a sequence, told "
-            f"{TASK.rounds} times over",
+            "task": f"recall which of {TASK.values} values goes with a key: {TASK.pairs} pairs in each sequence, shown "
+            f"{TASK.rounds} times",
             "training": f"{self.demo.steps} steps of 16 sequences, Adam at {RATE:g}, seed {self.demo.seed}",
-            "measured": f"every row of every head, every {EVERY} steps; before the first step, the gradient of "
-            f"{PULLED} unseen sequences on the first layer's queries, on all of which their loss depends",
+            "scores": f"every row of every head, every {EVERY} steps",
+            "gradient": f"on the first layer's queries before the first step, from {SEQUENCES} held-out sequences",
             "loss of guessing any value": TASK.chance,
-            "loss of guessing among those told": math.log(TASK.pairs),
+            "loss of guessing a value of the sequence": math.log(TASK.pairs),
         }
 
 
 def _next_of(runs: dict[str, Iterator[Step]]) -> dict[str, Step]:
-    """A step of each run that goes on; between two of them torch has its threads."""
-    with without_alarms(), one_thread():
+    with without_alarms(), one_thread():  # between two steps torch has its threads back
         return {name: step for name, run in runs.items() if (step := next(run, None)) is not None}
-
-
-def verdict(scaled: float, unscaled: float) -> str:
-    """What the losses on unseen sequences say, whichever way they fell."""
-    if not math.isfinite(unscaled) and math.isfinite(scaled):
-        return f"Without 1/√d_k training broke down; with it the loss is {scaled:.3g}."
-    if scaled < LEARNED <= unscaled - APART:
-        return f"With 1/√d_k the model learned the task (loss {scaled:.2g}); without it, it did not ({unscaled:.2f})."
-    if scaled < unscaled - APART:
-        return f"With 1/√d_k the loss came to {scaled:.2f}, without it only to {unscaled:.2f}."
-    if unscaled < scaled - APART:
-        return f"Here the unscaled model did better: {unscaled:.2f} against {scaled:.2f}."
-    return f"No difference here: {scaled:.2f} with 1/√d_k, {unscaled:.2f} without."
-
-
-def explanation(
-    demo: Demo, records: dict[str, list[Record]], received: dict[str, Shares], unscaled_loss: float
-) -> tuple[str, ...]:
-    """How the first scores, the softmax over them and the gradient explain it; every number is measured, and once."""
-    with_scale, without = SCALES
-    first = {name: own[0] for name, own in records.items()}
-    keys = 2 * TASK.pairs * TASK.rounds - 1
-    spread, entropy = (
-        {name: record.whole(number) for name, record in first.items()} for number in ("spread", "entropy_ratio")
-    )
-    side = "past" if spread[without] > freezing_point(keys) else "under"
-    paragraphs = [
-        f"Before the first step the unscaled scores spread by {spread[without]:.1f}, close to √{demo.head_dim}; "
-        f"divided by it they spread by {spread[with_scale]:.2f}. Softmax over {keys} keys freezes at √(2 ln {keys}) = "
-        f"{freezing_point(keys):.1f}: the unscaled model starts {side} it, its rows with an entropy of "
-        f"{entropy[without]:.0%} of a uniform row's, against {entropy[with_scale]:.0%}.",
-        on_gradient(received[with_scale], received[without]),
-    ]
-    if abs(unscaled_loss - math.log(TASK.pairs)) < APART:
-        paragraphs.append(
-            f"Its loss is about that of guessing among the {TASK.pairs} values that occur in a sequence: it learned "
-            "which values were told, and not which of them belongs to which key."
-        )
-    return tuple(paragraphs)
-
-
-def on_gradient(scaled: Shares, unscaled: Shares) -> str:
-    """Whether without a scale less gradient reaches the queries, or less evenly, as it was measured."""
-    times = unscaled.root_mean_square / scaled.root_mean_square
-    size = f"{times:.2g} times as large" if times >= 1 else f"only {times:.2g} times as large"
-    uneven = unscaled.quiet_half < scaled.quiet_half and unscaled.loud_tenth > scaled.loud_tenth
-    halves = (
-        f"the half of the queries that receives least has {percent(unscaled.quiet_half)} of it, against "
-        f"{scaled.quiet_half:.0%}, and the tenth that receives most {unscaled.loud_tenth:.0%}, against "
-        f"{scaled.loud_tenth:.0%}"
-    )
-    lead = "not gone, it is uneven" if times >= 1 and uneven else "less even" if uneven else "no less even"
-    return (
-        f"The gradient is {lead}. In root mean square what reaches the first layer's queries is {size} as with the "
-        f"scale; {halves}." + (" Few queries learn, and the others are carried along." if uneven else "")
-    )
 
 
 def _audited(model: torch.nn.Module, tokens: torch.Tensor) -> Audit:
     with torch.no_grad():
         return audit(model, tokens)
+
+
+def verdict(scaled: float, unscaled: float) -> str:
+    """Compare the held-out losses."""
+    if not math.isfinite(unscaled) and math.isfinite(scaled):
+        return f"With 1/√d_k the loss is {scaled:.3g}. Without it training broke down."
+    if scaled < LEARNED <= unscaled - DIFFERENT:
+        return f"With 1/√d_k the model learned the task (loss {scaled:.2g}). Without it, it did not ({unscaled:.2f})."
+    if scaled < unscaled - DIFFERENT:
+        return f"With 1/√d_k the loss is {scaled:.2f}, without it {unscaled:.2f}."
+    if unscaled < scaled - DIFFERENT:
+        return f"Here the unscaled model did better: loss {unscaled:.2f}, with 1/√d_k {scaled:.2f}."
+    return f"No difference here: loss {scaled:.2f} with 1/√d_k, {unscaled:.2f} without."
+
+
+def explanation(
+    demo: Demo, records: dict[str, list[Record]], received: dict[str, GradientShares], unscaled_loss: float
+) -> tuple[str, ...]:
+    """Explain the losses by the first scores, the softmax over them and the gradient."""
+    with_scale, without = SCALES
+    keys = 2 * TASK.pairs * TASK.rounds - 1
+    spread, entropy = (
+        {name: own[0].whole(number) for name, own in records.items()} for number in ("spread", "entropy_ratio")
+    )
+    side = "above" if spread[without] > freezing_point(keys) else "below"
+    paragraphs = [
+        f"Before the first step the unscaled scores have a spread of {spread[without]:.1f}, close to "
+        f"√{demo.head_dim}. Divided by √{demo.head_dim} it is {spread[with_scale]:.2f}. The critical spread over "
+        f"{keys} keys is √(2 ln {keys}) = {freezing_point(keys):.1f}: the unscaled model starts {side} it. Its mean "
+        f"row entropy is {entropy[without]:.0%} of the maximum; the scaled model's is {entropy[with_scale]:.0%}.",
+        on_gradient(received[with_scale], received[without]),
+    ]
+    if abs(unscaled_loss - math.log(TASK.pairs)) < DIFFERENT:
+        paragraphs.append(
+            f"The unscaled model's loss is about that of guessing among the {TASK.pairs} values of the sequence: it "
+            "learned which values occur, but not which value belongs to which key."
+        )
+    return tuple(paragraphs)
+
+
+def on_gradient(scaled: GradientShares, unscaled: GradientShares) -> str:
+    """Compare how much gradient reaches the queries, and how evenly."""
+    times = unscaled.root_mean_square / scaled.root_mean_square
+    uneven = unscaled.lower_half < scaled.lower_half and unscaled.top_tenth > scaled.top_tenth
+    lead = f"{'larger' if times >= 1 else 'smaller'} without the scale"
+    lead += f", {'but' if times >= 1 else 'and'} shared less evenly" if uneven else ", and shared as evenly"
+    return (
+        f"The gradient that reaches the first layer's queries is {lead}. Its root mean square is {times:.2g} times "
+        f"that with the scale. The half of the queries that receives least has {percent(unscaled.lower_half)} of it, "
+        f"with the scale {scaled.lower_half:.0%}; the tenth that receives most has {unscaled.top_tenth:.0%}, with the "
+        f"scale {scaled.top_tenth:.0%}."
+        + (" Adam cancels the size of a gradient, not its unevenness." if uneven else "")
+    )

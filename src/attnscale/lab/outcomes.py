@@ -1,21 +1,102 @@
-"""Outcomes: the cells of an experiment, to be asked for bands and curves."""
+"""The outcomes of an experiment's cells: means over seeds with their intervals, comparisons, and how to say them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from attnscale.lab.bands import LEVEL, Band, Factors, band
-from attnscale.lab.cell import Outcome, Setting, Settings
-from attnscale.lab.result import Check, Curve, column
+import numpy as np
 
-# That any of the curves compared together is outside its band though the theory is right. Ten experiments with 5%
-# each would raise a false alarm in every third round.
+from attnscale.lab.experiment import Outcome, Setting, Settings
+from attnscale.lab.result import Check, Curve, Table, column, expected_curve
+
+LEVEL = 0.95
+# Chance that a check of several curves fails although the theory is right. With 5% for each of ten experiments, one
+# in three complete runs would report a false failure.
 CHANCE = 0.01
+NEGLIGIBLE = 0.1  # nats: about what a factor of three in the learning rate costs near the best one (growth)
+WORSE, BETTER, ALIKE, UNDECIDED = "worse", "better", "no difference", "undecided"
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean over independent seeds with its 95% interval, mean ± margin; the margin of one seed is infinite."""
+
+    mean: float
+    margin: float
+    seeds: int
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.mean - self.margin
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.mean + self.margin
+
+    def contains(self, value: float) -> bool:
+        """Return True if the value lies in the interval."""
+        return self.low <= value <= self.high
+
+    def __format__(self, form: str) -> str:
+        """Format the mean as asked, followed by the margin."""
+        form = form or ".3g"
+        if math.isinf(self.margin):
+            return f"{self.mean:{form}} (one seed)"
+        return f"{self.mean:{form}} ± {self.margin:{'.1%' if form.endswith('%') else '.2g'}}"
+
+    def __str__(self) -> str:
+        return format(self, "")
+
+
+def band(values: Iterable[float], points: int = 1) -> Band:
+    """Return the mean and its interval; with `points`, 95% of the time all of that many intervals are right.
+
+    >>> print(band([1.0, 2.0, 3.0]))
+    2 ± 2.5
+    """
+    sample = np.fromiter(values, dtype=np.float64)
+    seeds = len(sample)
+    if seeds == 0 or not np.isfinite(sample).all():
+        return Band(math.nan, math.nan, seeds)
+    if seeds == 1:
+        return Band(float(sample[0]), math.inf, 1)
+    error = float(sample.std(ddof=1)) / math.sqrt(seeds)
+    return Band(float(sample.mean()), student_quantile(seeds - 1, 1 - (1 - LEVEL) / points) * error, seeds)
+
+
+@lru_cache
+def student_quantile(freedom: int, level: float = LEVEL) -> float:
+    """Return the t with a share `level` of Student's distribution between −t and t.
+
+    >>> round(student_quantile(2), 3), round(student_quantile(1000), 3)
+    (4.303, 1.962)
+    """
+    low, high = 0.0, math.pi / 2  # of the angle θ, with t = √ν tan θ
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_share(middle, freedom) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(high)
+
+
+def _student_share(angle: float, freedom: int) -> float:
+    # Abramowitz & Stegun 26.7.3 and 26.7.4
+    power = freedom % 2
+    term, total = math.cos(angle) ** power, 0.0
+    while power <= freedom - 2:
+        total += term
+        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+        power += 2
+    share = math.sin(angle) * total
+    return 2 / math.pi * (angle + share) if freedom % 2 else share
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Pairs of settings and what came of them, in the order of the grid."""
+    """Pairs of settings and outcome, in the order of the grid."""
 
     cells: Sequence[tuple[Settings, Outcome]]
 
@@ -26,28 +107,32 @@ class Outcomes:
         return len(self.cells)
 
     def where(self, **settings: Setting) -> "Outcomes":
-        """The cells with these settings."""
+        """Return the cells with these settings."""
         wanted = settings.items()
         return Outcomes([cell for cell in self.cells if all(cell[0][name] == value for name, value in wanted)])
 
     def values(self, setting: str) -> list[Any]:
-        """What a setting was set to, each value once, in the order of the grid."""
+        """Return each value of a setting once, in the order of the grid."""
         return list(dict.fromkeys(own[setting] for own, _ in self.cells))
 
     def samples(self, measure: str, **settings: Setting) -> list[float]:
-        """A measured number, once a seed."""
+        """Return a measured number of every cell with these settings."""
         return [float(found[measure]) for _, found in self.where(**settings)]
 
+    def count(self, measure: str) -> int:
+        """Return in how many cells a measure is true."""
+        return sum(bool(found[measure]) for _, found in self)
+
     def band(self, measure: str, *, points: int = 1, **settings: Setting) -> Band:
-        """The mean of a number over seeds, with its band."""
+        """Return the mean of a number over seeds, with its interval."""
         return band(self.samples(measure, **settings), points)
 
     def difference(self, measure: str, one: Settings, other: Settings, *, points: int = 1, **settings: Setting) -> Band:
-        """How much larger a number is under some settings than under others, seed by seed."""
+        """Return how much larger a number is under `one` than under `other`, paired by seed."""
         return band((first - second for first, second in self._pairs(measure, one, other, settings)), points)
 
     def ratio(self, measure: str, one: Settings, other: Settings, *, points: int = 1, **settings: Setting) -> Band:
-        """How many times as large a number is under some settings as under others, seed by seed."""
+        """Return how many times as large a number is under `one` as under `other`, paired by seed."""
         return band((first / second for first, second in self._pairs(measure, one, other, settings)), points)
 
     def _pairs(self, measure: str, one: Settings, other: Settings, settings: Settings) -> list[tuple[float, float]]:
@@ -57,60 +142,163 @@ class Outcomes:
         )
         return [(first[seed], second[seed]) for seed in first if seed in second]
 
+    def exponent(self, measure: str, along: str) -> Band:
+        """Return the power of a setting that a number follows, fitted seed by seed."""
+        return band(
+            float(np.polyfit(np.log(own.values(along)), np.log(own.samples(measure)), 1)[0])
+            for own in (self.where(seed=seed) for seed in self.values("seed"))
+        )
+
     def curve(self, name: str, x: str, y: str, **settings: Setting) -> Curve:
-        """A number against a setting, with bands over seeds."""
+        """Return a number against a setting, with intervals over seeds."""
         own = self.where(**settings)
         along: list[Any] = own.values(x)
         return banded(name, along, [own.band(y, **{x: value}) for value in along])
 
+    def curves(
+        self, x: str, y: str, by: str, *, names: Mapping[Any, str] | None = None,
+        theory: Callable[[Any, Any], float] | None = None,
+    ) -> tuple[Curve, ...]:  # fmt: skip
+        """Return a curve for each value of the setting `by`, followed by theory(value, x) if there is one."""
+        found = []
+        for value in self.values(by):
+            own, name = self.where(**{by: value}), names[value] if names else str(value)
+            found.append(own.curve(name, x, y))
+            if theory is not None:
+                found.append(expected_curve(name, own.values(x), [theory(value, at) for at in own.values(x)]))
+        return tuple(found)
+
+    def table(self, title: str, settings: Mapping[str, str], measures: Mapping[str, str]) -> Table:
+        """Return the means of measures, a row for each combination of settings; both map names to headings."""
+        rows = []
+        for combination in dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self):
+            own = self.where(**dict(zip(settings, combination, strict=True)))
+            rows.append((*combination, *(own.band(name).mean for name in measures)))
+        return Table(title, (*settings.values(), *measures.values()), tuple(rows))
+
     def series(self, name: str, x: Sequence[float], measure: str, **settings: Setting) -> Curve:
-        """A list of numbers that every cell has, against x, with bands over seeds."""
+        """Return a list of numbers that every cell has, against x, with intervals over seeds."""
         lists = [found[measure] for _, found in self.where(**settings)]
         return banded(name, x, [band(values) for values in zip(*lists, strict=True)])
 
-    def agrees(
-        self, measure: str, expected: Mapping[Any, float], along: str, curves: int = 1, **settings: Setting
-    ) -> list[Setting]:
-        """The values of the setting `along` at which a band does not hold what was expected: none, if all agree.
-
-        The bands hold together, at all points of this curve and of as many others as are compared beside it.
-        """
-        bands = self._bands(measure, expected, along, curves, settings)
-        return [value for value, found in bands.items() if not found.holds(expected[value])]
-
     def check(
-        self,
-        statement: str,
-        measure: str,
-        expected: Mapping[Any, float],
-        along: str,
-        curves: int = 1,
+        self, statement: str, measure: str, expected: Mapping[Any, float], along: str, curves: int = 1,
         **settings: Setting,
-    ) -> Check:
-        """Whether a curve agrees with what was expected; one seed has no band, and shows nothing."""
-        bands = self._bands(measure, expected, along, curves, settings)
+    ) -> Check:  # fmt: skip
+        """Check that a curve agrees with theory, as one of `curves` that are checked together."""
+        own, points = self.where(**settings), round(len(expected) * curves * (1 - LEVEL) / CHANCE)
+        bands = {value: own.band(measure, points=points, **{along: value}) for value in expected}
         seeds = min(found.seeds for found in bands.values())
         if seeds < 2:
-            return Check(statement, False, "cannot be told from one seed, which has no band; run two or more")
-        amiss = [value for value, found in bands.items() if not found.holds(expected[value])]
-        has_zero = not all(expected.values())  # of which nothing is a share
-        units = {value: 1.0 if has_zero else abs(own) for value, own in expected.items()}
+            return Check(statement, None, "one seed has no interval; run two or more")
+        outside = [value for value, found in bands.items() if not found.contains(expected[value])]
+        is_share = all(expected.values())  # no difference is a share of zero
+        units = {value: abs(own) if is_share else 1.0 for value, own in expected.items()}
+        form = ".2%" if is_share else ".2g"
         off = max(abs(found.mean - expected[value]) / units[value] for value, found in bands.items())
-        wide = max(found.half / units[value] for value, found in bands.items())
-        sizes = (f"{off:.2g}", f"{wide:.2g}") if has_zero else (f"{off:.2%}", f"{wide:.2%}")
-        inside = f"{len(bands) - len(amiss)} of {len(bands)} points inside their bands over {seeds} seeds"
-        outside = f"; outside at {along} = {', '.join(map(str, amiss))}" if amiss else ""
-        evidence = f"{inside}; off by at most {sizes[0]}, bands ±{sizes[1]} or less{outside}"
-        return Check(statement, not amiss, evidence)
-
-    def _bands(
-        self, measure: str, expected: Mapping[Any, float], along: str, curves: int, settings: Settings
-    ) -> dict[Any, Band]:
-        own, points = self.where(**settings), round(len(expected) * curves * (1 - LEVEL) / CHANCE)
-        return {value: own.band(measure, points=points, **{along: value}) for value in expected}
+        widest = max(found.margin / units[value] for value, found in bands.items())
+        evidence = (
+            f"{len(bands) - len(outside)} of {len(bands)} points within their intervals over {seeds} seeds; largest "
+            f"difference {off:{form}}, widest interval ±{widest:{form}}"
+        )
+        return Check(
+            statement, not outside, evidence + (f"; outside at {along} = {_listed(outside)}" if outside else "")
+        )
 
 
-def banded(name: str, x: Sequence[float], bands: Sequence[Band | Factors]) -> Curve:
-    """Means against x, with their bands."""
+def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
+    """Return means against x, with their intervals."""
     mean, low, high = (column([getattr(found, part) for found in bands]) for part in ("mean", "low", "high"))
     return Curve(name, tuple(map(float, x)), mean, low, high)
+
+
+def is_below_zero(difference: Band) -> bool | None:
+    """Return None if the interval contains zero, or is not known."""
+    return True if difference.high < 0 else False if difference.low > 0 else None
+
+
+def verdict(difference: Band) -> str:
+    """Return whether a loss is worse, better, not different or undecided, from its difference to another.
+
+    >>> [verdict(Band(mean, 0.03, 8)) for mean in (0.2, -0.2, 0.02, 0.09)]
+    ['worse', 'better', 'no difference', 'worse']
+    >>> verdict(Band(0.2, 0.3, 8))
+    'undecided'
+    """
+    if difference.low > 0:
+        return WORSE
+    if difference.high < 0:
+        return BETTER
+    return ALIKE if difference.low >= -NEGLIGIBLE and difference.high <= NEGLIGIBLE else UNDECIDED
+
+
+def verdicts(differences: Mapping[str, Band]) -> str:
+    """Group names by verdict.
+
+    >>> verdicts({"8": Band(0.01, 0.02, 8), "32": Band(0.0, 0.01, 8), "128": Band(0.2, 0.03, 8)})
+    'no difference at 8, 32 (at most 0.03), worse at 128 (+0.2 ± 0.03)'
+    """
+    groups: dict[str, dict[str, Band]] = {}
+    for name, difference in differences.items():
+        groups.setdefault(verdict(difference), {})[name] = difference
+    parts = []
+    for word, group in groups.items():
+        if word == ALIKE:
+            most = max(max(abs(each.low), abs(each.high)) for each in group.values())
+            parts.append(f"{word} at {_listed(group)} (at most {most:.2g})")
+        else:
+            parts.append(f"{word} at " + ", ".join(f"{name} ({each:+.2g})" for name, each in group.items()))
+    return ", ".join(parts)
+
+
+def tally(checks: Sequence[Check]) -> str:
+    """Count the checks that pass, and name the others.
+
+    >>> tally([Check("a", True, ""), Check("b", False, ""), Check("c", None, "")])
+    '1 of 3 checks pass. Failed: b. Undecided: c.'
+    """
+    passed = sum(check.holds is True for check in checks)
+    others = ""
+    for word, holds in (("Failed", False), ("Undecided", None)):
+        named = [check.statement for check in checks if check.holds is holds]
+        others += f" {word}: {'; '.join(named)}." if named else ""
+    return f"{'All' if not others else f'{passed} of'} {len(checks)} checks pass.{others}"
+
+
+def ranging(values: Iterable[float], digits: int = 3) -> str:
+    """Write the range of some numbers.
+
+    >>> ranging([1.001, 1.002]), ranging([2.0, 0.5])
+    ('1', '0.5 to 2')
+    """
+    sample = list(values)
+    low, high = (f"{end(sample):.{digits}g}" for end in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def times(ratio: Band) -> str:
+    """Write a ratio, and that it is no difference if its interval contains one.
+
+    >>> times(Band(2.0, 0.1, 8)), times(Band(1.1, 0.2, 8))
+    ('2 ± 0.1 times', 'no difference (1.1 ± 0.2 times)')
+    """
+    size = f"{ratio:.3g} times"
+    return f"no difference ({size})" if ratio.contains(1.0) else size
+
+
+def percent(share: float) -> str:
+    """Write a share with one decimal, or with one digit if that would show zero.
+
+    >>> percent(0.614), percent(0.0002374)
+    ('61.4%', '0.02%')
+    """
+    return f"{share:.1%}" if share == 0 or share >= 0.0005 else f"{100 * share:.1g}%"
+
+
+def diverged_sentence(outcomes: Outcomes) -> str:
+    """Say how many runs diverged."""
+    return f"{outcomes.count('diverged') or 'None'} of {len(outcomes)} runs diverged."
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

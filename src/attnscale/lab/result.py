@@ -1,4 +1,4 @@
-"""Result: what an experiment found, as tables, plots and checks that terminal, page and JSON all show."""
+"""The result of an experiment: checks, tables and plots that the terminal, the page and JSON show."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ Value = str | float | int | bool | None
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns; numbers stay numbers, for whoever shows them to round."""
+    """Rows under named columns; numbers are rounded when they are shown."""
 
     title: str
     columns: tuple[str, ...]
@@ -20,7 +20,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """y against x; a band where there is one, over seeds; a prediction where no run was needed for it."""
+    """y against x, with intervals over seeds if measured; `is_theory` marks a prediction."""
 
     name: str
     x: tuple[float, ...]
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over one pair of axes, and in one line what to notice."""
+    """Curves over one pair of axes; `notice` says in one line what to look at."""
 
     title: str
     x_label: str
@@ -45,7 +45,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """values[row][column], coloured; from `low` to `high` where several are to be compared, else over what there is."""
+    """Coloured values[row][column]; `low` and `high` fix the colours where several maps are compared."""
 
     title: str
     x_label: str
@@ -60,16 +60,16 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing the theory or a source says, beside what was measured."""
+    """A statement of theory or of a source, compared with a measurement."""
 
     statement: str
-    holds: bool
+    holds: bool | None  # None: undecided, the measurement is not precise enough
     evidence: str
 
 
 @dataclass(frozen=True)
 class Result:
-    """Everything an experiment has to say. The conclusion is composed from the numbers."""
+    """Everything that an experiment found; the conclusion is composed from the numbers."""
 
     experiment: str
     question: str
@@ -77,15 +77,20 @@ class Result:
     checks: tuple[Check, ...]
     tables: tuple[Table, ...]
     plots: tuple[Plot | Heatmap, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what it was run with, versions and seconds included
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, with versions and seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; each plot says its kind."""
+        """Return plain values for JSON; each plot names its kind."""
         plots = [{"kind": type(plot).__name__.lower(), **asdict(plot)} for plot in self.plots]
         found: dict[str, Any] = plain({**asdict(self), "plots": plots})
         return found
 
 
 def column(values: Sequence[float]) -> tuple[float | None, ...]:
-    """Numbers for a curve or a table: None where one is not finite, which JSON has no word for."""
+    """Return numbers for a curve or a table, with None for those that are not finite, which JSON cannot write."""
     return tuple(finite(float(value)) for value in values)
+
+
+def expected_curve(name: str, x: Sequence[float], y: Sequence[float]) -> Curve:
+    """Return the prediction that belongs to the measured curve of this name."""
+    return Curve(f"{name}, expected", tuple(map(float, x)), column(y), is_theory=True)

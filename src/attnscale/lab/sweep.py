@@ -1,35 +1,46 @@
-"""A sweep: every cell of an experiment that is not done yet, on any executor; the sweep can stop at any moment."""
+"""Sweeps: run the cells of an experiment on any executor, keep each in a file, and continue an interrupted run."""
 
-import os
+import json
 import platform
-import secrets
-from collections import Counter
-from collections.abc import Callable, Iterable
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
 from attnscale import __version__
-from attnscale.errors import AttnscaleError
-from attnscale.lab.cell import Cell
-from attnscale.lab.experiment import Experiment
+from attnscale.errors import AttnscaleError, DamagedFileWarning, SettingError
+from attnscale.files import read_whole, write_whole
+from attnscale.lab.experiment import Cell, Experiment, Outcome
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.outcomes import Outcomes
 from attnscale.lab.result import Result
-from attnscale.lab.running import SweepError, run_stored
-from attnscale.lab.store import Store, Stored
+from attnscale.lab.training import one_thread
 
-ONE_SEED = (
-    "One seed has no bands, so nothing here is told from chance: the tables show what it gave. Two seeds or more make "
-    "a conclusion."
-)
-PATIENCE = 2.0  # seconds without a cell done, after which it is told who holds one
+MOST_BYTES = 2**27  # of a cell's file: a thousand times the largest
+POLL = 0.02  # seconds between two looks at the tasks that run
+ONE_SEED = "One seed has no interval, so it decides nothing; the tables show its numbers. Run two seeds or more."
+INTERVALS = "95% interval of the mean over seeds, by Student's t"
 Progress = Callable[[int, int], None]  # cells done, cells in all
+
+
+class SweepError(AttnscaleError):
+    """A cell failed, or the process that ran it died."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Outcome of a cell, and the seconds it took."""
+
+    outcome: Outcome
+    seconds: float
 
 
 def sweep(
@@ -42,27 +53,25 @@ def sweep(
     device: str = "cpu",
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
-    tell: Callable[[str], None] = lambda sentence: None,
 ) -> Result:
-    """Run what is missing, and say what all of it shows. Cells that are done are read, never run again.
+    """Run the cells that are not in the folder yet, and conclude from all of them.
 
-    Where it waits for cells that another sweep of the same folder is running, it says so, and for whom.
+    The executor is one of concurrent.futures, or any object whose submit() returns what has done(), result() and
+    cancel(), such as submitit's executors and a Dask client.
 
-    Each cell is a task of the executor, unless the number of `tasks` to make of them is given.
+    Each cell is one task of the executor, unless the number of `tasks` to share them out to is given.
     """
     cells = experiment.cells(quick, seeds, device)
-    store = Store(folder)
-    done = {cell.digest: stored for cell in cells if (stored := store.read(cell)) is not None}
+    done = {cell.digest: stored for cell in cells if (stored := read_cell(folder, cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
     progress(len(done), len(cells))
-    for cell, stored in _run(missing, folder, executor, tasks or len(missing), tell):
-        if store.read(cell) is None:  # a worker with a disk of its own
-            store.write(cell, stored)
+    for cell, stored in _run(missing, folder, executor, tasks or len(missing)):
         done[cell.digest] = stored
         progress(len(done), len(cells))
     settings = {
         "quick": quick,
         "seeds": seeds if seeds is not None else (experiment.quick_seeds if quick else experiment.seeds),
+        "±": INTERVALS,
         "device": device if experiment.trains else "cpu",
         "cells": len(cells),
         "cell_seconds": sum(stored.seconds for stored in done.values()),
@@ -72,18 +81,16 @@ def sweep(
 
 
 def concluded(experiment: Experiment, done: Iterable[tuple[Cell, Stored]], settings: dict[str, Any]) -> Result:
-    """What the outcomes of all cells show."""
+    """Return the result that the outcomes of all cells give."""
     outcomes = Outcomes([(cell.settings, stored.outcome) for cell, stored in done])
     found = experiment.conclude(outcomes)
     if len(outcomes.values("seed")) == 1:
         found = replace(found, text=ONE_SEED)
-    return Result(
-        experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings
-    )  # fmt: skip
+    return Result(experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings)
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Return the versions that the numbers depend on."""
     return {
         "attnscale": __version__,
         "torch": torch.__version__,
@@ -92,51 +99,97 @@ def versions() -> dict[str, str]:
     }
 
 
-def _run(
-    cells: list[Cell], folder: Path, executor: Executor, tasks: int, tell: Callable[[str], None]
-) -> Iterable[tuple[Cell, Stored]]:
-    shares, whose = [cells[first::tasks] for first in range(min(tasks, len(cells)))], _name_of_this_sweep()
-    futures: dict[Future[list[Stored]], list[Cell]] = {
-        executor.submit(run_stored, folder, share, whose): share for share in shares
-    }
-    # Ctrl-C inside concurrent.futures.wait() may leave locks of futures held, and the executor waits for them at exit.
-    finished: SimpleQueue[Future[list[Stored]]] = SimpleQueue()
-    for future in futures:
-        future.add_done_callback(finished.put)
-    left, known = set(futures), {whose}
-    while left:
-        try:
-            future = finished.get(timeout=PATIENCE)
-        except Empty:
-            _tell_whom_it_waits_for([cell for future in left for cell in futures[future]], Store(folder), known, tell)
-            continue
-        left.discard(future)
-        yield from zip(futures[future], _outcomes(future), strict=True)
+def cell_path(folder: Path, cell: Cell) -> Path:
+    """Return the file of a cell, named by its configuration."""
+    return folder / f"{cell.experiment}-{cell.digest}.json"
 
 
-def _name_of_this_sweep() -> str:
-    return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(4)}"
-
-
-def _tell_whom_it_waits_for(cells: list[Cell], store: Store, known: set[str], tell: Callable[[str], None]) -> None:
-    """Name each other sweep that holds one of the cells, once."""
-    holders = Counter(holder for cell in cells if (holder := store.holder(cell)) is not None)
-    for holder, held in holders.items():
-        if holder not in known:
-            known.add(holder)
-            told = "a cell" if held == 1 else f"{held} cells"
-            tell(f"Waiting for {told} that {holder.rpartition(',')[0] or holder} is running in the same folder.")
-
-
-def _outcomes(future: "Future[list[Stored]]") -> list[Stored]:
+def read_cell(folder: Path, cell: Cell) -> Stored | None:
+    """Return a cell that is done, or None; a damaged file gives a warning and None."""
+    path = cell_path(folder, cell)
     try:
-        return future.result()
+        found = json.loads(read_whole(path, MOST_BYTES))
+        if found["settings"] != dict(cell.settings):
+            raise ValueError("settings of another cell")
+        return Stored(dict(found["outcome"]), float(found["seconds"]))
+    except FileNotFoundError:
+        return None
+    except SettingError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError):
+        warnings.warn(f"{path.name} is damaged. Its cell is run again.", DamagedFileWarning, stacklevel=2)
+        return None
+    except OSError as error:
+        raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
+
+
+def write_cell(folder: Path, cell: Cell, stored: Stored) -> None:
+    """Keep a cell: its file is complete or does not exist, also after a kill or a loss of power."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"Could not make the folder {folder}: {error.strerror or error}.") from None
+    write_whole(cell_path(folder, cell), json.dumps({**asdict(cell), **asdict(stored)}, ensure_ascii=False, indent=1))
+
+
+_ONE_CELL = threading.Lock()  # threads of a process share torch's random state and its number of threads
+
+
+def run_cell(cell: Cell) -> Stored:
+    """Compute a cell from its seed, on one thread: the same numbers on any worker, whatever runs beside it."""
+    run = EXPERIMENTS[cell.experiment].run
+    with _ONE_CELL, torch.random.fork_rng(), one_thread():
+        torch.manual_seed(int(cell.settings["seed"] or 0))
+        start = time.perf_counter()
+        outcome = run(**cell.settings)
+        return Stored(outcome, time.perf_counter() - start)
+
+
+def run_cells(folder: Path, cells: Sequence[Cell]) -> list[Stored]:
+    """Compute cells in a worker and keep each as soon as it is done."""
+    done = []
+    for cell in cells:
+        try:
+            stored = run_cell(cell)
+        except Exception as error:
+            raise SweepError(f"The cell {cell} failed: {type(error).__name__}: {error}") from error
+        write_cell(folder, cell, stored)
+        done.append(stored)
+    return done
+
+
+def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Iterator[tuple[Cell, Stored]]:
+    shares = [cells[first::tasks] for first in range(min(tasks, len(cells)))]
+    running = [(share, executor.submit(run_cells, folder, share)) for share in shares]
+    try:
+        while running:
+            still = []
+            for share, task in running:
+                if task.done():
+                    yield from _kept(folder, share, task)
+                else:
+                    still.append((share, task))
+            running = still
+            time.sleep(POLL if running else 0)
+    except BaseException:
+        for _, task in running:
+            task.cancel()
+        raise
+
+
+def _kept(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> Iterator[tuple[Cell, Stored]]:
+    try:
+        found = task.result()
     except BrokenProcessPool:
         raise SweepError(
-            "A worker process died (killed, or out of memory). Cells that are done are kept; run the same command to "
-            "go on, with fewer --jobs if memory was the reason."
+            "A worker process died: it was killed or ran out of memory. Finished cells are kept. Run the same command "
+            "to continue, with fewer --jobs if memory was the reason."
         ) from None
     except AttnscaleError:
         raise
     except Exception as error:
         raise SweepError(f"A task failed: {type(error).__name__}: {error}") from error
+    for cell, stored in zip(cells, found, strict=True):
+        if not cell_path(folder, cell).exists():  # the worker has a disk of its own
+            write_cell(folder, cell, stored)
+        yield cell, stored

@@ -1,23 +1,25 @@
-"""Training: one seeded run of a model on a task, step by step."""
+"""Training in the lab: seeded models and runs, their losses and scores, and how evenly queries receive gradient."""
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from attnscale.lab.tasks import Task
+from attnscale.lab.tasks import Batch, Task
 from attnscale.models import CausalTransformer
+from attnscale.models.transformer import CausalSelfAttention
+from attnscale.rules import get_rule
 from attnscale.train import Monitor, Record
 from attnscale.watching import watch
 
-WARM_UP = 0.1  # share of the steps over which the rate rises; a half cosine to zero follows
-LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; two layers are what recall needs
+WARM_UP = 0.1  # share of the steps over which the rate rises; half a cosine to zero follows
+LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; recall needs two layers
 HELD_OUT = 64  # examples
 CURVE_POINTS = 20
 SUMMARISED = ("std", "entropy_ratio", "gradient_gain")
@@ -25,11 +27,30 @@ OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda parameters, rate: Adam(parameters, rate, betas=(0.9, 0.95), fused=True),
     "sgd": lambda parameters, rate: SGD(parameters, rate, momentum=0.9),
 }
+SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread and flush denormal numbers to zero, and restore both settings afterwards.
+
+    Operations of such small models take microseconds; several threads would wait for each other, on busy cores for
+    whole time slices. Saturated rows have gradients that are denormal, which are ten times as slow.
+    """
+    half_of_the_smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny) / 2
+    threads, was_flushing = torch.get_num_threads(), not half_of_the_smallest_normal.item()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(was_flushing)
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, how fast, on how much; `seed` decides the batches."""
+    """Number of steps, learning rate, batch size and optimiser; `seed` decides the batches."""
 
     steps: int
     rate: float  # the highest
@@ -38,36 +59,42 @@ class Schedule:
     optimiser: str = "adam"
 
     def rate_at(self, step: int) -> float:
-        """A linear warm-up, then a half cosine to zero."""
+        """Return the rate of a step: a linear warm-up, then half a cosine to zero."""
         cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
         return self.rate * cosine * min(1.0, (step + 1) / (WARM_UP * self.steps))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is over; `record` tells the scores it was made with, where a monitor sampled it."""
+    """A step that is over, with the record of its scores if a monitor sampled it."""
 
     number: int
     loss: float  # of its batch, before the step
     record: Record | None = None
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether training can go on."""
-        return math.isfinite(self.loss)
-
 
 def seeded_model(vocabulary: int, seed: int, **shape: Any) -> CausalTransformer:
-    """The lab's model, drawn from a seed; the same weights whatever `scale` is, so that runs can be paired."""
+    """Draw the lab's model from a seed: the same weights for every `scale`, so that runs can be paired."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return CausalTransformer(vocabulary, **{"d_model": D_MODEL, "layers": LAYERS, "heads": HEADS, **shape})
 
 
-def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor | None = None) -> Iterator[Step]:
-    """Train, one step each time it is asked for the next; it ends early where the loss is not finite.
+def attentions_of(model: nn.Module) -> list[CausalSelfAttention]:
+    """List the attention modules of a lab's model, first layer first."""
+    return [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
 
-    Between two steps the model may be looked at or changed, as QK-Clip does with what the monitor saw.
+
+def swap_scale(model: nn.Module, scale: str) -> None:
+    """Give every attention of the model another scale, one of SCALES; its weights stay."""
+    for attention in attentions_of(model):
+        attention.scale = get_rule(SCALES[scale])
+
+
+def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor | None = None) -> Iterator[Step]:
+    """Train one step each time the next is asked for; end early if the loss is not finite.
+
+    The model may be measured or changed between two steps, as QK-Clip does.
 
     >>> from attnscale.lab.tasks import Recall
     >>> task = Recall(pairs=2)
@@ -91,7 +118,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
                 optimiser.zero_grad()
             step = Step(number, loss.item(), monitor.last if monitor is not None and is_sampled else None)
             yield step
-            if not step.is_finite:
+            if not math.isfinite(step.loss):
                 return
     finally:
         if monitor is not None:
@@ -100,7 +127,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that is over. Losses at start and end are of examples that no run trains on."""
+    """A finished run. Its losses at the start and the end are those of examples that no run trains on."""
 
     losses: tuple[float, ...]  # of each step's batch
     start: float
@@ -109,24 +136,23 @@ class Trained:
 
     @property
     def diverged(self) -> bool:
-        """Whether it ended no better than it began, or not with a number at all."""
+        """True if the loss at the end is not below that at the start, or is not a number."""
         return not self.end < self.start
 
     @property
     def final(self) -> float:
-        """The loss at the end; where there is none, that of the start, as if nothing had been learned."""
+        """Loss at the end; if it is not finite, the loss at the start."""
         return self.end if math.isfinite(self.end) else self.start
 
     def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
-        """Mean losses over equal parts of the run; parts that it did not reach count as `final`."""
-        parts = _parts(steps, points)
+        """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        means = (math.fsum(whole[step] for step in part) / len(part) for part in parts)
+        means = (math.fsum(whole[step] for step in part) / len(part) for part in _parts(steps, points))
         return [mean if math.isfinite(mean) else self.final for mean in means]
 
 
 def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
-    """The steps that a curve's points stand for: the middles of their parts."""
+    """Return the middle step of each part of a curve."""
     return [(part.start + part.stop - 1) / 2 for part in _parts(steps, points)]
 
 
@@ -140,21 +166,21 @@ def trained(
     task: Task,
     schedule: Schedule,
     monitor: Monitor | None = None,
-    between: Callable[[Step], None] = lambda step: None,
+    after_step: Callable[[Step], None] = lambda step: None,
 ) -> Trained:
-    """Train to the end; `between` is called after each step."""
+    """Train to the end."""
     start, losses, records = held_out_loss(model, task), [], []
     with without_alarms():
         for step in training(model, task, schedule, monitor):
             losses.append(step.loss)
             records += [step.record] if step.record is not None else []
-            between(step)
+            after_step(step)
     return Trained(tuple(losses), start, held_out_loss(model, task), tuple(records))
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, which a monitor leaves out."""
+    """Put the model in evaluation mode without gradients."""
     was_training = model.training
     model.eval()
     try:
@@ -165,13 +191,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def held_out_loss(model: nn.Module, task: Task, size: int = HELD_OUT) -> float:
-    """The loss on examples that no run trains on."""
+    """Return the loss on examples that no run trains on."""
     with evaluating(model):
         return float(task.held_out(size).to(next(model.parameters()).device).loss(model))
 
 
 def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[str, float]:
-    """Spread, entropy ratio and gradient gain of the scores on examples held out, means over heads; the largest."""
+    """Return spread, entropy ratio and 1 − Σp² on held-out examples as means over heads, and the largest score."""
     with evaluating(model), watch(model, rows=None) as seen:
         task.held_out(size).to(next(model.parameters()).device).loss(model)
     stats = [layer.stats for layer in seen.layers.values()]
@@ -181,7 +207,7 @@ def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[st
 
 @contextmanager
 def without_alarms() -> Iterator[None]:
-    """Log none of what a monitor warns of: here runs that go wrong are the subject."""
+    """Silence the warnings of a monitor: runs that go wrong are what experiments study."""
     logger = logging.getLogger("attnscale")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -189,3 +215,73 @@ def without_alarms() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class GradientShares:
+    """Size of the gradient that queries receive, and how evenly it is shared among them."""
+
+    root_mean_square: float
+    median: float
+    curve: tuple[float, ...]  # share of the gradient that the lowest 0%, 5%, …, 100% of the queries receive
+
+    @property
+    def evenness(self) -> float:
+        """Median over root mean square: 1 if all queries receive the same, near 0 if most receive almost nothing."""
+        return self.median / self.root_mean_square if self.root_mean_square else 0.0
+
+    @property
+    def lower_half(self) -> float:
+        """Share of the half that receives least: 0.5 if all receive the same."""
+        return self.curve[CURVE_POINTS // 2]
+
+    @property
+    def top_tenth(self) -> float:
+        """Share of the tenth that receives most: 0.1 if all receive the same."""
+        return 1 - self.curve[CURVE_POINTS - CURVE_POINTS // 10]
+
+
+def share_points() -> list[float]:
+    """Return the shares of queries that the points of a curve of shares stand for."""
+    return [point / CURVE_POINTS for point in range(CURVE_POINTS + 1)]
+
+
+def gradient_shares(sizes: Tensor) -> GradientShares:
+    """Summarise the norms of the gradients of many queries.
+
+    >>> gradient_shares(torch.ones(40)).lower_half, gradient_shares(torch.tensor([0.0] * 39 + [1.0])).top_tenth
+    (0.5, 1.0)
+    """
+    sizes = sizes.detach().double().flatten()
+    summed = torch.cat([sizes.new_zeros(1), sizes.sort().values.cumsum(0)])
+    at = torch.linspace(0, len(sizes), CURVE_POINTS + 1, dtype=torch.float64)
+    below, above = at.floor().long(), at.ceil().long()
+    curve = torch.lerp(summed[below], summed[above], at - below) / summed[-1].clamp(min=torch.finfo(torch.float64).tiny)
+    return GradientShares(sizes.square().mean().sqrt().item(), sizes.median().item(), tuple(curve.tolist()))
+
+
+def mean_shares(layers: Sequence[GradientShares]) -> GradientShares:
+    """Average over layers."""
+    return GradientShares(
+        math.fsum(layer.root_mean_square for layer in layers) / len(layers),
+        math.fsum(layer.median for layer in layers) / len(layers),
+        tuple(math.fsum(points) / len(layers) for points in zip(*(layer.curve for layer in layers), strict=True)),
+    )
+
+
+def query_shares(model: nn.Module, batch: Batch) -> list[GradientShares]:
+    """Measure, layer by layer, the gradient of the loss on a batch with respect to each query."""
+    attentions, queries = attentions_of(model), list[Tensor]()
+    hooks = [
+        attention.query.register_forward_hook(lambda module, args, output: queries.append(output))
+        for attention in attentions
+    ]
+    try:
+        loss = batch.loss(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [
+        gradient_shares(gradient.unflatten(-1, (attention.heads, attention.head_dim)).norm(dim=-1))
+        for gradient, attention in zip(torch.autograd.grad(loss, queries), attentions, strict=True)
+    ]

@@ -1,18 +1,17 @@
-"""MODEL, as a person names it -> a model with inputs, ready to run; nothing it brings is trusted."""
+"""Loading of models by name or path, with inputs to run them on; nothing that a model brings along is executed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attnscale.loading.offline import offline
-
 if TYPE_CHECKING:
-    from attnscale.loading.load import load_model
-    from attnscale.loading.loaded import Loaded, Request
+    from attnscale.loading.hub import offline
+    from attnscale.loading.load import Loaded, load_model
+    from attnscale.loading.request import Request
 
 __all__ = ["Loaded", "Request", "load_model", "offline"]
 
-# Loaded when first used, so that nonsense that was given to run a model on is refused without importing torch.
-_HOME = {"Loaded": "loaded", "Request": "loaded", "load_model": "load"}
+# Imported on first use: a request with bad input is refused before torch is imported.
+_HOME = {"Loaded": "load", "Request": "request", "load_model": "load", "offline": "hub"}
 
 
 def __getattr__(name: str) -> object:

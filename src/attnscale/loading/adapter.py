@@ -1,4 +1,4 @@
-"""PEFT adapters: the base they were trained on, with their weights put into it."""
+"""PEFT adapters: their weights put into the model that they were trained on."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -9,61 +9,58 @@ from typing import Any
 from torch import nn
 
 from attnscale.errors import ModelError
-from attnscale.loading.cache import is_name
-from attnscale.loading.config import disarmed, read_json, require_modest
-from attnscale.loading.huggingface import quiet
-from attnscale.loading.telling import telling
+from attnscale.loading.config import read_json, read_safe_json
+from attnscale.loading.hub import is_name
+from attnscale.loading.model_errors import as_model_error, quiet
 from attnscale.loading.weights import read_weights
 
 CONFIG = "adapter_config.json"
 NAMES = ("adapter_model.safetensors", "adapter_model.bin")
-RUNS = {"auto_mapping", "megatron_config", "runtime_config", "loftq_config", "eva_config", "corda_config"}
+# Fields that name other files, or that run something.
+UNSAFE = {"auto_mapping", "megatron_config", "runtime_config", "loftq_config", "eva_config", "corda_config"}
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, and not a model."""
+    """Return True for a folder that holds an adapter and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
-    """The name of the model that an adapter was trained on; a path in it is not followed."""
-    given = read_json(folder / CONFIG)
-    name = given.get("base_model_name_or_path") if isinstance(given, dict) else None
+    """Return the name of the model that an adapter was trained on; a path is refused."""
+    config = read_json(folder / CONFIG)
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(name, str) or not is_name(name):
         raise ModelError(
-            f"Expected the base of the adapter {folder} as --base FOLDER or org/name: its {CONFIG} names {name!r}, "
-            "which is no model's name."
+            f"The adapter {folder} names its base model as {name!r}, which is not a model's name. "
+            "Give the base with --base, as a folder or as org/name."
         )
     return name
 
 
-def put_on(model: nn.Module, folder: Path) -> nn.Module:
-    """The base with the adapter's weights, merged into it where its kind can be."""
+def apply_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """Return the model with the adapter's weights, merged if this kind of adapter can be."""
     if find_spec("peft") is None:
         raise ModelError(f"The adapter in {folder} needs the package peft: pip install peft.")
     weights = next((folder / name for name in NAMES if (folder / name).is_file()), None)
     if weights is None:
-        raise ModelError(f"Expected the adapter's weights in {folder} as {NAMES[0]}, and there are none.")
-    raw = disarmed(read_json(folder / CONFIG))
-    require_modest(raw, folder / CONFIG)
-    with quiet(), telling(f"put the adapter {folder} on its base"):
+        raise ModelError(f"Expected the weights of an adapter in {folder} as {NAMES[0]}, and there are none.")
+    raw = read_safe_json(folder / CONFIG)
+    with quiet(), as_model_error(f"put the adapter {folder} on its base"):
         peft: Any = import_module("peft")
-        config = _config(peft, raw, folder)
-        adapted: Any = peft.get_peft_model(model, config)
+        adapted: Any = peft.get_peft_model(model, _config_of(peft, raw, folder))
         found = peft.set_peft_model_state_dict(adapted, read_weights(weights))
-        if found.unexpected_keys:
-            raise ModelError(f"The adapter {folder} does not fit its base: no {found.unexpected_keys[0]!r} there.")
-        missing = [name for name in found.missing_keys if "lora_" in name]
-        if missing:
-            raise ModelError(f"The adapter {folder} does not fit its base: {missing[0]!r} is missing.")
+        faults = [f"the base has no {name!r}" for name in found.unexpected_keys]
+        faults += [f"{name!r} is missing" for name in found.missing_keys if "lora_" in name]
+        if faults:
+            raise ModelError(f"The adapter {folder} does not fit its base: {faults[0]}.")
         merged: nn.Module = adapted.merge_and_unload() if hasattr(adapted, "merge_and_unload") else adapted
         return merged
 
 
-def _config(peft: Any, raw: Any, folder: Path) -> Any:
-    kinds = {str(getattr(kind, "value", kind)): make for kind, make in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+def _config_of(peft: Any, raw: Any, folder: Path) -> Any:
+    kinds = {str(getattr(kind, "value", kind)): made for kind, made in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     kind = raw.get("peft_type") if isinstance(raw, dict) else None
     if kind not in kinds:
-        raise ModelError(f"Unknown peft_type {kind!r} in {folder / CONFIG}: peft {peft.__version__} has none such.")
-    known = {field.name for field in fields(kinds[kind]) if field.init} - RUNS
+        raise ModelError(f"Unknown peft_type {kind!r} in {folder / CONFIG}: peft {peft.__version__} does not have it.")
+    known = {field.name for field in fields(kinds[kind]) if field.init} - UNSAFE
     return kinds[kind](**{name: value for name, value in raw.items() if name in known} | {"inference_mode": True})

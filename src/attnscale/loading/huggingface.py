@@ -1,107 +1,106 @@
-"""A Hugging Face model from a folder or a config.json: transformers' own classes only, on a disarmed configuration."""
+"""Hugging Face models from a folder, a config.json or a GGUF file: only transformers' own classes, on a safe config."""
 
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import shutil
+import tempfile
+import weakref
+from contextlib import redirect_stderr
 from copy import deepcopy
 from importlib import import_module
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnscale.errors import ModelError
-from attnscale.loading.config import read_config
-from attnscale.loading.loaded import Request
-from attnscale.loading.memory import fits, require_room
-from attnscale.loading.streaming import can_stream, streamed
-from attnscale.loading.telling import telling
-from attnscale.loading.weights import find_weights, read_weights, size_of
+from attnscale.loading.config import read_config, safe
+from attnscale.loading.model_errors import as_model_error, quiet
+from attnscale.loading.request import Request
+from attnscale.loading.weights import has_memory, read_weights, require_memory, weight_files, weights_size
 
-IN_A_LAYER = re.compile(r"\.\d+\.")  # encoder.layer.3.…: the trunk, not a head on top of it
-RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers that older checkpoints carry along
+GGUF = ".gguf"
+IN_A_LAYER = re.compile(r"\.\d+\.")  # encoder.layer.3.…: part of the trunk, not of a head on top of it
+RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers that older checkpoints contain
 
 
 def load_huggingface(config_path: Path, weights_path: Path | None, request: Request) -> nn.Module:
-    """The model that a config.json describes, with those weights, or at random initialisation without any."""
+    """Load the model of a config.json; without weights it is randomly initialised."""
     raw = read_config(config_path, request.model_type)
-    quantised = raw.pop("quantization_config", None)
-    if quantised is not None and weights_path is not None:
+    if raw.pop("quantization_config", None) is not None and weights_path is not None:
         raise ModelError(
-            f"The weights of {config_path.parent} are quantised, which is not supported; or --random-init."
+            f"The weights in {config_path.parent} are quantised, which is not supported. "
+            "Use --random-init to check the architecture alone."
         )
-    transformers = transformers_package()
-    if raw["model_type"] not in transformers.CONFIG_MAPPING:
-        raise ModelError(
-            f"Unknown model_type {raw['model_type']!r} in {config_path}: transformers {transformers.__version__} "
-            "has no such model, and code that comes with a model is never run."
-        )
-    with quiet(), telling(f"build a {raw['model_type']} model from {config_path}"):
-        config = transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
-        make = _class_of(config)
+    config = _config_of(raw, config_path)
+    if weights_path is None:
+        config.dtype = torch.float32
+    with quiet(), as_model_error(f"build a {raw['model_type']} model from {config_path}"):
+        model_class = _model_class(config)
+        needed = _size(_sketch(model_class, config), config)
         if weights_path is None:
-            config.dtype = torch.float32
-        is_streamed = weights_path is not None and _is_streamed(make, config, weights_path, request)
-        if not is_streamed:
-            require_room_for(make, config, request)
-        if weights_path is None:
-            model: nn.Module = make(config)
+            require_memory(needed, request.device)
+            model: nn.Module = model_class(config)
             return model
     request.report("reading weights")
-    with quiet(), telling(f"load the weights {weights_path}"):
-        if is_streamed:
-            return streamed(make, config, weights_path)
-        require_room(size_of(weights_path), request.device)
-        return fitted(make, config, read_weights(weights_path), weights_path)
+    with quiet(), as_model_error(f"load the weights {weights_path}"):
+        needed = max(needed, weights_size(weights_path))
+        is_offloadable = request.device == "cpu" and weight_files(weights_path)[0].suffix == ".safetensors"
+        if is_offloadable and not has_memory(needed, "cpu"):
+            return _load_offloaded(model_class, config, weights_path)
+        require_memory(needed, request.device)
+        return _from_pretrained(model_class, config, weights_path, state_dict=read_weights(weights_path))
 
 
-def _is_streamed(make: Any, config: Any, weights: Path, request: Request) -> bool:
-    """Whether the model does not fit as a whole, and its files can be read in parts."""
-    if not can_stream(weights, request.device):
-        return False
-    return not fits(size_of_model(make, config), request.device) or not fits(size_of(weights), request.device)
-
-
-def weights_beside(folder: Path) -> Path | None:
-    """The weights of a folder that holds a config.json; a folder without one holds no model."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"Expected a config.json in {folder}, and there is none: no model to check.")
-    return find_weights(folder)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and reports, where it is in use, off the screen: what matters is told."""
-    if "transformers" not in sys.modules:
-        yield
-        return
-    logging: Any = import_module("transformers.utils.logging")
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+def load_gguf(path: Path, request: Request) -> nn.Module:
+    """Load the model in a GGUF file, with its weights dequantised."""
+    transformers_package()
+    if find_spec("gguf") is None:
+        raise ModelError(f"Reading {path} needs the package gguf: pip install gguf.")
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    require_memory(path.stat().st_size, "cpu")
+    with quiet(), as_model_error(f"read {path}"):
+        raw = safe(dict(reader.load_gguf_checkpoint(str(path), return_tensors=False)["config"]), path)
+        config = _config_of(raw, path)
+        config.dtype = torch.float32
+        known = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = known[type(config)] if type(config) in known else _model_class(config)
+        sketch = _sketch(model_class, config)
+        require_memory(_size(sketch, config), request.device)
+        if request.random_init:
+            model: nn.Module = model_class(config)
+            return model
+    request.report("reading weights")
+    with quiet(), as_model_error(f"load the weights {path}"), redirect_stderr(StringIO()):  # it has a progress bar
+        tensors = reader.load_gguf_checkpoint(str(path), True, sketch, torch.float32)["tensors"]
+        return _from_pretrained(model_class, config, path, state_dict=tensors)
 
 
 def transformers_package() -> Any:
-    """Transformers, or one sentence on how to get it."""
+    """Import transformers."""
     try:
         return import_module("transformers")
     except ImportError:
         raise ModelError("A Hugging Face model needs the package transformers: pip install 'attnscale[hf]'.") from None
 
 
-def _class_of(config: Any) -> Any:
-    """The class that the configuration names, if it is transformers' own and made for it; else the bare model."""
+def _config_of(raw: dict[str, Any], path: Path) -> Any:
+    transformers, model_type = transformers_package(), raw.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"Unknown model_type {model_type!r} in {path}: transformers {transformers.__version__} has no such model, "
+            "and code that comes with a model is never run."
+        )
+    with quiet(), as_model_error(f"build a {model_type} model from {path}"):
+        return transformers.CONFIG_MAPPING[model_type].from_dict(raw)
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class that the configuration names if it is transformers' own for it, else the model without head."""
     transformers = transformers_package()
-    named = config.architectures if isinstance(config.architectures, list) else []
-    for name in named:
+    for name in config.architectures if isinstance(config.architectures, list) else []:
         found: Any = getattr(transformers, str(name), None)
         is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
         if is_model and found.config_class is type(config):
@@ -110,72 +109,89 @@ def _class_of(config: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def require_room_for(make: Any, config: Any, request: Request) -> Any:
-    """A sketch of the model, which has shapes and no numbers; one that its configuration makes too large is refused."""
-    sketch = _sketch(make, config)
-    require_room(_size(sketch, config), request.device)
-    return sketch
-
-
-def size_of_model(make: Any, config: Any) -> int:
-    """Bytes of its parameters and buffers."""
-    return _size(_sketch(make, config), config)
-
-
-def _sketch(make: Any, config: Any) -> Any:
+def _sketch(model_class: Any, config: Any) -> Any:
     with torch.device("meta"):
-        return make(deepcopy(config))
+        return model_class(deepcopy(config))
 
 
 def _size(sketch: Any, config: Any) -> int:
-    tensors: Iterable[Tensor] = [*sketch.parameters(), *sketch.buffers()]
     itemsize = config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else torch.float16.itemsize
-    return sum(tensor.numel() for tensor in tensors) * itemsize
+    count = sum(tensor.numel() for tensor in (*sketch.parameters(), *sketch.buffers()))
+    return int(itemsize * count)
 
 
-def fitted(make: Any, config: Any, weights: dict[str, Tensor], path: Path) -> nn.Module:
-    """The model of a class with these weights; what does not fit is told."""
-    # From the tensors, never from the folder: nothing else in it is looked at.
+def _load_offloaded(model_class: Any, config: Any, weights: Path) -> nn.Module:
+    """Load a model larger than memory: accelerate reads the weights of each module from disk as it runs."""
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            f"{weights} does not fit into memory, and running it from disk needs the package accelerate: "
+            "pip install 'attnscale[hf]'."
+        )
+    folder = Path(tempfile.mkdtemp(prefix="attnscale-"))
+    try:
+        # From a folder, transformers reads whatever else it finds there, so it gets one with nothing but the weights.
+        whole = weights.name if weights.suffix == ".json" else "model.safetensors"
+        links = {whole: weights} | {file.name: file for file in weight_files(weights) if file != weights}
+        for name, file in links.items():
+            (folder / name).symlink_to(file.resolve())
+        (folder / "generation_config.json").write_text("{}", encoding="ascii")
+        model = _from_pretrained(
+            model_class, config, weights, folder, device_map={"": "disk"}, offload_folder=folder, use_safetensors=True
+        )
+        _keep_vectors_in_memory(model)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return model
+
+
+def _keep_vectors_in_memory(model: nn.Module) -> None:
+    """Load norms for good: their gains tell whether a model was trained."""
+    remove_hook = import_module("accelerate.hooks").remove_hook_from_module
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own and all(parameter.dim() <= 1 for parameter in own):
+            hook: Any = module._hf_hook
+            hook.pre_forward(module)
+            remove_hook(module)
+
+
+def _from_pretrained(
+    model_class: Any, config: Any, path: Path, folder: Path | None = None, **options: Any
+) -> nn.Module:
+    """Make a model with weights from tensors or from a folder; refuse weights that do not fit."""
     model: nn.Module
-    model, info = make.from_pretrained(
-        None,
+    model, info = model_class.from_pretrained(
+        folder,
         config=config,
-        state_dict=weights,
         dtype="auto",
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         local_files_only=True,
         trust_remote_code=False,
         use_kernels=False,
+        **options,
     )
-    prefix = f"{make.base_model_prefix}."
+    prefix = f"{model_class.base_model_prefix}."
     has_head = any(name.startswith(prefix) for name in model.state_dict())
-    wrong = sorted(info["mismatched_keys"])
-    missing = sorted(name for name in info["missing_keys"] if not _beside_the_trunk(name, prefix if has_head else ""))
-    extra = sorted(name for name in info["unexpected_keys"] if IN_A_LAYER.search(name) and not _recomputed(name))
-    if wrong:
-        name, found, expected = wrong[0]
-        raise ModelError(
-            f"The weights {path} do not fit the configuration: expected {name!r} of shape {tuple(expected)}, "
-            f"got {tuple(found)}{_more(wrong)}."
-        )
-    if missing:
-        raise ModelError(f"The weights {path} do not fit the configuration: {missing[0]!r} is missing{_more(missing)}.")
-    if extra:
-        raise ModelError(
-            f"The weights {path} do not fit the configuration: the model has no {extra[0]!r}{_more(extra)}."
-        )
+    missing = [name for name in info["missing_keys"] if not _is_in_a_head(name, prefix if has_head else "")]
+    extra = [name for name in info["unexpected_keys"] if IN_A_LAYER.search(name) and not name.endswith(RECOMPUTED)]
+    wrong = [
+        f"expected {name!r} of shape {tuple(expected)}, got {tuple(found)}"
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    for faults in (
+        wrong,
+        [f"{name!r} is missing" for name in sorted(missing)],
+        [f"the model has no {name!r}" for name in sorted(extra)],
+    ):
+        if faults:
+            more = f", and {len(faults) - 1} more like it" if len(faults) > 1 else ""
+            raise ModelError(f"The weights {path} do not fit the configuration: {faults[0]}{more}.")
     return model
 
 
-def _beside_the_trunk(name: str, prefix: str) -> bool:
-    """Whether a weight belongs to a head or a pooler, which no attention depends on."""
+def _is_in_a_head(name: str, prefix: str) -> bool:
+    """Return True for weights of a head or a pooler, which do not affect attention."""
     return "pooler" in name or bool(prefix and not name.startswith(prefix) and not IN_A_LAYER.search(name))
-
-
-def _recomputed(name: str) -> bool:
-    return name.endswith(RECOMPUTED)
-
-
-def _more(found: list[Any]) -> str:
-    return f", and {len(found) - 1} more like it" if len(found) > 1 else ""

@@ -1,7 +1,8 @@
-"""What a Hugging Face model is called with: text, pictures or sound of the sizes its configuration names."""
+"""Inputs for Hugging Face models: text, pictures or sound of the sizes that a configuration names."""
 
 import inspect
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,98 +10,140 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import ModelError, SettingError
-from attnscale.loading.given import Sequence
-from attnscale.loading.loaded import DEFAULT_LENGTH, Request
-from attnscale.loading.tokens import Batch, Tokenizer, padded, random_tokens, tokenizer_in
+from attnscale.loading.model_errors import as_model_error
+from attnscale.loading.request import Request, Sequence, split_text
+from attnscale.models.text import default_text
 
+DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
 SAMPLE_RATE = 16_000  # one second of sound, for models that take waveforms
-MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # of which tokens each is
-IMAGE = 224  # pixels a side, where a configuration names none
+IMAGE_SIZE = 224  # pixels, if the configuration names none
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
+VOCABULARIES = ("tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+CHARACTERS_PER_TOKEN = 16  # at most: more of a text is not read
+SEED = 0  # of random tokens
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Keyword arguments, what they are in words, and what was assumed."""
+    """Keyword arguments for a model, with a description and notes on what was assumed."""
 
     kwargs: dict[str, Tensor]
-    fed: str
+    description: str
     notes: tuple[str, ...] = ()
-    unknown: float = 0.0  # share of the tokens that the model has no word for
+    unknown_share: float = 0.0  # of the tokens
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A model's own tokenizer."""
+
+    encode: Callable[[str], list[int]]
+    unknown_id: int | None
+
+
+def texts_of(request: Request) -> tuple[Sequence, ...]:
+    """Return the user's sequences, or English text without any."""
+    return request.user_sequences or split_text(default_text(), request.samples)
 
 
 def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inputs:
-    """Inputs for a model by what its forward takes; `folder` is where its tokenizer would be."""
-    taken = inspect.signature(model.forward).parameters
+    """Make inputs by the arguments of the model's forward; `folder` may hold its tokenizer."""
+    accepted = inspect.signature(model.forward).parameters
     config, main = model.config, model.main_input_name
     kwargs: dict[str, Tensor] = {}
-    fed: list[str] = []
+    parts: list[str] = []
     notes: list[str] = []
-    unknown = 0.0
-    pairs = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= taken.keys()  # CLIP and its kin
-    if main == "pixel_values" or pairs:
-        kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
-        fed.append(f"a random picture {'×'.join(map(str, kwargs['pixel_values'].shape[1:]))}")
+    unknown_share = 0.0
+    is_pair = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= accepted.keys()  # as CLIP
+    if main == "pixel_values" or is_pair:
+        pixels = kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
+        parts.append(f"a random picture {'×'.join(map(str, pixels.shape[1:]))}")
     elif main == "input_features":
-        kwargs["input_features"] = torch.cat([_features(config, request.length) for _ in range(request.samples)])
-        fed.append(f"random sound features {'×'.join(map(str, kwargs['input_features'].shape[1:]))}")
+        features = kwargs[main] = torch.cat([_features(config, request.length) for _ in range(request.samples)])
+        parts.append(f"random sound features {'×'.join(map(str, features.shape[1:]))}")
     elif main == "input_values":
-        kwargs["input_values"] = torch.cat([_sound(config) for _ in range(request.samples)])
-        fed.append(f"random sound of {kwargs['input_values'].shape[1]} samples")
+        sound = kwargs[main] = torch.cat([_sound(config) for _ in range(request.samples)])
+        parts.append(f"random sound of {sound.shape[1]} samples")
     elif main != "input_ids":
         raise ModelError(
-            f"{type(model).__name__} takes {main!r}, which cannot be made here; "
-            "give it as package.module:callable, a function that returns (model, inputs)."
+            f"Inputs for {type(model).__name__}, which takes {main!r}, cannot be made here. "
+            "Give package.module:callable, a function that returns (model, inputs)."
         )
-    text_names = [name for name in ("input_ids", "decoder_input_ids") if _wants(name, main, pairs, model, taken)]
+    has_decoder = config.is_encoder_decoder or main != "input_ids"
+    names = {"input_ids": main == "input_ids" or is_pair, "decoder_input_ids": has_decoder}
+    text_names = [name for name, is_wanted in names.items() if is_wanted and name in accepted]
     if text_names:
-        batch, words, note = _tokens(model, request, folder)
-        kwargs |= dict.fromkeys(text_names, batch.ids)
-        if batch.mask is not None:
-            kwargs |= {name: batch.mask for name in MASKS if name in taken and MASKS[name] in text_names}
-        fed.append(words)
-        notes += [note] if note else []
-        unknown = batch.unknown
-    elif request.given:
+        ids, mask, description, unknown_share = _tokens(model, request, folder, notes)
+        kwargs |= dict.fromkeys(text_names, ids)
+        if mask is not None:
+            kwargs |= {name: mask for name, of in MASKS.items() if name in accepted and of in text_names}
+        parts.append(description)
+    elif request.user_sequences:
         raise SettingError(f"{type(model).__name__} takes no text; leave --text, --tokens and --data out.")
     if hasattr(config, "vision_config") and "pixel_values" not in kwargs:
         notes.append("Only the text part of this model was run.")
-    return Inputs(_in_dtype_of(model, kwargs), " and ".join(fed), tuple(notes), unknown)
+    kwargs = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in kwargs.items()}
+    return Inputs(kwargs, " and ".join(parts), tuple(notes), unknown_share)
 
 
-def _wants(name: str, main: str, pairs: bool, model: Any, taken: Any) -> bool:
-    if name == "decoder_input_ids":
-        return name in taken and (model.config.is_encoder_decoder or main != "input_ids")
-    return name in taken and (main == "input_ids" or pairs)
-
-
-def _tokens(model: Any, request: Request, folder: Path | None) -> tuple[Batch, str, str]:
-    """What it is run on, in words too, and a note."""
-    length, note = _length(model, request.length)
-    vocabulary, tokenizer = _vocabulary(model), _tokenizer(folder, request)
-    if tokenizer is None and not request.given:
-        untold = "There is no tokenizer that could be read, so the tokens are random."
-        drawn = random_tokens(vocabulary, length, request.samples)
-        return Batch(drawn), f"{drawn.numel()} random tokens", f"{note} {untold}".strip()
-    ids = [_ids(sequence, tokenizer, length) for sequence in request.texts]
-    highest = max(max(sequence) for sequence in ids)
-    if highest >= vocabulary:
-        owner = "tokenizer does" if tokenizer else "tokens do"
-        raise ModelError(
-            f"The {owner} not fit the model: there is token {highest}, and the model knows {vocabulary} tokens."
-        )
-    flat = [each for sequence in ids for each in sequence]
-    batch = padded(ids, getattr(model.config.get_text_config(), "pad_token_id", None))
-    unknown = 0.0 if tokenizer is None else tokenizer.unknown_share(flat)
-    return replace(batch, unknown=unknown), f"{len(flat)} tokens of {request.source}", note
-
-
-def _tokenizer(folder: Path | None, request: Request) -> Tokenizer | None:
+def _tokens(
+    model: Any, request: Request, folder: Path | None, notes: list[str]
+) -> tuple[Tensor, Tensor | None, str, float]:
+    """Return token ids (sequences, length), a mask of padding, their description and the share of unknown ones."""
+    length, vocabulary, tokenizer = _length(model, request.length, notes), _vocabulary(model), None
     try:
-        return None if folder is None else tokenizer_in(folder)
+        tokenizer = None if folder is None else _tokenizer_in(folder)
     except ModelError:
-        if any(isinstance(sequence, str) for sequence in request.given):
+        if any(isinstance(sequence, str) for sequence in request.user_sequences):
             raise
-        return None
+    if tokenizer is None and not request.user_sequences:
+        notes.append("No tokenizer could be read, so the tokens are random.")
+        generator = torch.Generator().manual_seed(SEED)
+        drawn = torch.randint(vocabulary, (request.samples, length), generator=generator)
+        return drawn, None, f"{drawn.numel()} random tokens", 0.0
+    sequences = [_ids(sequence, tokenizer, length) for sequence in texts_of(request)]
+    flat = [each for sequence in sequences for each in sequence]
+    if max(flat) >= vocabulary:
+        subject = "tokenizer does" if tokenizer else "tokens do"
+        raise ModelError(
+            f"The {subject} not fit the model: there is token {max(flat)}, and the model knows {vocabulary} tokens."
+        )
+    ids, mask = pad(sequences, getattr(model.config.get_text_config(), "pad_token_id", None))
+    unknown = 0 if tokenizer is None or tokenizer.unknown_id is None else flat.count(tokenizer.unknown_id)
+    return ids, mask, f"{len(flat)} tokens of {request.source}", unknown / len(flat)
+
+
+def pad(sequences: list[list[int]], padding: int | None) -> tuple[Tensor, Tensor | None]:
+    """Put sequences into one tensor, the shorter ones padded at the end, with a mask if there is padding.
+
+    >>> pad([[5, 6, 7], [8, 9]], None)[1]
+    tensor([[1, 1, 1],
+            [1, 1, 0]])
+    """
+    longest = max(map(len, sequences))
+    ids = torch.tensor([each + [padding or 0] * (longest - len(each)) for each in sequences])
+    mask = (torch.arange(longest) < torch.tensor([[len(each)] for each in sequences])).long()
+    return ids, None if mask.all() else mask
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    with as_model_error(f"read the tokenizer in {folder}"):
+        if (folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer as Fast
+
+            fast = Fast.from_file(str(folder / "tokenizer.json"))
+            fast.no_truncation()
+            fast.no_padding()
+            token, number = getattr(fast.model, "unk_token", None), getattr(fast.model, "unk_id", None)
+            return Tokenizer(
+                lambda text: list(fast.encode(text).ids), number if token is None else fast.token_to_id(token)
+            )
+        if any((folder / name).is_file() for name in VOCABULARIES):
+            from transformers import AutoTokenizer
+
+            slow = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            return Tokenizer(lambda text: list(slow(text)["input_ids"]), slow.unk_token_id)
+    return None
 
 
 def _ids(sequence: Sequence, tokenizer: Tokenizer | None, length: int) -> list[int]:
@@ -108,11 +151,14 @@ def _ids(sequence: Sequence, tokenizer: Tokenizer | None, length: int) -> list[i
         return sequence[:length]
     if tokenizer is None:
         raise ModelError("A text needs the model's tokenizer, and there is none beside its config.json.")
-    return tokenizer.ids(sequence, length)
+    found = tokenizer.encode(sequence[: CHARACTERS_PER_TOKEN * length])
+    if len(found) < 2:
+        raise ModelError(f"Expected a text of at least two tokens, got {len(found)}.")
+    return found[:length]
 
 
-def _length(model: Any, wanted: int | None) -> tuple[int, str]:
-    """How many tokens, and a note where that is beyond what the model was made for."""
+def _length(model: Any, requested: int | None, notes: list[str]) -> int:
+    """Return the number of tokens to run on; note if the model was made for fewer."""
     text = model.config.get_text_config()
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
     limits = [limit for limit in named if isinstance(limit, int) and limit > 1]
@@ -121,13 +167,15 @@ def _length(model: Any, wanted: int | None) -> tuple[int, str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and ("pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe"))
     ]
-    taken = max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
-    limit = min(limits) - taken if limits else None  # RoBERTa's positions start after the padding token
-    if wanted is None or limit is None or wanted <= limit:
-        return wanted or min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH), ""
+    # RoBERTa's positions start after the padding token.
+    first = max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
+    limit = min(limits) - first if limits else None
+    if requested is None or limit is None or requested <= limit:
+        return requested or min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH)
     if tables:
-        raise SettingError(f"Expected --length of at most {limit}, which is as far as the model's positions go.")
-    return wanted, f"The model was made for {limit} tokens, and is run on {wanted}."
+        raise SettingError(f"Expected --length of at most {limit}, the number of positions the model has.")
+    notes.append(f"The model was made for {limit} tokens, and was run on {requested}.")
+    return requested
 
 
 def _vocabulary(model: Any) -> int:
@@ -141,10 +189,10 @@ def _vocabulary(model: Any) -> int:
 
 
 def _pictures(config: Any) -> Tensor:
-    """Standard normal pixels, (1, channels, height, width), or (1, frames, channels, height, width)."""
+    """Draw standard normal pixels, (1, channels, height, width), or (1, frames, channels, height, width)."""
     parts = [config, *(getattr(config, name, None) for name in ("vision_config", "encoder", "backbone_config"))]
     channels = _first(parts, "num_channels", "in_channels") or 3
-    size = _first(parts, "image_size", "img_size", "crop_size") or IMAGE
+    size = _first(parts, "image_size", "img_size", "crop_size") or IMAGE_SIZE
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, tuple | list) else (size, size)
@@ -153,7 +201,7 @@ def _pictures(config: Any) -> Tensor:
 
 
 def _features(config: Any, length: int | None) -> Tensor:
-    """Log-mel features as Whisper takes them, (1, bins, frames), or (1, frames, features) as others do."""
+    """Draw log-mel features as Whisper takes them, (1, bins, frames), or (1, frames, features) as others do."""
     bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     if bins and positions:
         return torch.randn(1, bins, 2 * positions)
@@ -164,7 +212,7 @@ def _features(config: Any, length: int | None) -> Tensor:
 
 
 def _sound(config: Any) -> Tensor:
-    """A spectrogram where the model takes one, (1, frames, bins), else one second of noise, (1, samples)."""
+    """Draw a spectrogram, (1, frames, bins), if the model takes one, else one second of noise, (1, samples)."""
     if hasattr(config, "frequency_stride"):
         return torch.randn(1, config.max_length, config.num_mel_bins)
     return torch.randn(1, SAMPLE_RATE)
@@ -173,7 +221,3 @@ def _sound(config: Any) -> Tensor:
 def _first(parts: list[Any], *names: str) -> Any:
     found = (getattr(part, name, None) for name in names for part in parts if part is not None)
     return next((value for value in found if value), None)
-
-
-def _in_dtype_of(model: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in kwargs.items()}

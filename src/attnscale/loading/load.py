@@ -1,31 +1,48 @@
-"""MODEL -> Loaded: a folder, a config.json, weights, a name in the cache, package.module:callable, or the bundled."""
+"""Loading of a model by its name: a folder, a file, a name in the cache, a function, or nothing for the bundled one."""
 
-from dataclasses import dataclass, replace
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from attnscale.errors import ModelError, SettingError
-from attnscale.loading.adapter import base_of, is_adapter, put_on
-from attnscale.loading.cache import cached, is_name
-from attnscale.loading.devices import require_device
-from attnscale.loading.factory import call_factory, is_factory
-from attnscale.loading.gguf import SUFFIX, load_gguf
-from attnscale.loading.given import require_length, require_text
-from attnscale.loading.huggingface import load_huggingface, weights_beside
-from attnscale.loading.inputs import make_inputs
-from attnscale.loading.loaded import Loaded, Request
-from attnscale.loading.telling import telling
-from attnscale.loading.weights import READABLE, read_weights
+from attnscale.loading.adapter import apply_adapter, base_of, is_adapter
+from attnscale.loading.hub import cached_folder, is_name
+from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
+from attnscale.loading.inputs import make_inputs, texts_of
+from attnscale.loading.model_errors import as_model_error
+from attnscale.loading.request import Request, require_length, require_text
+from attnscale.loading.weights import READABLE, find_weights, read_weights
 from attnscale.models import CausalTransformer, encode, load_bundled
 from attnscale.models.text import VOCABULARY
 
+FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable; no path looks like it
 PARALLEL = "module."  # before every name that DistributedDataParallel saved
 SEED = 0  # of a random initialisation, and of random inputs
+NO_MODEL = "Expected a model's folder, a config.json, org/name or package.module:callable"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and the inputs to call it with: `model(*args, **kwargs)`."""
+
+    model: nn.Module
+    title: str
+    input_description: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one sentence each, on what was assumed
+    unknown_share: float = 0.0  # of the tokens
 
 
 def load_model(request: Request) -> Loaded:
-    """The model asked for, in eval mode on its device, with inputs for it."""
+    """Load the requested model in eval mode on its device, with inputs for it."""
     _check(request)
     request.report("loading the model")
     with torch.random.fork_rng():
@@ -39,156 +56,188 @@ def load_model(request: Request) -> Loaded:
         elif is_factory(request.model):
             loaded = _from_factory(request.model, request)
         elif is_name(request.model):
-            loaded = _named(request.model, request)
+            loaded = _from_path(cached_folder(request.model), request, request.model)
         else:
-            raise ModelError(
-                f"Expected a model's folder, a config.json or package.module:callable, and {request.model!r} is none: "
-                "no such path. Models are not fetched; --download fetches one by its name, as org/name."
-            )
+            raise ModelError(f"{NO_MODEL}, got {request.model!r}: no such file or folder.")
     loaded.model.eval()
-    with telling(f"move the model to {request.device}"):
-        return loaded.to(request.device)
+    with as_model_error(f"move the model to {request.device}"):
+        device = torch.device(request.device)
+        if "disk" not in getattr(loaded.model, "hf_device_map", {}).values():
+            loaded.model.to(device)
+        return replace(loaded, args=_moved(loaded.args, device), kwargs=_moved(dict(loaded.kwargs), device))
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that this machine does not have."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    try:
+        if not available.get(device.partition(":")[0]):
+            raise RuntimeError
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        known = ", ".join(name for name, is_available in available.items() if is_available)
+        raise SettingError(f"Expected a device that this machine has ({known}), got {device!r}.") from None
+
+
+def is_factory(spec: str) -> bool:
+    """Return True for package.module:callable.
+
+    >>> is_factory("mypackage.models:make_small"), is_factory("models/small")
+    (True, False)
+    """
+    return FACTORY.fullmatch(spec) is not None
 
 
 def _check(request: Request) -> None:
     if request.model is not None and not request.model.strip():
-        raise SettingError("Expected a model, got an empty name; without any the bundled model is checked.")
+        raise SettingError("Expected a model, got an empty name. Without MODEL, the bundled model is checked.")
     require_length(request.length)
     require_text(request.text)
     if request.factory is not None and (request.model is None or not is_factory(request.factory)):
-        raise SettingError("Expected --model package.module:callable with a file of weights to load into it.")
+        raise SettingError("Expected --model package.module:callable together with a file of weights.")
     require_device(request.device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {name: _moved(entry, device) for name, entry in value.items()}
+    return type(value)(_moved(entry, device) for entry in value) if type(value) in (list, tuple) else value
 
 
 def _bundled(request: Request) -> Loaded:
     model, example = load_bundled()
     if request.random_init:
         model.reset_parameters()
-    is_asked = request.given or request.length or request.samples > 1
-    tokens, fed = _bytes(model, request) if is_asked else (example, _fed(example, "English text"))
-    return Loaded(
-        model, f"the bundled model{', at random initialisation' if request.random_init else ''}", fed, (tokens,)
-    )
+    title = f"the bundled model{', at random initialisation' if request.random_init else ''}"
+    if request.user_sequences or request.length or request.samples > 1:
+        return _on_bytes(model, title, request)
+    return Loaded(model, title, f"{example.numel()} bytes of English text", (example,))
 
 
-def _bytes(model: CausalTransformer, request: Request) -> tuple[torch.Tensor, str]:
+def _on_bytes(model: CausalTransformer, title: str, request: Request) -> Loaded:
+    """Return a model of this library with a text as bytes."""
     length = request.length or model.context
-    ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in request.texts]
-    if not request.sequences:  # parts of one text: a character may be of several bytes
+    ids = [encode(each).tolist()[:length] if isinstance(each, str) else each[:length] for each in texts_of(request)]
+    if not request.sequences:  # parts of one text, of which a character may take several bytes
         ids = [each[: min(map(len, ids))] for each in ids]
     if len({len(each) for each in ids}) > 1:
         raise SettingError("The bundled model takes no padding: expected sequences of the same length.")
     if max(max(each) for each in ids) >= VOCABULARY:
-        raise SettingError(f"Expected bytes, from 0 to {VOCABULARY - 1}, as the tokens of this model.")
+        raise SettingError(f"This model takes bytes: expected tokens from 0 to {VOCABULARY - 1}.")
     tokens = torch.tensor(ids)
-    return tokens, _fed(tokens, request.source)
-
-
-def _fed(tokens: torch.Tensor, what: str) -> str:
-    return f"{tokens.numel()} bytes of {what}"
+    return Loaded(model, title, f"{tokens.numel()} bytes of {request.source}", (tokens,))
 
 
 def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
-    """A folder, a configuration or weights; `name` is how it was asked for, where it lies in the cache."""
+    """Load from a folder or a file; `name` is how the user called it if it lies in the cache."""
     if path.is_dir() and is_adapter(path):
-        return _adapted(path, request, name)
-    found = _found(path, request)
-    model = (
-        load_gguf(path, request)
-        if path.suffix == SUFFIX
-        else load_huggingface(found.config, None if request.random_init else found.weights, request)
-    )
-    inputs = make_inputs(model, request, found.folder)
-    is_random = request.random_init or found.weights is None
+        return _from_adapter(path, request, name)
+    if path.suffix == GGUF and path.is_file():
+        is_random, model, notes = request.random_init, load_gguf(path, request), []
+    else:
+        config, weights = _find_files(path)
+        notes = ["The folder holds no weights, so the model is at random initialisation."]
+        notes = notes if path.is_dir() and weights is None and not request.random_init else []
+        is_random = weights is None or request.random_init
+        model = load_huggingface(config, None if is_random else weights, request)
+    inputs = make_inputs(model, request, path if path.is_dir() else path.parent)
     title = f"{type(model).__name__} from {name or path}{', at random initialisation' if is_random else ''}"
-    return Loaded(model, title, inputs.fed, (), inputs.kwargs, (*found.notes, *inputs.notes), inputs.unknown)
+    notes += inputs.notes
+    return Loaded(model, title, inputs.description, (), inputs.kwargs, tuple(notes), inputs.unknown_share)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The files of a model."""
-
-    folder: Path
-    config: Path
-    weights: Path | None
-    notes: tuple[str, ...] = ()
-
-
-def _found(path: Path, request: Request) -> _Found:
+def _find_files(path: Path) -> tuple[Path, Path | None]:
+    """Return the configuration and the weights of a model."""
     if path.is_dir():
-        weights = weights_beside(path)
-        untold = weights is None and not request.random_init
-        notes = ("The folder holds no weights, so the model is at random initialisation.",) if untold else ()
-        return _Found(path, path / "config.json", weights, notes)
-    if path.suffix == SUFFIX:
-        return _Found(path.parent, path, path)
-    if path.suffix in READABLE:
-        if not (path.parent / "config.json").is_file():
-            read_weights(path)  # a file that is damaged or refused is told so first
-            raise ModelError(
-                f"{path} holds weights alone; expected a config.json beside it that says of which model, or "
-                "--model package.module:callable that makes it."
-            )
-        return _Found(path.parent, path.parent / "config.json", path)
+        if not (path / "config.json").is_file():
+            raise ModelError(f"Expected a config.json in {path}, and there is none: no model to check.")
+        return path / "config.json", find_weights(path)
     if path.suffix == ".json":
-        return _Found(path.parent, path, None)
-    raise ModelError(
-        f"Expected a model's folder, a config.json, weights as safetensors or a GGUF file, got the file {path}."
-    )
-
-
-def _named(name: str, request: Request) -> Loaded:
-    folder = cached(name)
-    if folder is None:
+        return path, None
+    if path.suffix not in READABLE:
         raise ModelError(
-            f"Expected a model's folder, a config.json or package.module:callable, and {name!r} is none: no such path. "
-            "Models are not fetched but with --download, and the Hugging Face cache has none of this name."
+            f"Expected a model's folder, a config.json, weights as safetensors or a GGUF file, got the file {path}."
         )
-    return _from_path(folder, request, name)
+    if not (path.parent / "config.json").is_file():
+        read_weights(path)  # a damaged or refused file is reported first
+        raise ModelError(
+            f"{path} holds weights alone. Expected a config.json beside it, or --model package.module:callable, a "
+            "function that makes the model."
+        )
+    return path.parent / "config.json", path
 
 
-def _adapted(folder: Path, request: Request, name: str | None) -> Loaded:
-    """An adapter on its base, which is asked for as any model is."""
+def _from_adapter(folder: Path, request: Request, name: str | None) -> Loaded:
     if request.random_init:
-        raise SettingError(f"--random-init goes with a model; {folder} is an adapter of one.")
-    asked = request.base or base_of(folder)
-    base = Path(asked)
-    if request.base is not None and base.is_dir() and is_adapter(base):
-        raise ModelError(f"Expected a model as --base, and {base} is an adapter too.")
-    on = _from_path(base, request) if request.base is not None and base.exists() else _named(asked, request)
-    return replace(on, model=put_on(on.model, folder), title=f"{on.title} with the adapter {name or folder}")
+        raise SettingError(f"--random-init is for a model, and {folder} is an adapter.")
+    base = Path(request.base or base_of(folder))
+    if request.base is not None and base.exists():
+        if base.is_dir() and is_adapter(base):
+            raise ModelError(f"Expected a model as --base, and {base} is an adapter too.")
+        loaded = _from_path(base, request)
+    else:
+        loaded = _from_path(cached_folder(str(base)), request, str(base))
+    title = f"{loaded.title} with the adapter {name or folder}"
+    return replace(loaded, model=apply_adapter(loaded.model, folder), title=title)
 
 
 def _from_weights(path: Path, request: Request) -> Loaded:
-    """A file of weights, for a model that the user's own code makes."""
-    assert request.factory is not None  # asked for just before
+    """Load a file of weights into a model that the user's own code makes."""
+    assert request.factory is not None
     if path.suffix not in READABLE or not path.is_file():
-        raise ModelError(f"Expected a file of weights to go with --model, as safetensors or tensors alone, got {path}.")
+        raise ModelError(f"Expected a file of weights with --model, as safetensors or as a torch file, got {path}.")
     loaded = _from_factory(request.factory, request)
     weights = read_weights(path)
     if weights and all(name.startswith(PARALLEL) for name in weights):
         weights = {name.removeprefix(PARALLEL): tensor for name, tensor in weights.items()}
-    with telling(f"load the weights {path} into {request.factory}"):
-        left = loaded.model.load_state_dict(weights, strict=False)
-    for names, what in ((left.missing_keys, "is missing"), (left.unexpected_keys, "is unknown to the model")):
-        if names:
-            more = f", and {len(names) - 1} more like it" if len(names) > 1 else ""
-            raise ModelError(f"The weights {path} do not fit {request.factory}: {names[0]!r} {what}{more}.")
+    with as_model_error(f"load the weights {path} into {request.factory}"):
+        keys = loaded.model.load_state_dict(weights, strict=False)
+    faults = [f"{name!r} is missing" for name in keys.missing_keys]
+    faults += [f"{name!r} is unknown to the model" for name in keys.unexpected_keys]
+    if faults:
+        more = f", and {len(faults) - 1} more faults" if len(faults) > 1 else ""
+        raise ModelError(f"The weights {path} do not fit {request.factory}: {faults[0]}{more}.")
     return replace(loaded, title=f"{request.factory} with {path}")
 
 
 def _from_factory(spec: str, request: Request) -> Loaded:
     if request.random_init:
-        raise SettingError(f"--random-init goes with a folder or the bundled model; {spec} decides on its own weights.")
-    model, args, kwargs = call_factory(spec)
-    if args or kwargs:
-        if request.given or request.length is not None:
+        raise SettingError(f"--random-init is for a folder or the bundled model; {spec} makes its own weights.")
+    with as_model_error(f"make the model {spec}"):
+        made = _call_factory(spec)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"Expected {spec} to be or to return an nn.Module, alone or as (model, inputs), got {type(made).__name__}."
+        )
+    if inputs is not None:
+        if not isinstance(inputs, Tensor | tuple | list | Mapping):
+            raise ModelError(
+                f"Expected the inputs of {spec} as a tensor, a tuple or a dict of them, got {type(inputs).__name__}."
+            )
+        if request.user_sequences or request.length is not None:
             raise SettingError(f"{spec} brings its own inputs; leave --text, --tokens, --data and --length out.")
+        kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        args = (inputs,) if isinstance(inputs, Tensor) else () if kwargs else tuple(inputs)
         return Loaded(model, spec, "the inputs it came with", args, kwargs)
     if isinstance(model, CausalTransformer):
-        tokens, fed = _bytes(model, request)
-        return Loaded(model, spec, fed, (tokens,))
+        return _on_bytes(model, spec, request)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        inputs = make_inputs(model, request)
-        return Loaded(model, spec, inputs.fed, (), inputs.kwargs, inputs.notes, inputs.unknown)
+        made_inputs = make_inputs(model, request)
+        return Loaded(
+            model, spec, made_inputs.description, (), made_inputs.kwargs, made_inputs.notes, made_inputs.unknown_share
+        )
     raise ModelError(f"{spec} returns a {type(model).__name__} without inputs; return (model, inputs) instead.")
+
+
+def _call_factory(spec: str) -> Any:
+    module_name, _, path = spec.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and for good: a model may import when it runs
+    found: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found if isinstance(found, nn.Module) or not callable(found) else found()

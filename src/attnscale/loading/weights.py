@@ -1,4 +1,4 @@
-"""Weights from files: safetensors first; a pickle only as far as it holds nothing but tensors."""
+"""Weights from files: safetensors, or a pickle that holds nothing but tensors."""
 
 import pickle
 import warnings
@@ -12,110 +12,127 @@ from torch import Tensor
 
 from attnscale.errors import ModelError
 from attnscale.loading.config import read_json
-from attnscale.loading.memory import require_room
 
-# In the order they are preferred; an index lists the files that a large model is cut into.
+# In order of preference; an index lists the files of a large model.
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-FOREIGN = {".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}  # weights of other programs
 READABLE = {".safetensors", ".bin", ".pt", ".pth"}
+UNREADABLE = {".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}  # weights of other programs
+GIB = 2**30
+MAX_SHARE = 0.8  # of the free memory, for weights: running the model takes some too
+CGROUP = Path("/sys/fs/cgroup")  # a container's limit on memory
 
 
 def find_weights(folder: Path) -> Path | None:
-    """The weights of a model's folder, or None where it has none."""
+    """Return the weights in a model's folder, or None if it has none."""
     for name in NAMES:
         if (folder / name).is_file():
             return folder / name
-    others = sorted(path for path in folder.iterdir() if path.suffix in READABLE | FOREIGN and path.is_file())
-    own = [path for path in others if path.suffix in READABLE]
-    if len(own) == 1:
-        return own[0]
+    others = sorted(path for path in folder.iterdir() if path.suffix in READABLE | UNREADABLE and path.is_file())
+    readable = [path for path in others if path.suffix in READABLE]
+    if len(readable) == 1:
+        return readable[0]
     if others:
         names = ", ".join(path.name for path in others[:3])
-        given = "; give the GGUF file itself" if any(path.suffix == ".gguf" for path in others) else ""
-        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}{given}.")
+        advice = "; give the GGUF file itself" if any(path.suffix == ".gguf" for path in others) else ""
+        raise ModelError(f"Expected the weights in {folder} as model.safetensors, found {names}{advice}.")
     return None
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, or in all the files that an index lists."""
+def weight_files(path: Path) -> list[Path]:
+    """Return the file of weights, or all files that an index lists."""
     if path.suffix != ".json":
-        return _read_file(path)
+        return [path]
+    index = read_json(path)
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(f"Expected a 'weight_map' of file names in {path}, and there is none.")
+    for name in sorted(set(listed.values())):
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ModelError(f"Expected every file listed in {path} to lie beside it, got {name!r}.")
+        if not (path.parent / name).is_file():
+            raise ModelError(f"Expected the file {name} beside {path}, which lists it, and it is missing.")
+    return [path.parent / name for name in sorted(set(listed.values()))]
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the tensors in a file, or in all files that an index lists."""
+    require_memory(weights_size(path), "cpu")
     weights: dict[str, Tensor] = {}
-    for shard in files_of(path):
-        weights |= _read_file(shard)
+    for file in weight_files(path):
+        try:
+            weights |= load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        except SafetensorError as error:
+            raise ModelError(f"The weights in {file} are truncated or damaged ({error}). Copy them again.") from None
+        except OSError as error:
+            raise ModelError(f"Could not read {file}: {error.strerror or error}.") from None
     return weights
 
 
-def size_of(path: Path) -> int:
-    """Bytes of the weights in a file, or in all the files that an index lists."""
-    return sum(file.stat().st_size for file in files_of(path))
+def weights_size(path: Path) -> int:
+    """Return the bytes of a file of weights, or of all files that an index lists."""
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file of weights, or all that an index lists."""
-    return [path] if path.suffix != ".json" else _shards(path)
-
-
-def _shards(index: Path) -> list[Path]:
-    content = read_json(index)
-    listed = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-        raise ModelError(f"Expected a 'weight_map' of file names in {index}, and there is none.")
-    shards = [index.parent / name for name in sorted(set(listed.values()))]
-    for shard in shards:
-        if shard.name != str(shard.relative_to(index.parent) if shard.is_relative_to(index.parent) else shard):
-            raise ModelError(f"Expected every file that {index} lists to lie beside it, got {str(shard)!r}.")
-        if not shard.is_file():
-            raise ModelError(f"Expected {shard.name} beside {index}, which lists it, and it is missing.")
-    return shards
-
-
-def _read_file(path: Path) -> dict[str, Tensor]:
-    require_room(path.stat().st_size, "cpu")
-    try:
-        return load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    except SafetensorError as error:
-        raise ModelError(f"The weights in {path} are truncated or damaged ({error}); copy them anew.") from None
-    except OSError as error:
-        raise ModelError(f"Could not read {path}: {error.strerror or error}.") from None
-
-
-def _require_stored(path: Path) -> None:
-    """Refuse an archive that unpacks to more than it is; torch packs nothing."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # a pickle as torch wrote them before, or one that is damaged, which is told below
-    if packed:
+def require_memory(needed: int, device: str) -> None:
+    """Refuse weights that do not fit into the free memory: the system would kill the process without a word."""
+    if not has_memory(needed, device):
         raise ModelError(
-            f"Refused {path}: it is compressed, and could unpack to any size; torch.save writes none such."
+            f"Out of memory: the model's weights take {needed / GIB:,.1f} GiB, and {free_memory(device) / GIB:,.1f} "
+            f"GiB are free on {device}, of which they may take {MAX_SHARE:.0%}."
         )
 
 
-def _require_whole(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that are more than what is stored of them."""
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise ModelError(f"Refused {path}: {name!r} is sparse or repeats what is stored, and would grow when used.")
+def has_memory(needed: int, device: str) -> bool:
+    """Return True if weights of so many bytes fit into the free memory of a device."""
+    return needed <= MAX_SHARE * free_memory(device)
+
+
+def free_memory(device: str) -> float:
+    """Return the free bytes of a device; infinite if the system does not say."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = [float("inf")]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limit, used = ((CGROUP / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current"))
+        free.append(int(limit) - int(used))  # a ValueError where there is no limit
+    except (OSError, ValueError):
+        pass
+    return max(min(free), 0)
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    _require_stored(path)
+    _require_uncompressed(path)
     try:
-        with warnings.catch_warnings(action="ignore"):  # on protocols that torch itself does not write
+        with warnings.catch_warnings(action="ignore"):  # about pickle protocols that torch does not write
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ModelError(
-            f"Refused {path}: this pickle holds more than tensors, and loading it could run code; "
-            "save the weights as safetensors."
+            f"Refused {path}: this pickle holds more than tensors, and loading it could run code. "
+            "Save the weights as safetensors."
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = str(error).split("\n", maxsplit=1)[0] or type(error).__name__
-        raise ModelError(f"The weights in {path} are truncated or damaged ({reason}); copy them anew.") from None
+        raise ModelError(f"The weights in {path} are truncated or damaged ({reason}). Copy them again.") from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ModelError(f"Expected tensors by name in {path}, and it holds something else.")
-    _require_whole(path, content)
+    for name, tensor in content.items():
+        if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise ModelError(f"Refused {path}: {name!r} is sparse or expanded, and would take more memory when used.")
     return content
+
+
+def _require_uncompressed(path: Path) -> None:
+    """Refuse an archive that could unpack to any size; torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # a pickle of an older torch, or a damaged one, which is reported when it is read
+    if is_compressed:
+        raise ModelError(
+            f"Refused {path}: it is compressed, which torch.save never does, and could unpack to any size."
+        )

@@ -101,6 +101,25 @@ def mean_lengths_of_both(
     return mean_lengths(query, left_out[0]), _shared(mean_lengths(key, left_out[1]), query)
 
 
+def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    """Root mean square of the cosine between all queries and all keys, weighted by their lengths: a value a head.
+
+    That is √(Σ(q·k)² / Σ‖q‖²‖k‖²), which is never above one. `left_out` as in mean_lengths().
+
+    >>> mean_cosine(torch.ones(1, 2, 3, 4), -torch.ones(1, 1, 5, 4)).tolist()
+    [1.0, 1.0]
+    """
+    grams = []
+    for vectors, out in zip((query, key), left_out, strict=True):
+        wide = vectors.detach().to(wide_dtype(vectors))
+        wide = wide if out is None or bool(out.all()) else wide.masked_fill(out[:, None, :, None], 0.0)
+        grams.append((wide.mT @ wide).double())
+    query_gram, key_gram = grams[0], grams[1].repeat_interleave(query.shape[1] // max(key.shape[1], 1), dim=1)
+    squares = (query_gram * key_gram).sum((0, 2, 3))
+    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (query_gram, key_gram)]
+    return (squares / (traces[0] * traces[1]).sum(0)).sqrt()
+
+
 def _kernel_takes_both(query: Tensor, key: Tensor) -> bool:
     """Whether one launch measures both."""
     alike = query.dtype == key.dtype and query.shape[-1] == key.shape[-1] and query.device == key.device

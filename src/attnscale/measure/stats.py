@@ -152,7 +152,7 @@ class ScoreStats:
     def stderr(self, name: str) -> Tensor:
         """Standard error of a statistic from having looked at some rows only; zero where exact.
 
-        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: measured in LOG.md. NaN where the
+        Widened so that ±1.96 of it cover about 95% though rows are few and skewed: see decision 4. NaN where the
         rows looked at cannot tell it: `doubts()` says why.
         """
         if name in ROOT_OF:

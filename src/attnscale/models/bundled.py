@@ -1,4 +1,7 @@
-"""The model that ships with the package: four layers, trained on Python's help texts by training/bundled.py."""
+"""The model that ships with the package: four layers, trained on Python's help texts.
+
+Made by `python scripts/train_bundled_model.py`.
+"""
 
 import json
 from collections.abc import Iterator

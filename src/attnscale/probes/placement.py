@@ -9,11 +9,11 @@ from itertools import chain
 
 from torch import nn
 
+from attnscale.module_paths import modules_by_path
 from attnscale.probes.install import can_install, close_frames, install, plain_class, remove
 from attnscale.probes.intercept import NO_LAYOUT, Carried
 from attnscale.torch_internals import held_by
 from attnscale.watching.plan import Plan
-from attnscale.watching.running import modules_by_path
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.measure.cuda.probe import Probed, probe
 from attnscale.measure.sampling import rows_are_shared
+from attnscale.module_paths import root_name
 from attnscale.numerics import without_autocast
 from attnscale.probes.placement import Placement
 from attnscale.probes.stats import KIND, Measurable, slot_of
@@ -64,7 +65,7 @@ def probed_step(placement: Placement, settings: Settings) -> Iterator[Seen]:
 
 class _ProbedStep:
     def __init__(self, placement: Placement, settings: Settings) -> None:
-        model, root = placement.model, type(placement.model).__name__
+        model, root = placement.model, root_name(placement.model)
         plan = self.plan = placement.plan
         self.settings = settings
         self.seen = Seen(
@@ -241,6 +242,7 @@ def _measure_kernel(planned: PlannedCall, kernel: KernelCall, rows: int | None) 
     left_out = found.padding, found.hidden_keys
     norms = projected_norms(kernel.query, kernel.key, factors, left_out, rows is None)
     seen.query_norm, seen.key_norm = norms
+    seen.cosine = kernel.cosine(found) if seen.biased else None
     return seen
 
 

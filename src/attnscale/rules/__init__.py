@@ -8,6 +8,7 @@ from attnscale.rules.inverse_dim import inverse_dim
 from attnscale.rules.inverse_sqrt import inverse_sqrt
 from attnscale.rules.learned_temperature import LearnedTemperature
 from attnscale.rules.log_length import log_length
+from attnscale.rules.mup import mup
 from attnscale.rules.qk_norm import QKNorm
 from attnscale.rules.query_temperature import QueryTemperature
 from attnscale.rules.rule import About, Rule, about, about_rule
@@ -31,6 +32,7 @@ __all__ = [
     "inverse_dim",
     "inverse_sqrt",
     "log_length",
+    "mup",
     "rule_name",
     "temperature",
     "unscaled",

@@ -14,6 +14,7 @@ from attnscale.rules.inverse_dim import inverse_dim
 from attnscale.rules.inverse_sqrt import inverse_sqrt
 from attnscale.rules.learned_temperature import LearnedTemperature
 from attnscale.rules.log_length import log_length
+from attnscale.rules.mup import mup
 from attnscale.rules.qk_norm import QKNorm
 from attnscale.rules.query_temperature import QueryTemperature
 from attnscale.rules.rule import Rule
@@ -24,7 +25,8 @@ from attnscale.rules.yarn import yarn
 # A rule, or the class that makes it where it has parameters without a default.
 RULES: dict[str, Rule | type[Rule] | type[nn.Module]] = {
     "inverse_sqrt": inverse_sqrt,
-    "inverse_dim": inverse_dim(),
+    "inverse_dim": inverse_dim,
+    "mup": mup(),
     "unscaled": unscaled,
     "constant": constant,
     "temperature": temperature,

@@ -1,29 +1,15 @@
-"""muP's attention scale: correlated q and k add up as d_k, not √d_k (Tensor Programs V)."""
-
-import math
-from dataclasses import dataclass
+"""Division by d_k itself, the other divisor that articles discuss."""
 
 from torch import Tensor
 
-from attnscale.rules.rule import Scaled, Visible, about, require_positive
-
-MUP_BASE = 64  # the head dimension at which √base / d_k meets 1/√d_k: the 8/d_k of the mup package
+from attnscale.rules.rule import Scaled, Visible, about
 
 
 @about(
-    formula="q·k · √base / d_k",
-    source="muP: Yang et al. 2022, arXiv:2203.03466",
-    use="carrying hyperparameters over widths; equals inverse_sqrt at d_k = base",
+    formula="q·k / d_k",
+    source="the usual question, why not d_k? muP keeps the 1/d_k and multiplies it by √base",
+    use="showing what too large a divisor does: the spread starts at 1/√d_k and attention is nearly uniform",
 )
-@dataclass(frozen=True)
-class inverse_dim:
-    """q·k · √base / d_k."""
-
-    base: float = MUP_BASE
-
-    def __post_init__(self) -> None:
-        require_positive("base", self.base)
-
-    def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
-        """Scale by √base / d_k."""
-        return query, key, math.sqrt(self.base) / query.shape[-1]
+def inverse_dim(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+    """Scale by 1/d_k."""
+    return query, key, 1.0 / query.shape[-1]

@@ -9,9 +9,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.lab.demo import TwinTraining
+from attnscale.lab.demo import Twins, TwinTraining
 from attnscale.lab.training import Step
-from attnscale.lab.twins import Twins
 from attnscale.measure.statistics import STATISTICS
 
 BARS = "▁▂▃▄▅▆▇█"

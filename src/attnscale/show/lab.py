@@ -49,13 +49,12 @@ def show_result(result: Result) -> None:
 
 
 def _checks(checks: Iterable[Check]) -> Grid:
-    """What was held to what; how, where it failed. The page says both of all."""
+    """Return a row for each check, with the evidence unless it passes."""
     grid = Grid(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     for check in checks:
-        if check.holds:
-            grid.add_row(Text("holds", style="green"), Text(check.statement))
-        else:
-            grid.add_row(Text("fails", style="red"), Text(f"{check.statement}: {check.evidence}"))
+        word, style = {True: ("pass", "green"), False: ("fail", "red"), None: ("undecided", "yellow")}[check.holds]
+        evidence = "" if check.holds else f": {check.evidence}"
+        grid.add_row(Text(word, style=style), Text(f"{check.statement}{evidence}"))
     return grid
 
 

@@ -220,6 +220,30 @@ def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
     return found
 
 
+def are_outputs_of_one_projection(node: Node, axis: int) -> bool:
+    """Return True if neighbours along an axis are two outputs of one projection: logits of classes or of experts."""
+    found = _neighbours(node, axis)
+    return found is not None and found[0] != found[1]
+
+
+def are_positions(node: Node, axis: int) -> bool:
+    """Return True if neighbours along an axis are the same output of one projection: positions of a sequence."""
+    found = _neighbours(node, axis)
+    return found is not None and found[0] == found[1]
+
+
+def _neighbours(node: Node, axis: int) -> list[tuple[object, ...]] | None:
+    """Return which outputs of which projection two neighbours along an axis are; None where they are of none."""
+    if node.role is not None or not all(node.shape) or node.shape[axis] < 2:
+        return None
+    points = np.zeros((2, len(node.shape)), dtype=np.int64)
+    points[1, axis] = 1
+    trails = follow(node, points)
+    if any(trail.node.projection is None for trail in trails) or sum(len(trail.index) for trail in trails) < 2:
+        return None
+    return channels_along(trails, 2)
+
+
 def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
     if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
         apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)

@@ -105,6 +105,7 @@ class LogWeights(Role):
 
     survives, is_image = MOVED, True
     softmax: "Softmax | None"
+    over_outputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +136,7 @@ class LostWeights(Role):
 
     survives = ELEMENTWISE
     module: str
+    over_outputs: bool = False  # of one projection, as those of a router are, which mix outputs of experts
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling
 from attnscale.diagnose.growth import Growth
-from attnscale.diagnose.maturity import is_trained
+from attnscale.diagnose.trained import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord

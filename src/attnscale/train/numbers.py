@@ -29,15 +29,17 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     stats, rows = ScoreStats(len(whole.packed), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
     has_rows = rows > 0
     weighted, added = whole.packed[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
-    scale, query_square, key_square = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
-    query_norm, key_norm = query_square.sqrt(), key_square.sqrt()
+    scale, *squares = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
+    query_norm, key_norm, cosine = (square.sqrt() for square in squares)
     query_gradient, key_gradient = (added[:, :2].sqrt() / added[:, 2:]).unbind(-1)
     size = (stats.variance + stats.mean.square()).sqrt()
     of_layer = {
         "scale": scale,
         "query_norm": query_norm,
         "key_norm": key_norm,
-        "alignment": size / (scale * query_norm * key_norm).clamp(min=1e-300),
+        "alignment": torch.where(
+            cosine.isnan(), (size / (scale * query_norm * key_norm).clamp(min=1e-300)).clamp(max=1.0), cosine
+        ),
         "query_gradient": query_gradient,
         "key_gradient": key_gradient,
     }

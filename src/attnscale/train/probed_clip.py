@@ -13,6 +13,7 @@ from attnscale.acting.clip_history import note_taken
 from attnscale.acting.clipper import Clipper
 from attnscale.acting.folding import Folding
 from attnscale.acting.replicas import Axis, device_of
+from attnscale.module_paths import root_name
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Placement, Structure
@@ -65,7 +66,7 @@ class ProbedClip:
     def _trace_fallbacks(self) -> None:
         if not self._placement.fallbacks:
             return
-        root = type(self._model).__name__
+        root = root_name(self._model)
         declare = partial(self._placement.plan.declared, self._model)
         self._seen = Seen(lambda path: path or root, declare, lambda _: ())
         fallback = Fallback(self._model, Settings(None, training=True, may_be_empty=True), self._seen)

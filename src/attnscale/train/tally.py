@@ -21,7 +21,7 @@ from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import LayerNumbers
 
-WEIGHTED = ("scale", "query_norm", "key_norm")  # means over rows, the norms of squares
+WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares but for the scale
 ADDED = ("query_gradient", "key_gradient", "ranks")
 POOLED = len(POOLED_NUMBERS) + len(SUMS)
 WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
@@ -40,7 +40,7 @@ class Tally:
 
     @classmethod
     def of(cls, pooled: Pooled, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
-        """Rows that were pooled, with the multiplier, ‖q‖² and ‖k‖² of their heads, and the squares of gradients."""
+        """Rows that were pooled, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squares of gradients."""
         rows = pooled.sums[:, ROWS]
         nothing = torch.full_like(rows, math.nan)
         weighted = [torch.where(rows > 0, column.double() * rows, 0.0) for column in columns]
@@ -111,7 +111,7 @@ class Arriving:
         for here, packed in self._copies:
             fetched |= dict(zip(here, packed.split([heads[index] for index in here]), strict=True))
         numbers, sums, norms, gradients = torch.cat([fetched[index] for index in range(len(heads))]).split(
-            [len(POOLED_NUMBERS), len(SUMS), 2, 2], dim=-1
+            [len(POOLED_NUMBERS), len(SUMS), 3, 2], dim=-1
         )
         scales = torch.cat([scales.double().cpu() for scales in self._scales]).abs()
         together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
@@ -137,9 +137,10 @@ def _columns(pooled: Sequence[Pooled]) -> Tensor:
 
 
 def _squares(layers: Sequence[LayerNumbers | Layer], like: Tensor) -> Tensor:
-    """‖q‖², ‖k‖² and those of their gradients, (heads of all, 4); NaN where one is not known."""
+    """‖q‖², ‖k‖², cos² and those of gradients, (heads of all, 5); NaN where one is not known."""
     each = (
         [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
+        [layer.cosine for layer in layers],
         [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
     )  # fmt: skip
     found = [_known(norm, layer, like) for norms in each for norm, layer in zip(norms, layers, strict=True)]

@@ -52,6 +52,7 @@ class SeenCall:
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
+    cosine: Tensor | None = field(default=None, repr=False)  # of queries and keys, where the scores hold a bias too
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
     key_owners: Indices | None = field(default=None, repr=False)  # which key each head has; None: as kernels share

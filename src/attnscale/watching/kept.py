@@ -107,7 +107,7 @@ def keep_values(axes: Axes, kept: Kept, softmax: Softmax, weights: Node, values:
     found = values_met(axes, softmax, weights, values, side)
     if found is not None and found.shape[-2] < len(axes.columns):
         found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
-    kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found
+    kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found.to(kept.query.dtype)
 
 
 def _sinks(axes: Axes) -> tuple[int, int]:

@@ -67,6 +67,7 @@ class Layer:
     queries: int = 0  # of all calls, padding included
     left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding
     highest_bias: float = 0.0  # the most that is added to a score, where anything but a mask is; never below 0
+    cosine: Tensor | None = field(default=None, repr=False)  # of queries and keys, where the scores hold a bias too
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     is_fallback: bool = False  # its module ran uncompiled under the tracer, where others had probes
     gradients: tuple[GradientLengths, ...] = field(default=(), repr=False)  # of its calls, where they were followed
@@ -124,7 +125,9 @@ class Layer:
 
     @property
     def alignment(self) -> Tensor:
-        """Root mean square of the cosine between queries and keys: spread / (scale · ‖q‖ · ‖k‖)."""
+        """Root mean square of the cosine between queries and keys: spread / (scale · ‖q‖ · ‖k‖), biases aside."""
+        if self.cosine is not None:
+            return self.cosine
         spread = (self.stats.variance + self.stats.mean.square()).sqrt()
         scales = self.scales.double().abs().to(spread.device)
-        return spread / (scales * self.query_norm * self.key_norm).clamp(min=1e-300)
+        return (spread / (scales * self.query_norm * self.key_norm).clamp(min=1e-300)).clamp(max=1.0)

@@ -124,6 +124,8 @@ class PlanRecorder:
             self._fall_back(path, DIRECT)
         elif kernel.kind not in ("sdpa", "flex"):
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
+        elif kernel.heads_in_batch:
+            self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")
         elif seen.biased and kernel.kind != "flex":

@@ -23,6 +23,7 @@ class Reading:
     inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
     inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
+    rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
 
     @classmethod
     def of_calls(cls, readings: Sequence["Reading"]) -> "Reading":
@@ -37,6 +38,7 @@ class Reading:
             next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
             next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
             next(caps, None),
+            tuple(name for name in ("queries", "keys") if any(name in reading.rescaled for reading in readings)),
         )
 
 
@@ -61,6 +63,12 @@ def differs_by_row(multipliers: NDArray[np.float64]) -> str:
 def detached_sides(query: Way, key: Way) -> tuple[str, ...]:
     """Of queries and keys, those that were detached from what made them."""
     return tuple(name for name, way in (("queries", query), ("keys", key)) if way.detached)
+
+
+def rescaled_sides(query: Way, key: Way) -> tuple[str, ...]:
+    """Name those of queries and keys that pass a norm or a learned factor after their projection."""
+    sides = (("queries", query), ("keys", key))
+    return tuple(name for name, way in sides if way.normalised or way.learned_factor)
 
 
 def scale_after_cap(factors: Sequence[float]) -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.sampling import same_rows
+from attnscale.tracing.following import are_outputs_of_one_projection
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.operations.softmaxes import OF_SDPA, PLAIN
 from attnscale.tracing.roles import Scores, Softmax
@@ -67,7 +68,8 @@ class Reporter:
         if product is None or call is None:
             if product is not None:  # others, as of a loss, are told of where they mix values
                 self._plan.give_up("a softmax of a product could not be followed")
-            self.unread[self._running.shown(self._running.stack[-1])] += 1
+            if not are_outputs_of_one_projection(node, axis):  # a loss, or a router
+                self.unread[self._running.shown(self._running.stack[-1])] += 1
             return None
         path = _common(product.modules, self._running.stack)
         line, depth = self._running.line_within(path), self._running.depth(path)

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from attnscale.module_paths import modules_by_path
 from attnscale.torch_internals import called_module, calls_compiled, refuses_breaks
 
 # The line of the model's own code is the first outside these.
@@ -37,21 +38,6 @@ LIBRARIES = (
 )
 
 
-def uncompiled(name: str) -> str:
-    """A module path without the wrapper that torch.compile puts round a module."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
-
-
-def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by their path, those inside of what torch.compile puts round them."""
-    return dict(named_modules(model))
-
-
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of a model with their paths; what torch.compile puts round one comes before it, under its path."""
-    return [(uncompiled(name), module) for name, module in model.named_modules()]
-
-
 class Compiled(NamedTuple):
     """How a module is called."""
 
@@ -68,18 +54,18 @@ class Running:
     def __init__(
         self,
         model: nn.Module,
-        named: Sequence[tuple[str, nn.Module]],
+        modules: Mapping[str, nn.Module],
         ran: Callable[[str, Any], None],
         meanwhile: AbstractContextManager[Any],
         only_training: bool = False,
     ) -> None:
-        """`named` are the modules of the model with their paths.
+        """`modules` are those of the model by their path.
 
         `meanwhile` is entered with the outermost module and left with it: lexically, like any mode.
         """
-        self._root, self._model = type(model).__name__, model
+        self._root, self._model = type(modules[""]).__name__, model
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
-        self._names = {id(module): name for name, module in named}
+        self._names = {id(module): name for name, module in modules.items()}
         self._strangers: dict[int, weakref.ref[nn.Module]] = {}  # modules that run inside and are none of the model's
         self._entered = 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
@@ -176,9 +162,9 @@ class Running:
         stranger = self._strangers.get(id(module))
         if stranger is not None and stranger() is module:
             return None
-        named = named_modules(self._model)
-        if any(each is module for _, each in named):
-            self._names |= {id(each): name for name, each in named}
+        named = modules_by_path(self._model)
+        if any(each is module for each in named.values()):
+            self._names |= {id(each): name for name, each in named.items()}
         else:
             self._strangers[id(module)] = weakref.ref(module)
         return self._names.get(id(module))

@@ -105,7 +105,7 @@ class Seen:
     def facts(self) -> "dict[str, LayerFacts]":
         """What a record says of each layer beside its numbers."""
         return {
-            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks)
+            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].reading.rescaled)
             for name, (path, calls) in self._calls_by_layer().items()
         }
 
@@ -158,6 +158,7 @@ class Seen:
             kept=tuple(call.kept for call in calls if call.kept is not None),
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,
+            cosine=_cosine_over_rows(calls),
             highest_bias=max(call.highest_bias for call in calls),
             is_fallback=path in self.fallbacks,
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
@@ -175,6 +176,7 @@ class LayerFacts(NamedTuple):
     heads: int
     softcap: float | None
     is_fallback: bool
+    rescaled: tuple[str, ...]  # "queries", "keys": normalised, or given a temperature, after their projection
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class LayerNumbers:
     key_norm: Tensor
     query_gradient: Tensor | None
     key_gradient: Tensor | None
+    cosine: Tensor | None
 
     @classmethod
     def of(cls, calls: list[SeenCall]) -> "LayerNumbers":
@@ -201,6 +204,7 @@ class LayerNumbers:
             _root_over_rows(calls, lambda call: call.key_norm),
             norm_over(gradients, "query"),
             norm_over(gradients, "key"),
+            _cosine_over_rows(calls),
         )
 
 
@@ -259,6 +263,12 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
 def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
     """The root of the mean square over the rows of all calls that count."""
     return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
+
+
+def _cosine_over_rows(calls: list[SeenCall]) -> Tensor | None:
+    """None where the scores of no call hold more than q·k: then their spread tells it."""
+    known = {id(call): call.cosine for call in calls if call.cosine is not None}
+    return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
 def _counted(call: SeenCall, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.module_paths import modules_by_path
 from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
 from attnscale.tracing.lineage import Ledger, Node, shape_of
@@ -22,7 +23,7 @@ from attnscale.watching.overlooked import Overlooked, unseen_attentions
 from attnscale.watching.plan import PlanRecorder
 from attnscale.watching.qk_norms import QueryKeyNorms
 from attnscale.watching.reporter import Reporter
-from attnscale.watching.running import Running, named_modules
+from attnscale.watching.running import Running
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
 
@@ -42,10 +43,9 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
         """What is seen is noted in `seen`, where others note too; in one of its own where none is given."""
         super().__init__()
-        ledger, named = Ledger(ParameterNames(model)), named_modules(model)
-        modules = dict(named)
+        ledger, modules = Ledger(ParameterNames(model)), modules_by_path(model)
         self.norms = QueryKeyNorms(modules, ledger)
-        running = self.running = Running(model, named, self._ran, self, settings.training)
+        running = self.running = Running(model, modules, self._ran, self, settings.training)
         self.seen = Seen(running.shown, partial(declared, model), self.norms.unused) if seen is None else seen
         self.plan_recorder = PlanRecorder()
         self.reporter = Reporter(settings, running, self.seen, self.plan_recorder)

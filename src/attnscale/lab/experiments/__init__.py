@@ -1,1 +1,18 @@
-"""One experiment a file."""
+"""The experiments of the lab, one question a file; EXPERIMENTS lists them by name."""
+
+from attnscale.lab.experiment import Experiment
+from attnscale.lab.experiments import (
+    ablation,
+    divisors,
+    gradients,
+    growth,
+    initialisation,
+    length,
+    saturation,
+    temperature,
+    trained,
+    variance,
+)
+
+FILES = (variance, saturation, divisors, gradients, initialisation, length, ablation, temperature, growth, trained)
+EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in FILES}

@@ -1,47 +1,43 @@
-"""Does a trained model still need the scale it was trained with?"""
+"""A trained model under another scale: at once, after more training, and beside one trained with it."""
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
 
-from attnscale.lab.bands import Band
-from attnscale.lab.cell import Outcome, Settings
-from attnscale.lab.comparing import effect
-from attnscale.lab.experiment import Conclusion, Experiment
-from attnscale.lab.outcomes import Outcomes, banded
+from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.outcomes import Band, Outcomes, banded, is_below_zero, tally
 from attnscale.lab.result import Check, Plot, Table, column
-from attnscale.lab.swapping import SCALES, swap_scale, swapped
 from attnscale.lab.tasks import TASKS, Batch, Characters
-from attnscale.lab.training import Schedule, evaluating, held_out_loss, seeded_model, trained
+from attnscale.lab.training import SCALES, Schedule, evaluating, held_out_loss, seeded_model, swap_scale, trained
 from attnscale.models import load_bundled
 from attnscale.models.transformer import CausalTransformer
 
 BUNDLED, OWN = "bundled model", "trained here"
-KEPT = "1/√d_k"  # what all were trained with
+KEPT = "1/√d_k"  # which all were trained with
 OTHERS = tuple(scale for scale in SCALES if scale != KEPT)
-PARTS, WINDOWS = 8, 4  # of the text held out: a part a seed, each of so many windows
-LEARNING_ON = 3  # a third of the steps, at a third of the rate
-SLIGHT = 0.5  # a share of what it costs an untrained model that is less
+NAMES = {"none": "without a scale", KEPT: f"with {KEPT}", "1/d_k": "with 1/d_k"}
+MOMENTS = ("at once", "after more training", "from the start")
+PARTS, WINDOWS = 8, 4  # of the held-out text: one part for each seed, of so many windows
+MORE = 3  # a third of the steps, at a third of the rate
+SLIGHT = 0.5  # a cost below this share of what it costs an untrained model is slight
 
 
 def grid(quick: bool) -> Sequence[Settings]:
-    """The bundled model; and models of every d_k, trained first."""
-    tasks, head_dims = ({"easy recall": 80}, [16, 256]) if quick else ({"recall": 300}, [16, 64, 256])
+    """List the bundled model, and models of every d_k that are trained first."""
+    task, steps, head_dims = ("easy recall", 80, [16, 256]) if quick else ("recall", 300, [16, 64, 256])
     own: list[Settings] = [
-        {"part": OWN, "task": task, "steps": steps, "head_dim": head_dim}
-        for task, steps in tasks.items() for head_dim in head_dims
+        {"part": OWN, "task": task, "steps": steps, "head_dim": head_dim} for head_dim in head_dims
     ]  # fmt: skip
     return [{"part": BUNDLED}, *own]
 
 
 def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2, device: str = "cpu") -> Outcome:
-    """Losses in nats under every scale: at once, after learning on with it, and learned with it from the start."""
+    """Measure losses in nats under every scale, at each of MOMENTS."""
     if part == BUNDLED:
         return {f"{scale} at once": bundled_loss(scale, seed) for scale in SCALES}
     of, is_easy = TASKS[task], task == "easy recall"
     rate, shape = (0.005, {"d_model": 32, "heads": 1}) if is_easy else (0.003, {})
-    schedule, going_on = Schedule(steps, rate, seed), Schedule(steps // LEARNING_ON, rate / LEARNING_ON, seed + 1)
+    schedule, more = Schedule(steps, rate, seed), Schedule(steps // MORE, rate / MORE, seed + 1)
 
     def fresh(scale: str) -> CausalTransformer:
         return seeded_model(of.vocabulary, seed, head_dim=head_dim, scale=SCALES[scale], **shape).to(device)
@@ -52,7 +48,7 @@ def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: in
         model = deepcopy(learned)
         swap_scale(model, scale)
         found[f"{scale} at once"] = held_out_loss(model, of)
-        found[f"{scale} learning on"] = trained(model, of, going_on).final
+        found[f"{scale} after more training"] = trained(model, of, more).final
         found[f"{scale} from the start"] = (
             found[f"{scale} at once"] if scale == KEPT else trained(fresh(scale), of, schedule).final
         )
@@ -60,11 +56,12 @@ def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: in
 
 
 def bundled_loss(scale: str, part: int = 0) -> float:
-    """The loss of the model that ships with the package, on a part of the text held out, under another scale."""
-    model = _bundled()
+    """Return the loss of the model that ships with the package, under another scale, on a part of the held-out text."""
+    model = deepcopy(_bundled())
+    swap_scale(model, scale)
     windows = Characters(model.context).held_out(PARTS * WINDOWS)
-    own = slice(part % PARTS, None, PARTS)  # every part from all over the text
-    with swapped(model, scale), evaluating(model):
+    own = slice(part % PARTS, None, PARTS)  # each part from all over the text
+    with evaluating(model):
         return float(Batch(windows.tokens[own], windows.targets[own]).loss(model))
 
 
@@ -74,107 +71,88 @@ def _bundled() -> CausalTransformer:
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
-    """What another scale costs a trained model, at once and after learning on, beside an untrained one."""
+    """Say what another scale costs a trained model, beside one that learns with it."""
     shipped, own = outcomes.where(part=BUNDLED), outcomes.where(part=OWN)
     head_dims = own.values("head_dim")
+    costs = {scale: _cost(shipped, scale, "at once") for scale in OTHERS}
     checks = [
         Check("the bundled model does best with the scale it was trained with",
-              all(_cost(shipped, scale, "at once").low > 0 for scale in OTHERS),
-              "; ".join(f"{_named(scale)} {effect(_cost(shipped, scale, 'at once'))}" for scale in OTHERS)),
-        *(_less(own.where(head_dim=head_dim), head_dim) for head_dim in head_dims),
+              all(cost.low > 0 for cost in costs.values()),
+              "; ".join(f"{NAMES[scale]} {cost:+.2g}" for scale, cost in costs.items())),
+        *(_cost_check(own.where(head_dim=head_dim), head_dim) for head_dim in head_dims),
     ]  # fmt: skip
-    text = (
-        f"The bundled model, trained with {KEPT}, has a loss of {shipped.band(f'{KEPT} at once'):.2f} nats on text "
-        "held out; "
-        + ", ".join(f"{_named(scale)} {shipped.band(f'{scale} at once'):.2f}" for scale in OTHERS)
-        + ". "
-        + " ".join(_at(own.where(head_dim=head_dim), head_dim) for head_dim in head_dims)
-        + f" {_summary(own, head_dims)}"
-    )
+    losses = {scale: f"{shipped.band(f'{scale} at once'):.2f}" for scale in SCALES}
+    text = " ".join([
+        f"The bundled model, trained with {KEPT}, has a held-out loss of {losses[KEPT]} nats; "
+        + ", ".join(f"{NAMES[scale]} {losses[scale]}" for scale in OTHERS) + ".",
+        *(_at(own.where(head_dim=head_dim), head_dim) for head_dim in head_dims),
+        tally(checks),
+    ])  # fmt: skip
     return Conclusion(text, tuple(checks), _tables(shipped, own), _plots(own))
 
 
 def _cost(outcomes: Outcomes, scale: str, when: str) -> Band:
-    """How much a scale costs against the one kept, seed by seed."""
-    kept = f"{KEPT} at once" if when == "at once" else f"{KEPT} {when}"
-    cells = [(own, {"cost": found[f"{scale} {when}"] - found[kept]}) for own, found in outcomes]
+    """Return what a scale costs against the one trained with, paired by seed."""
+    cells = [(own, {"cost": found[f"{scale} {when}"] - found[f"{KEPT} {when}"]}) for own, found in outcomes]
     return Outcomes(cells).band("cost")
 
 
-def spared(own: Outcomes) -> Band:
-    """By how much leaving the scale out costs a trained model less than half of what it costs an untrained one."""
+def _excess(own: Outcomes) -> Band:
+    """Return the cost of no scale to a trained model minus half of its cost to an untrained one."""
     cells = [
-        (settings, {"spared": SLIGHT * (found["none from the start"] - found[f"{KEPT} from the start"])
-                    - (found["none at once"] - found[f"{KEPT} at once"])})
+        (settings, {"excess": found["none at once"] - found[f"{KEPT} at once"]
+                    - SLIGHT * (found["none from the start"] - found[f"{KEPT} from the start"])})
         for settings, found in own
     ]  # fmt: skip
-    return Outcomes(cells).band("spared")
+    return Outcomes(cells).band("excess")
 
 
-def _less(own: Outcomes, head_dim: int) -> Check:
+def _cost_check(own: Outcomes, head_dim: int) -> Check:
     once, fresh = (_cost(own, "none", when) for when in ("at once", "from the start"))
-    return Check(f"d_k = {head_dim}: leaving the scale out costs a trained model less than half of what it costs an "
-                 "untrained one", spared(own).low > 0, f"{effect(once)} against {effect(fresh)} nats")  # fmt: skip
+    return Check(f"d_k = {head_dim}: removing the scale costs a trained model less than half of what it costs an "
+                 "untrained one", is_below_zero(_excess(own)), f"{once:+.2g} against {fresh:+.2g} nats")  # fmt: skip
 
 
 def _at(own: Outcomes, head_dim: int) -> str:
-    parts = []
-    for scale in OTHERS:
-        once, on, fresh = (effect(_cost(own, scale, when)) for when in ("at once", "learning on", "from the start"))
-        parts.append(f"{_named(scale)} {once} at once, {on} after learning on, {fresh} if learned so from the start")
-    return f"Against {KEPT} at d_k = {head_dim}, in nats: {'; '.join(parts)}."
-
-
-def _summary(own: Outcomes, head_dims: Sequence[int]) -> str:
-    words = {head_dim: _word(spared(own.where(head_dim=head_dim))) for head_dim in head_dims}
-    groups = {word: [str(each) for each in head_dims if words[each] == word] for word in dict.fromkeys(words.values())}
-    said = "; ".join(f"at d_k = {', '.join(own)} {word}" for word, own in groups.items())
-    asked = "Does leaving it out cost a trained model less than half of what it costs an untrained one?"
-    return f"{asked} {said[0].upper()}{said[1:]}."
-
-
-def _word(spared: Band) -> str:
-    if spared.low > 0:
-        return "yes"
-    return "no" if spared.high < 0 else "undecided"
-
-
-def _named(scale: str) -> str:
-    return "without a scale" if scale == "none" else f"with {scale}"
+    parts = (
+        f"{NAMES[scale]} " + ", ".join(f"{_cost(own, scale, when):+.2g} {when}" for when in MOMENTS)
+        for scale in OTHERS
+    )  # fmt: skip
+    return f"Cost in nats at d_k = {head_dim}: {'; '.join(parts)}."
 
 
 def _tables(shipped: Outcomes, own: Outcomes) -> tuple[Table, ...]:
-    moments = ("at once", "learning on", "from the start")
-    first = tuple((_named(scale), *_numbers(shipped.band(f"{scale} at once"))) for scale in SCALES)
+    first = []
+    for scale in SCALES:
+        found = shipped.band(f"{scale} at once")
+        first.append((NAMES[scale], *column([found.mean, found.margin])))
     rows = tuple(
-        (head_dim, _named(scale),
-         *column([own.band(f"{scale} {when}", head_dim=head_dim).mean for when in moments]))
+        (head_dim, NAMES[scale], *column([own.band(f"{scale} {when}", head_dim=head_dim).mean for when in MOMENTS]))
         for head_dim in own.values("head_dim") for scale in SCALES
     )  # fmt: skip
     return (
-        Table("The bundled model, nats on text held out", ("scale", "loss", "±"), first),
-        Table(f"Trained with {KEPT}, then swapped; nats held out", ("d_k", "scale", *moments), rows),
+        Table("The bundled model, held-out loss in nats", ("scale", "loss", "±"), tuple(first)),
+        Table(f"Trained with {KEPT}, then changed; held-out loss in nats", ("d_k", "scale", *MOMENTS), rows),
     )
 
 
-def _numbers(found: Band) -> tuple[float | None, ...]:
-    return column([found.mean, found.half if math.isfinite(found.half) else math.nan])
-
-
 def _plots(own: Outcomes) -> tuple[Plot, ...]:
+    notices = {
+        "at once": f"All were trained with {KEPT}; only the scale was changed.",
+        "after more training": "A third of the steps, with the new scale.",
+        "from the start": "Cost of the same scale to an untrained model.",
+    }
     head_dims = own.values("head_dim")
+
+    def bands(scale: str, when: str) -> list[Band]:
+        return [own.band(f"{scale} {when}", head_dim=head_dim) for head_dim in head_dims]
+
     return tuple(
-        Plot(f"Loss {title}", "d_k", "held-out loss, nats",
-             tuple(banded(_named(scale), head_dims,
-                          [own.band(f"{scale} {when}", head_dim=head_dim) for head_dim in head_dims])
-                   for scale in SCALES), notice, log_x=True)
-        for when, title, notice in (
-            ("at once", "as soon as the scale is another", f"All were trained with {KEPT}; nothing else was changed."),
-            ("learning on", "after learning on with it", "What training makes up for, in a third of its steps."),
-            ("from the start", "if learned with it from the start", "What the same scale costs an untrained model."),
-        )
+        Plot(f"Loss with another scale {when}", "d_k", "held-out loss, nats",
+             tuple(banded(NAMES[scale], head_dims, bands(scale, when)) for scale in SCALES), notice, log_x=True)
+        for when, notice in notices.items()
     )  # fmt: skip
 
 
 EXPERIMENT = Experiment("trained", "Does a trained model still need the scale it was trained with?", grid, run,
-                        conclude, seeds=4, quick_seeds=3, trains=True, core_minutes=16)  # fmt: skip
+                        conclude, seeds=4, quick_seeds=3, trains=True, version=2, core_minutes=16)  # fmt: skip

@@ -19,7 +19,7 @@ def lab_page(result: lab.Result) -> str:
 
 def lab_report(result: lab.Result) -> Page:
     """What an experiment found, as a report: checks that fail stand first."""
-    checks = sorted(result.checks, key=lambda check: check.holds)
+    checks = sorted(result.checks, key=lambda check: bool(check.holds))
     sections = [
         Section(f"figure-{index}", plot.title, ((_figure(f"plot-{index}", plot),),))
         for index, plot in enumerate(result.plots)
@@ -32,14 +32,14 @@ def lab_report(result: lab.Result) -> Page:
         title=result.question,
         verdict=verdict,
         lead=tuple(more),
-        tone="fine" if all(check.holds for check in checks) else "warning",
+        tone="fine" if all(check.holds is not False for check in checks) else "warning",
         notes=tuple(map(_note, checks)),
         sections=tuple(sections),
     )
 
 
 def _note(check: lab.Check) -> Note:
-    tone, tag = ("fine", "holds") if check.holds else ("warning", "does not hold")
+    tone, tag = {True: ("fine", "pass"), False: ("warning", "fail"), None: ("note", "undecided")}[check.holds]
     return Note(tone, tag, check.evidence, place=check.statement)
 
 

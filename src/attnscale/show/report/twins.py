@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attnscale.checking import Checked
-from attnscale.lab.twins import TwinRun, Twins
+from attnscale.lab.demo import TwinRun, Twins
 from attnscale.measure.statistics import STATISTICS, Statistic
 from attnscale.show.numbers import formatted, number, shown
 from attnscale.show.report.check import table_of

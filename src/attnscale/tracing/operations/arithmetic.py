@@ -207,6 +207,13 @@ def _norm(op: Operation) -> Result:
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 
+def _batch_norm(op: Operation) -> Result:
+    """In evaluation a batch norm multiplies and adds constants: it is a part of the projection before it."""
+    if op.argument(5, "training") is False:
+        return [moved(op.node(), op.shape, None, "other")]
+    return _norm(op)
+
+
 def _weight_norm(op: Operation) -> Result:
     node = moved(op.node(), op.shape, None, "norm")
     node.steps[0].multiplied = op.node(1)
@@ -224,6 +231,7 @@ READERS: dict[str, Reader] = {
     "where": _where,
     "tanh": _tanh,
     "_weight_norm_interface": _weight_norm,
-    **dict.fromkeys((*WITH_A_GAIN, "native_group_norm", "native_batch_norm"), _norm),
+    "native_batch_norm": _batch_norm,
+    **dict.fromkeys((*WITH_A_GAIN, "native_group_norm"), _norm),
     **dict.fromkeys(("sum", "amax", "amin", "max", "min", "linalg_vector_norm"), reduced),
 }

@@ -162,6 +162,12 @@ def _chosen(op: Operation) -> Node:
     return _at(op, op.args[1] % max(len(op.node().shape), 1), op.args[2])
 
 
+def _largest(op: Operation) -> Result:
+    """The largest k, as a router takes of its logits; of scores it is not known which keys they are."""
+    parent = op.node()
+    return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
+
+
 def _indexed(op: Operation) -> Node:
     """x[:, [2, 0]]: one list of numbers among whole dimensions."""
     given = [(axis, index) for axis, index in enumerate(op.args[1]) if index is not None]
@@ -233,6 +239,7 @@ READERS: dict[str, Reader] = {
     "bernoulli": _bernoulli,
     "index_select": _chosen,
     "index": _indexed,
+    "topk": _largest,
     "mean": _mean,
     **dict.fromkeys(("dropout", "native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),

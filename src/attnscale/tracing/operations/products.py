@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnscale.tracing import coordinates
 from attnscale.tracing.coordinates import Map, Points, Shape
-from attnscale.tracing.following import follow
+from attnscale.tracing.following import are_positions, follow
 from attnscale.tracing.lineage import Node, Projection, Step, moved
 from attnscale.tracing.operations import softmaxes
 from attnscale.tracing.operations.mixing import Mixture, mix, pair_heads
@@ -25,7 +25,7 @@ def _matrix_product(op: Operation) -> Node:
     left, right = (op.ledger.node(operand) for operand in operands)
     beta = op.kwargs.get("beta", 1.0) if op.name in ("addmm", "baddbmm") else 0.0
     added = op.node() if beta else None
-    _notice_lost(op, left, right)
+    _notice_lost(op, (left, right))
     if left.parameter or right.parameter:
         node = _projected_by(op.shape, left, right, weight=1 if right.parameter else 0, bias=added)
         if len(op.shape) == 3 and node.role is None:
@@ -66,12 +66,12 @@ def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned
     node.role = Scores(Product(left, right, *nodes, modules, node.shape, node.token, alpha, bias, learned_query))
 
 
-def _notice_lost(op: Operation, *operands: Node) -> None:
-    """Weights of unknown origin that mix activations: an attention that was not followed."""
+def _notice_lost(op: Operation, operands: tuple[Node, Node]) -> None:
+    """Weights of unknown origin that mix activations: an attention that was not followed, or experts of a router."""
     if all(operand.learned for operand in operands):
-        for operand in operands:
-            if isinstance(operand.role, LostWeights):
-                op.tracer.loses(operand.role.module)
+        for (weights, values), axis in ((operands, -2), (operands[::-1], -1)):
+            if isinstance(weights.role, LostWeights) and (not weights.role.over_outputs or are_positions(values, axis)):
+                op.tracer.loses(weights.role.module)
 
 
 def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]) -> Node | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnscale.tracing.coordinates import Shape
-from attnscale.tracing.following import follow
+from attnscale.tracing.following import are_outputs_of_one_projection, follow
 from attnscale.tracing.lineage import Node, moved
 from attnscale.tracing.operations import arithmetic
 from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, unknown, widened
@@ -41,7 +41,7 @@ def _softmax(op: Operation) -> Node:
         role.softmax.taken_twice |= op.node().shape == op.shape and not _is_mixture(op.node())
         return Node(op.shape, learned=True, role=role)
     softmax = op.tracer.softmax(op.args[0], op.node(), axis, by=op.name)
-    return _weights(op, softmax)
+    return _weights(op, softmax, are_outputs_of_one_projection(op.node(), axis))
 
 
 def _is_mixture(weights: Node) -> bool:
@@ -52,17 +52,19 @@ def _is_mixture(weights: Node) -> bool:
 
 
 def _log_softmax(op: Operation) -> Node:
-    softmax = op.tracer.softmax(op.args[0], op.node(), op.argument(1, "dim", -1))
-    return Node(op.shape, learned=op.node().learned, role=LogWeights(softmax))
+    axis = op.argument(1, "dim", -1)
+    softmax = op.tracer.softmax(op.args[0], op.node(), axis)
+    role = LogWeights(softmax, are_outputs_of_one_projection(op.node(), axis))
+    return Node(op.shape, learned=op.node().learned, role=role)
 
 
-def _weights(op: Operation, softmax: Softmax | None) -> Node:
+def _weights(op: Operation, softmax: Softmax | None, over_outputs: bool = False) -> Node:
     """The output of a softmax; of one that was not followed it is told where its weights mix values."""
     if softmax is not None:
         softmax.ran()
         return Node(op.shape, learned=True, role=Weights(softmax))
     if any(node.learned for node in op.nodes()):
-        return Node(op.shape, learned=True, role=LostWeights(op.tracer.module))
+        return Node(op.shape, learned=True, role=LostWeights(op.tracer.module, over_outputs))
     return opaque(op)
 
 
@@ -70,7 +72,7 @@ def _exponential(op: Operation) -> Node:
     """Of scores, or of the logarithm of weights: exp(log_softmax(z)), exp(z − logsumexp(z))."""
     parent = op.node()
     if isinstance(parent.role, LogWeights) and op.name == "exp":
-        return _weights(op, parent.role.softmax)
+        return _weights(op, parent.role.softmax, parent.role.over_outputs)
     node = moved(parent, op.shape, None, "exp")
     if isinstance(parent.role, Scores):
         exponent = parent if op.name == "exp" else moved(parent, op.shape, None, "times", math.log(2))

@@ -5,6 +5,7 @@ from typing import Any
 
 from attnscale.tracing.lineage import Ledger
 from attnscale.watching.kernels import fast_path, flash, flex, sdpa
+from attnscale.watching.kernels.heads_in_batch import with_heads_on_their_axis
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 __all__ = ["KernelCall", "is_kernel", "kernel_calls"]
@@ -37,7 +38,7 @@ def is_kernel(name: str) -> bool:
 def kernel_calls(ledger: Ledger, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
     """The attentions that a call of a kernel computes; `given` are its arguments and results by name."""
     reader = _reader(name)
-    return iter(()) if reader is None else reader(ledger, given)
+    return iter(()) if reader is None else map(with_heads_on_their_axis, reader(ledger, given))
 
 
 def _reader(name: str) -> Reader | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured as stats_of
+from attnscale.measure.lengths import mean_cosine
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, grid
@@ -27,13 +28,14 @@ from attnscale.watching.kept import keep_kernel_call
 from attnscale.watching.kernels.projected import (
     by_entry,
     ends_by_position,
+    measured,
     projected_norm,
     some_of,
     trails_of,
     unpadded,
     way_of,
 )
-from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way
+from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, rescaled_sides
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
 from attnscale.watching.shards import TAIL
 
@@ -66,6 +68,7 @@ class KernelCall:
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
     learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
+    heads_in_batch: bool = False  # the kernel was given heads in the place of the batch
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
     def seen(self, rows: int | None, keep: bool) -> SeenCall:
@@ -106,6 +109,7 @@ class KernelCall:
             padding=found.padding,
             normalised=query_way.normalised and key_way.normalised,
             biased=found.bias is not None,
+            cosine=None if found.bias is None else call.cosine(found),
             query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
             key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
             kept=kept,
@@ -116,6 +120,7 @@ class KernelCall:
                 differs_by_row(by_end) or lost_on_the_way(query_way, key_way),
                 learned_factor=query_way.learned_factor or key_way.learned_factor,
                 detached=detached_sides(query_way, key_way),
+                rescaled=rescaled_sides(query_way, key_way),
                 inert_added=flags_added(self.visibility.bias),
             ),
             softmax=self.softmax,
@@ -126,6 +131,11 @@ class KernelCall:
         query = projected_norm(self.query, factors[0], found.padding, every)
         key = projected_norm(self.key, factors[1], found.hidden_keys, every)
         return query, key if self.group == 1 else key.repeat_interleave(self.group)
+
+    def cosine(self, found: "Found") -> Tensor:
+        """Root mean square of the cosine between the queries and keys of each head, padding aside."""
+        (query, padding), (key, hidden) = measured(self.query, found.padding), measured(self.key, found.hidden_keys)
+        return mean_cosine(query, key, (padding, hidden))
 
     def _is_told_by(self, *ways: Way) -> bool:
         """Whether its arguments and these ways tell all of it, at every step."""

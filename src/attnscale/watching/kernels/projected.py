@@ -27,7 +27,7 @@ def projected_norm(tensor: Tensor, factor: Factors, left_out: Positions = None, 
     Over every position that is not left out, or over some that are spread evenly. `factor`: one a head, or of each
     batch entry others.
     """
-    vectors, left_out = _measured(tensor, left_out, every)
+    vectors, left_out = measured(tensor, left_out, every)
     if factor.ndim == 2:  # a row that sees one key is multiplied by ln 1
         apart = torch.from_numpy(np.where(factor == 0, 1.0, np.abs(factor))).to(vectors)
         vectors, factor = vectors / apart[..., None, None], np.ones(1)
@@ -38,8 +38,8 @@ def projected_norms(
     query: Tensor, key: Tensor, factors: tuple[Factors, Factors], left_out: tuple[Positions, Positions], every: bool
 ) -> Iterator[Tensor]:
     """The same of queries, and of the key that each of their heads has, by a factor a query head; in one go."""
-    query, padding = _measured(query, left_out[0], every)
-    key, hidden = _measured(key, left_out[1], every)
+    query, padding = measured(query, left_out[0], every)
+    key, hidden = measured(key, left_out[1], every)
     return map(before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
 
 
@@ -53,7 +53,8 @@ def some_of(vectors: Tensor) -> Tensor:
     return vectors.detach()[:, :, :: _step(vectors)]
 
 
-def _measured(vectors: Tensor, left_out: Positions, every: bool) -> tuple[Tensor, Positions]:
+def measured(vectors: Tensor, left_out: Positions, every: bool = False) -> tuple[Tensor, Positions]:
+    """Return the vectors that norms are taken of, spread over their positions, and which of them do not count."""
     step = 1 if every or rows_are_shared() else _step(vectors)
     return vectors.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step]
 

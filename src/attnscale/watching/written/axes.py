@@ -202,8 +202,6 @@ def _owners(axes: Axes, at: Points) -> Indices:
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
     """(batch, heads): groups of one channel are one head in several batch entries."""
     sizes = [axes.shape[axis] for axis in axes.other_axes]
-    if len(axes.shape) == 4 and axes.other_axes[-1:] == (1,) and keys[0] != keys[1]:
-        return np.arange(len(keys)).reshape(-1, sizes[-1])  # (batch, heads, queries, keys), as it mostly is
     order: dict[tuple[object, ...], list[int]] = {}
     for group, key in enumerate(keys):
         order.setdefault(key, []).append(group)

@@ -9,7 +9,14 @@ from attnscale.numerics import HALF_DTYPES
 from attnscale.tracing.following import Trail
 from attnscale.visibility import HIDING_GAP
 from attnscale.watching.hiding import flags_added
-from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, scale_after_cap
+from attnscale.watching.reading import (
+    Reading,
+    detached_sides,
+    differs_by_row,
+    lost_on_the_way,
+    rescaled_sides,
+    scale_after_cap,
+)
 
 if TYPE_CHECKING:
     from attnscale.watching.written.written_call import WrittenCall
@@ -36,6 +43,7 @@ def reading_of(call: "WrittenCall", fitted: Fit | None, fill: float | None) -> R
         fill,
         next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
         scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
+        rescaled_sides(query, key),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.lengths import mean_lengths_of_both
+from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
@@ -90,7 +90,8 @@ class WrittenCall:
         hidden = None if hidden is None else hidden[:, self._in_product]
         attends_itself = query_way.source is not None and query_way.source is key_way.source
         padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
-        query_norm, key_norm = self.norms(padding, hidden, every=rows is None)
+        query_norm, key_norm, cosine = self.norms(padding, hidden, every=rows is None)
+        biased = self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0])
         fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
         scales = self.scales(fitted)
         kept = keep_written_call(self, scales, padding) if keep and not self._parts else None
@@ -114,7 +115,8 @@ class WrittenCall:
             attends_itself=attends_itself,
             padding=padding,
             normalised=query_way.normalised and key_way.normalised,
-            biased=self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0]),
+            biased=biased,
+            cosine=cosine if biased else None,
             bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
             softcap_discarded=axes.product.capped and self.softcap is None,
             over_pairs=axes.over_pairs,
@@ -213,8 +215,8 @@ class WrittenCall:
         )
         return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
 
-    def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor]:
-        """Of queries but padding, and of keys that any query sees, as they left their projections: a value a head."""
+    def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ‖q‖, ‖k‖ and their cosine for each head, without padding, as they left their projections."""
         length, keys, every = self.axes.length, int(self._in_product.sum()), every or rows_are_shared()
         positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
         some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
@@ -223,7 +225,7 @@ class WrittenCall:
         left_out = _chosen(padding, positions), _chosen(hidden, columns)
         query, key = mean_lengths_of_both(queries, keys_seen, left_out)
         of_query, of_key = (torch.from_numpy(np.abs(way.factor).mean(1)) for way in self.ways)
-        return query.cpu() / of_query, key.cpu() / of_key
+        return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
 
     def origins(self) -> Origins:
         """Where queries and keys come from; of a sum of several products, none."""

@@ -1,0 +1,115 @@
+"""Requests: which model to load, the input to run it on, and the device. Imports no torch, so bad input fails fast."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from attnscale.errors import SettingError
+
+Sequence: TypeAlias = str | list[int]  # a text for the model's tokenizer, or token ids
+MAX_LENGTH = 2**20  # tokens: beyond the longest context of any published model
+MAX_SEQUENCES = 64  # read from a file, and run as one batch
+MIN_PART = 64  # characters; a shorter part of a text says little about attention
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to load, with its input and device."""
+
+    model: str | None = None  # None: the model that ships with the package
+    text: str | None = None  # None, and no sequences: English text from Python's own help
+    length: int | None = None  # tokens; None: 256, or as many as the model takes
+    device: str = "cpu"
+    random_init: bool = False
+    sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
+    report: Callable[[str], None] = field(default=lambda stage: None, repr=False)  # called with each stage
+    model_type: str | None = None  # for a config.json without one
+    factory: str | None = None  # package.module:callable that makes the model for a file of weights
+    base: str | None = None  # the model to put an adapter on, if not the one that the adapter names
+    download: bool = False  # fetch a model by its name first
+    samples: int = 1  # sequences to cut a text into, or to draw
+
+    @property
+    def user_sequences(self) -> tuple[Sequence, ...]:
+        """The sequences that the user gave; empty without any."""
+        return split_text(self.text, self.samples) if self.text is not None else self.sequences
+
+    @property
+    def source(self) -> str:
+        """Where the tokens come from, in words."""
+        if self.text is not None:
+            return "the text"
+        number = len(self.sequences)
+        return {0: "English text", 1: "the sequence given"}.get(number, f"the {number} sequences given")
+
+
+def require_length(length: int | None) -> None:
+    """Refuse a number of tokens that no model can run on."""
+    if length is not None and not 2 <= length <= MAX_LENGTH:
+        raise SettingError(f"Expected --length from 2 to {MAX_LENGTH:,}, got {length}.")
+
+
+def require_text(text: str | None) -> None:
+    """Refuse a text that is too short for two tokens."""
+    if text is not None and len(text.encode("utf-8")) < 2:
+        raise SettingError("Expected a text of at least two characters, got a shorter one.")
+
+
+def split_text(text: str, parts: int) -> tuple[str, ...]:
+    """Split a text into parts of equal length; into fewer if the text is short.
+
+    >>> split_text("one text", 8), [len(part) for part in split_text("a" * 1000, 2)]
+    (('one text',), [500, 500])
+    """
+    number = max(1, min(parts, len(text) // MIN_PART))
+    length = len(text) // number
+    return tuple(text[start : start + length] for start in range(0, number * length, length))
+
+
+def read_tokens(text: str) -> tuple[Sequence, ...]:
+    """Parse token ids: JSON, one list or a list of lists, or numbers with blanks between them.
+
+    >>> read_tokens("5 6 7"), read_tokens("[[1, 2], [3, 4]]")
+    (([5, 6, 7],), ([1, 2], [3, 4]))
+    """
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except (ValueError, RecursionError):
+        raise SettingError("Expected --tokens as JSON, [1, 2, 3] or a list of lists, or as numbers.") from None
+    sequences = found if found and all(isinstance(each, list) for each in found) else [found]
+    return tuple(_token_ids(each, "--tokens") for each in sequences[:MAX_SEQUENCES])
+
+
+def read_examples(text: str) -> tuple[Sequence, ...]:
+    """Parse JSON lines, each with a "text" or with "input_ids"; later lines than MAX_SEQUENCES are ignored."""
+    found = tuple(_examples(text))
+    if not found:
+        raise SettingError("Expected --data with one example per line, got an empty file.")
+    return found
+
+
+def _examples(text: str) -> Iterator[Sequence]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines[:MAX_SEQUENCES], 1):
+        try:
+            example = json.loads(line)
+        except (ValueError, RecursionError):
+            raise SettingError(f"Expected --data as JSON lines, but line {number} is not JSON.") from None
+        if not isinstance(example, dict) or not ("input_ids" in example or isinstance(example.get("text"), str)):
+            raise SettingError(f'Expected an object with "text" or "input_ids" in line {number} of --data.')
+        if "text" not in example:
+            yield _token_ids(example["input_ids"], f"line {number} of --data")
+            continue
+        words = example["text"]
+        encoded = words.encode("utf-8", "ignore") if isinstance(words, str) else b""
+        if len(encoded) < 2 or encoded.decode("utf-8") != words:  # JSON may hold half of a surrogate pair
+            raise SettingError(f"Expected a text of at least two whole characters in line {number} of --data.")
+        yield words
+
+
+def _token_ids(found: Any, where: str) -> list[int]:
+    are_numbers = isinstance(found, list) and all(type(each) is int for each in found)
+    if not are_numbers or len(found) < 2 or min(found) < 0:
+        raise SettingError(f"Expected at least two token ids, whole numbers from 0 on, in {where}.")
+    return list(found)

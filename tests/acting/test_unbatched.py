@@ -1,0 +1,53 @@
+"""Models without a batch axis, and with heads in its place: each head is read, clipped and calibrated for itself."""
+
+import warnings
+
+import pytest
+import torch
+
+import attnscale
+from attnscale.errors import NotInsideWarning
+
+from ..zoo import CORRECT
+from .models import assert_changed_as_told, before_and, between, watched
+
+LAYOUTS = [name for name in CORRECT if name.startswith("unbatched.")]
+
+
+def maxima(model, inputs):
+    return watched(model, inputs).layers["attention"].stats.max
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_qkclip_lowers_the_heads_over_the_threshold_and_no_others(name):
+    model, inputs = CORRECT[name].build()
+    before, was = before_and(model), maxima(model, inputs)
+    threshold = between(was)
+    with warnings.catch_warnings(), attnscale.QKClip(model, threshold) as clip:
+        warnings.simplefilter("ignore", NotInsideWarning)
+        reports = []
+        for _ in range(4):
+            model(*inputs).sum().backward()
+            reports.append(clip.step())
+    clipped = {head.head for report in reports if report is not None for head in report.heads}
+    assert clipped == set((was > threshold).nonzero().flatten().tolist()) != set()
+    assert_changed_as_told(before, model, [each for head in reports[0].heads for each in head.touched])
+    expected = torch.where(was > threshold, threshold, was)
+    torch.testing.assert_close(maxima(model, inputs), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_head_is_calibrated(name):
+    model, inputs = CORRECT[name].build()
+    report = attnscale.calibrate_(model, inputs)
+    spreads = watched(model, inputs).layers["attention"].stats.std
+    assert len(report.heads) == len(spreads)
+    if name != "unbatched.GptOssReference":  # a sink is no score, and is not scaled
+        torch.testing.assert_close(spreads, torch.ones_like(spreads), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_if_runs_in_bfloat16(name):
+    model, inputs = CORRECT[name].build()
+    audit = attnscale.audit(model.bfloat16(), *(x.bfloat16() for x in inputs))
+    assert audit.what_if("attention")["current"].spread > 0

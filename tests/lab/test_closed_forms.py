@@ -1,0 +1,193 @@
+"""Experiments without training: their numbers match theory, errors are noticed, and sentences follow the numbers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attnscale.lab.experiments import divisors, gradients, initialisation, length, saturation, variance
+from attnscale.measure import score_stats
+from attnscale.rules import constant
+from tests.lab.conclusions import concluded, failed, made_up, quick, rerun
+
+NAMES = ("variance", "saturation", "divisors", "gradients", "initialisation", "length")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_check_passes(name):
+    conclusion = concluded(name)
+    assert not failed(conclusion)
+    assert f"All {len(conclusion.checks)} checks pass." in conclusion.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_seed_confirms_nothing_that_needs_an_interval(name):
+    conclusion = concluded(name, quick(name).where(seed=0))
+    assert any("one seed has no interval" in check.evidence for check in conclusion.checks)
+    assert not any(check.holds and "interval" in check.evidence for check in conclusion.checks)
+    assert "Undecided: " in conclusion.text
+
+
+def _wider_scores(patch):
+    patch.setattr(saturation, "score_stats", lambda q, k, *, scale: score_stats(q, k, scale=1.1 * scale))
+
+
+def _wider_weights(patch):
+    wider = replace(initialisation.SCHEMES["orthogonal"], draw=lambda weight: nn.init.orthogonal_(weight, gain=1.1))
+    patch.setitem(initialisation.SCHEMES, "orthogonal", wider)
+
+
+def _unsquared_yarn(patch):
+    """YaRN's √(1/t) multiplies q and k both, so the scores by its square."""
+    plain, some = length.rule_for, torch.zeros(1, length.HEAD_DIM)
+
+    def once(rule, keys):
+        found = plain(rule, keys)
+        return found if rule != "YaRN" else constant(math.sqrt(found(some, some)[2] * length.HEAD_DIM**-0.5))
+
+    patch.setattr(length, "rule_for", once)
+
+
+def _other_softmax(patch):
+    plain = gradients.softmax_of
+    patch.setattr(gradients, "softmax_of", lambda scores: plain(0.9 * scores))
+
+
+ERRORS = [
+    ("variance", {"case": "uniform"}, "uniform: Var(q·k) = 1 d_k",
+     lambda patch: patch.setitem(variance.DRAWS, "uniform", lambda *shape: 1.8 * (2 * torch.rand(*shape) - 1))),
+    ("divisors", {"divisor": "√d_k"}, "divided by √d_k, Var(scores) matches theory",
+     lambda patch: patch.setitem(divisors.RULES, "√d_k", "constant:0.2")),
+    ("saturation", {"part": saturation.MANY, "keys": 1024}, "entropy over 1024 Gaussian scores", _wider_scores),
+    ("gradients", {"part": gradients.DRAWN}, "by automatic differentiation", _other_softmax),
+    ("initialisation", {"scheme": "orthogonal"}, "orthogonal: the calibrated scale", _wider_weights),
+    ("length", {"rule": "YaRN", "causal": False}, "YaRN: entropy over Gaussian keys", _unsquared_yarn),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "where", "statement", "break_it"), ERRORS, ids=[row[0] for row in ERRORS])
+def test_an_error_fails_its_check_and_is_named_in_the_text(monkeypatch, name, where, statement, break_it):
+    with monkeypatch.context() as patch:
+        break_it(patch)
+        found = rerun(name, **where)
+    if name == "length":
+        length.expected_entropy.cache_clear()
+    conclusion = concluded(name, found)
+    assert any(statement in each for each in failed(conclusion))
+    assert "Failed: " in conclusion.text
+    assert all(each in conclusion.text for each in failed(conclusion))
+
+
+def test_the_standard_deviation_at_512_is_that_of_the_textbook():
+    assert math.sqrt(variance.CASES["normal"].variance(512)) == pytest.approx(22.627, abs=1e-3)
+
+
+def test_another_power_of_d_k_is_reported():
+    def squared(own, found):
+        return {"variance": found["variance"] * own["head_dim"], "scaled_variance": found["variance"]}
+
+    assert "to the power 0.9" in concluded("variance").text
+    assert "to the power 1.9" in concluded("variance", made_up(quick("variance"), squared)).text
+
+
+@pytest.mark.parametrize(("spread", "entropy", "top1"), [(1.0, 0.93, 0.016), (2.0, 0.73, 0.10), (8.0, 0.13, 0.69)])
+def test_softmax_over_a_thousand_gaussian_scores(spread, entropy, top1):
+    many = quick("saturation").where(part=saturation.MANY, keys=1024, spread=spread)
+    assert many.band("entropy_ratio").mean == pytest.approx(entropy, abs=0.01)
+    assert many.band("top1").mean == pytest.approx(top1, abs=0.03)
+
+
+def test_most_rows_are_called_one_hot_only_if_they_are():
+    assert "most rows are not one-hot" in concluded("saturation").text
+    frozen = made_up(
+        quick("saturation"), lambda own, found: {} if own["part"] == saturation.ONE else {"saturated": 0.9}
+    )
+    assert "most rows are one-hot" in concluded("saturation", frozen).text
+
+
+def test_only_the_square_root_keeps_the_variance_and_d_k_loses_the_query():
+    found = quick("divisors")
+    powers = {divisor: found.where(divisor=divisor).exponent("variance", "head_dim").mean for divisor in divisors.RULES}
+    assert powers == pytest.approx({"none": 1, "√d_k": 0, "d_k": -1}, abs=0.02)
+    follows = {divisor: found.band("follows", divisor=divisor, head_dim=256).mean for divisor in divisors.RULES}
+    assert follows["d_k"] == pytest.approx(1 / 256, rel=0.2)  # 1 − exp(−σ²), σ² = 1/d_k
+    assert follows["√d_k"] == pytest.approx(0.63, abs=0.05)
+    assert "gives almost the same average to every query" in concluded("divisors").text
+    still = concluded("divisors", made_up(found, lambda own, _: {"follows": 0.6})).text
+    assert "still depends on the query" in still
+
+
+def test_equal_gradients_are_no_difference():
+    def alike(own, found):
+        noise = 1 + 0.01 * (-1) ** own["seed"]
+        return {"query_gradient": noise if own["divisor"] == "d_k" else 1.0}
+
+    assert "against √d_k, is no difference (" in concluded("divisors", made_up(quick("divisors"), alike)).text
+
+
+def test_one_hot_and_uniform_jacobians():
+    jacobians = quick("gradients").where(part=gradients.NAMED).cells[0][1]
+    assert np.trace(jacobians[gradients.UNIFORM]) == pytest.approx(0.8)
+    assert abs(np.array(jacobians[gradients.ONE_HOT])).max() < 1e-8
+
+
+def test_without_a_scale_more_gradient_arrives_and_is_shared_less_evenly():
+    models = quick("gradients").where(part=gradients.MODEL, head_dim=128)
+    assert models.ratio("first_query", {"scale": "none"}, {"scale": "1/√d_k"}).low > 3
+    assert models.ratio("first_query", {"scale": "1/d_k"}, {"scale": "1/√d_k"}).high < 0.2
+    assert models.difference("lower_half", {"scale": "none"}, {"scale": "1/√d_k"}).high < -0.2
+    text = concluded("gradients").text
+    assert "Without a scale more gradient reaches the queries at d_k = 128" in text
+    assert "is shared less evenly" in text
+
+
+def test_a_vanishing_gradient_is_reported():
+    def vanishing(own, found):
+        return {"on_queries": 1e-3 * found["on_queries"]} if own.get("scale") == "none" else {}
+
+    text = concluded("gradients", made_up(quick("gradients"), vanishing)).text
+    assert "Without a scale less gradient reaches the queries" in text
+
+
+def test_initial_spreads_are_those_of_torch_and_of_gpt2():
+    widest = quick("initialisation").where(d_model=256)
+    spread = {
+        name: math.sqrt(widest.band("variance", scheme=name).mean) for name in initialisation.SCHEMES
+    }  # fmt: skip
+    expected = {"Xavier": 1, "Xavier packed": 0.5, "Kaiming": 2, "normal(0.02)": 0.1024, "orthogonal": 1, "muP": 1,
+                "nn.Linear": math.sqrt(1 / 9 + 2 / 9 / 256)}  # fmt: skip
+    assert spread == pytest.approx(expected, rel=0.02)
+    gpt2 = initialisation.SCHEMES["normal(0.02)"].predicted_variance(768)
+    assert math.sqrt(gpt2) == pytest.approx(0.307, abs=0.0005)
+
+
+def test_schemes_draw_as_torch_does():
+    torch.manual_seed(0)
+    x = torch.randn(512, 256)
+    linear, packed = nn.Linear(256, 256), nn.MultiheadAttention(256, initialisation.HEADS)
+    made = {"nn.Linear": linear(x), "Xavier packed": x @ packed.in_proj_weight[:256].T}
+    for name, projected in made.items():
+        query, _ = initialisation.SCHEMES[name].project(x)
+        assert query.std().item() == pytest.approx(projected.std().item(), rel=0.02)
+
+
+def test_entropy_follows_the_context_unless_the_scale_does():
+    full = quick("length").where(causal=False)
+    share = {rule: length.growth(full.where(rule=rule)).mean for rule in length.RULES}
+    assert share["1/√d_k"] == pytest.approx(1, abs=0.02)
+    assert 0 < share["log n"] < 0.3 < share["YaRN"] < 0.8
+
+
+def test_a_constant_and_a_falling_entropy_are_reported():
+    def level(own, found):
+        return {"entropy": 3.0 + 0.01 * own["seed"]}
+
+    def falling(own, found):
+        return {"entropy": 10 - math.log(own["length"]) + 0.01 * own["seed"] * own["length"] ** 0.1}
+
+    assert "Under 1/√d_k entropy stays the same" in concluded("length", made_up(quick("length"), level)).text
+    text = concluded("length", made_up(quick("length"), falling)).text
+    assert "Under 1/√d_k attention becomes sharper with length" in text

@@ -1,0 +1,222 @@
+"""Experiments that train: conclusions follow the numbers; the quick grids themselves, trained, are marked slow."""
+
+import math
+
+import pytest
+
+from attnscale.lab.experiments import EXPERIMENTS, ablation
+from attnscale.lab.experiments.ablation import REFERENCE, VARIANTS, WITHOUT
+from attnscale.lab.experiments.growth import CLIP, NORM, PLAIN, THRESHOLD
+from attnscale.lab.experiments.temperature import MULTIPLES
+from attnscale.lab.experiments.trained import BUNDLED, OTHERS, bundled_loss
+from attnscale.lab.outcomes import Outcomes
+from attnscale.lab.result import Heatmap
+from tests.lab.conclusions import concluded, failed, made_up, quick, sketch
+
+
+@pytest.mark.parametrize("name", ["ablation", "temperature", "growth"])
+def test_the_full_grid_covers_its_question(name):
+    settings = [cell.settings for cell in EXPERIMENTS[name].cells()]
+    asked = {
+        "ablation": {"head_dim": {8, 32, 128, 256}, "task": {"characters", "recall"}, "variant": set(VARIANTS)},
+        "temperature": {"multiple": {0.25, 0.5, 1.0, 2.0, 4.0}, "task": {"characters", "recall"}},
+        "growth": {"fix": {"plain", "QK-norm", "QK-Clip"}, "rate": {3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}},
+    }
+    assert all({own[setting] for own in settings} == values for setting, values in asked[name].items())
+    assert len({own["seed"] for own in settings}) >= 5
+
+
+# ablation
+
+
+@pytest.mark.slow
+def test_without_a_scale_training_is_worse_only_where_d_k_is_large():
+    conclusion = concluded("ablation")
+    assert not failed(conclusion)
+    assert conclusion.text.startswith("Loss without a scale, against 1/√d_k: easy recall worse at d_k = 256 (+0.")
+    lost = quick("ablation").difference("final", {"variant": WITHOUT}, {"variant": REFERENCE}, head_dim=256)
+    assert lost.low > 0.2
+
+
+def test_an_unscaled_model_starts_with_lower_entropy():
+    at = sketch("ablation").where(head_dim=256)
+    assert at.band("gain_before", variant=WITHOUT).mean < at.band("gain_before", variant=REFERENCE).mean
+    assert at.band("entropy_before", variant=WITHOUT).mean < 0.4
+    assert at.band("entropy_before", variant=REFERENCE).mean > 0.7
+
+
+def ablation_with(final):
+    return made_up(sketch("ablation"), lambda own, found: {"final": final(own) + 0.01 * own["seed"]})
+
+
+def test_equal_losses_are_no_difference():
+    conclusion = concluded("ablation", ablation_with(lambda own: 1.0))
+    assert "worse" not in conclusion.text
+    assert conclusion.text.count("no difference at") == len(VARIANTS) - 1 + 2  # and at both ends
+    assert any("worse at d_k = 256" in statement for statement in failed(conclusion))
+
+
+def test_a_better_variant_is_named():
+    found = ablation_with(lambda own: 1.5 if own["variant"] == "QK-norm" else 2.0)
+    assert "QK-norm better at 256 (-0.5" in concluded("ablation", found).text
+
+
+def test_one_seed_decides_nothing():
+    text = concluded("ablation", Outcomes(sketch("ablation").where(seed=0).cells)).text
+    assert "unscaled undecided at 8 (" in text
+    assert "worse" not in text
+
+
+def test_each_variant_counts_at_its_best_rate():
+    cells = ablation_with(lambda own: 1.0).cells
+    slower = [({**own, "rate": 0.5}, {**found, "final": found["final"] + 3.0}) for own, found in cells]
+    conclusion = concluded("ablation", Outcomes([*cells, *slower]))
+    assert {row[2] for row in conclusion.tables[0].rows} == {0.005}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "said"),
+    [("ablation", {"variant": WITHOUT, "seed": 1}, "2 of 24 runs diverged."), ("temperature", {"seed": 2}, "5 of 20")],
+)
+def test_runs_that_diverged_are_counted(name, where, said):
+    found = made_up(sketch(name), lambda own, _: {"diverged": where.items() <= own.items()})
+    assert said in concluded(name, found).text
+
+
+# temperature
+
+
+def test_before_training_the_spread_is_inverse_to_the_temperature():
+    found = sketch("temperature")
+    spreads = [found.band("spread_before", multiple=multiple).mean * multiple for multiple in MULTIPLES]
+    assert spreads == pytest.approx([spreads[2]] * 5, rel=0.05)
+    entropies = [found.band("entropy_before", multiple=multiple).mean for multiple in MULTIPLES]
+    assert entropies == sorted(entropies)
+
+
+@pytest.mark.slow
+def test_a_quarter_of_the_temperature_is_too_low():
+    cost = quick("temperature").difference("final", {"multiple": 0.25}, {"multiple": 1.0})
+    assert cost.low > 0
+    assert "worse at ¼√d_k (+0." in concluded("temperature").text
+
+
+def test_patterns_are_causal_weights():
+    patterns = [plot for plot in concluded("temperature", sketch("temperature")).plots if isinstance(plot, Heatmap)]
+    assert len(patterns) == len(MULTIPLES)
+    for plot in patterns:
+        for query, row in enumerate(plot.values):
+            assert sum(row) == pytest.approx(1, abs=0.01)
+            assert not any(row[query + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("power", "said", "holds"),
+    [(0.0, "training undoes 100% of the temperature", True), (-0.5, "training undoes 50% of the temperature", True),
+     (-1.0, "undecided whether training undoes", None), (-1.5, "training strengthens the temperature", False)],
+)  # fmt: skip
+def test_the_effect_of_training_is_read_from_the_spread_after(power, said, holds):
+    def spread(own, found):
+        noise = math.exp(0.01 * (-1) ** own["seed"] * math.log(own["multiple"]))
+        return {"spread_before": 1 / own["multiple"] * noise, "spread_after": own["multiple"] ** power * noise}
+
+    conclusion = concluded("temperature", made_up(sketch("temperature"), spread))
+    assert said in conclusion.text
+    assert [check.holds for check in conclusion.checks if "undoes part" in check.statement] == [holds]
+
+
+def test_a_better_temperature_is_named():
+    def better(own, found):
+        return {"final": 1.0 - 0.3 * (own["multiple"] == 2.0) + 0.01 * own["seed"]}
+
+    conclusion = concluded("temperature", made_up(sketch("temperature"), better))
+    assert "the lowest mean loss is at τ = 2√d_k." in conclusion.text
+    assert "better at 2√d_k (-0.3" in conclusion.text
+    assert any("no temperature is better" in statement for statement in failed(conclusion))
+
+
+# growth
+
+
+@pytest.mark.slow
+def test_scores_grow_with_the_rate_by_norms_and_both_fixes_limit_them():
+    found = quick("growth")
+    low, high = (found.samples("max_score", fix=PLAIN, rate=rate) for rate in (0.003, 0.3))
+    assert min(high) > 100 * max(low)
+    assert max(found.samples("max_score", fix=NORM, rate=0.3)) < THRESHOLD
+    assert max(found.samples("max_score", fix=CLIP, rate=0.3)) < 5 * THRESHOLD  # before a clip, a step overshoots
+    assert not {
+        "the largest score grows with the rate",
+        "QK-norm keeps scores below those of the plain model at the highest rate",
+        "scores grow by norms, not alignment",
+    } & set(failed(concluded("growth")))
+
+
+def test_a_clip_below_the_threshold_changes_nothing():
+    found = sketch("growth").where(rate=0.003)
+    assert found.samples("final", fix=CLIP) == found.samples("final", fix=PLAIN)
+    assert found.samples("max_score", fix=CLIP) == found.samples("max_score", fix=PLAIN)
+
+
+def test_sensitivity_is_the_mean_loss_above_the_best():
+    def losses(own, found):
+        above = {PLAIN: 1.0, NORM: 0.2, CLIP: 1.0}[own["fix"]]
+        return {"start": 5.0, "final": 2.0 + above * (own["rate"] == 0.3) + 0.01 * own["seed"]}
+
+    conclusion = concluded("growth", made_up(sketch("growth"), losses))
+    rows = {row[0]: row[1:] for row in conclusion.tables[1].rows}
+    assert rows[PLAIN][0] == pytest.approx(0.5)
+    assert rows[NORM][0] == pytest.approx(0.1)
+    assert "QK-norm lowers that (-0.4" in conclusion.text
+    assert "QK-Clip makes no difference to that (+0 " in conclusion.text
+
+
+@pytest.mark.parametrize("diverged", [True, False])
+def test_the_published_limit_is_compared_with_the_runs_that_passed_it(diverged):
+    def past(own, found):
+        return {"max_score": 2e4 if own["fix"] == PLAIN and own["rate"] == 0.3 else 10.0, "diverged": diverged}
+
+    conclusion = concluded("growth", made_up(sketch("growth"), past))
+    assert ("every run whose scores pass 10,000 diverges" in failed(conclusion)) is not diverged
+
+
+def test_growth_by_alignment_fails_the_check_on_norms():
+    changed = made_up(sketch("growth"), lambda own, found: {"norm_growth": 1.0, "alignment_growth": 4.0})
+    assert "scores grow by norms, not alignment" in failed(concluded("growth", changed))
+
+
+# trained
+
+
+def test_the_bundled_model_does_best_with_its_own_scale():
+    kept, without, by_dim = (bundled_loss(scale) for scale in ("1/√d_k", "none", "1/d_k"))
+    assert kept < without < by_dim
+    assert by_dim - kept > 1 > 0.5 > without - kept
+
+
+def test_parts_of_the_held_out_text_differ():
+    assert bundled_loss("1/√d_k", 0) != bundled_loss("1/√d_k", 1)
+    assert bundled_loss("1/√d_k", 0) == pytest.approx(bundled_loss("1/√d_k", 8))
+
+
+@pytest.mark.parametrize(("once", "holds"), [(0.1, True), (0.9, False), (0.5, None)])
+def test_a_trained_model_is_compared_with_an_untrained_one(once, holds):
+    def change(own, found):
+        if own["part"] == BUNDLED:
+            return {}
+        same = {f"1/√d_k {when}": 1.0 for when in ("at once", "after more training", "from the start")}
+        return {**same, "none at once": 1 + once + 0.01 * (own["seed"] - 1), "none from the start": 2.0}
+
+    conclusion = concluded("trained", made_up(sketch("trained"), change))
+    assert [check.holds for check in conclusion.checks[1:]] == [holds, holds]
+
+
+def test_a_bundled_model_that_needs_no_scale_fails_the_check():
+    def indifferent(own, found):
+        return {f"{scale} at once": 1.0 + 0.01 * own["seed"] for scale in ("1/√d_k", *OTHERS)}
+
+    assert "does best" in failed(concluded("trained", made_up(sketch("trained"), indifferent)))[0]
+
+
+def test_a_short_ablation_trains_every_variant():
+    assert ablation.VARIANTS.keys() == {own["variant"] for own, found in sketch("ablation") if "curve" in found}
