@@ -64,6 +64,11 @@ class LoggedRun:
         """Step of its last record."""
         return self.steps[-1]
 
+    @property
+    def records(self) -> int:
+        """Number of its records."""
+        return len(self.steps)
+
     def add(self, record: Record) -> None:
         """Note a record; the first of a new part replaces the steps from its own on."""
         if record.part not in self.parts:
@@ -88,7 +93,7 @@ class LoggedRun:
             "name": self.name,
             "first_step": self.first_step,
             "last_step": self.last_step,
-            "records": len(self.steps),
+            "records": self.records,
             "began": self.began,
             "ended": self.ended,
         }

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
+from attnscale.module_paths import without_wrappers
 from attnscale.plain import plain
 from attnscale.train.schema import LARGEST, Fields, LineError
 
@@ -18,7 +19,6 @@ OPTIONAL = ("rank", "until", "run", "part")  # fields of a line that are left ou
 LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
 LONGEST_NAME = 128  # characters of the name of a run
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def new_name() -> str:
@@ -28,16 +28,6 @@ def new_name() -> str:
     8
     """
     return secrets.token_hex(4)
-
-
-def unwrapped_name(layer: str) -> str:
-    """Return the name that a layer has in the model itself, without those of DDP, FSDP, checkpointing and compile.
-
-    >>> unwrapped_name("_orig_mod.module.blocks.0._checkpoint_wrapped_module.attention")
-    'blocks.0.attention'
-    """
-    parts = [part for part in layer.split(".") if part not in WRAPPERS]
-    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts) if parts else layer
 
 
 @dataclass(frozen=True)
@@ -150,17 +140,21 @@ class Record:
 
     @classmethod
     def from_dict(cls, entries: Any) -> "Record":
-        """Read what to_dict() returned, checking every field; layers get the names they have in the model itself."""
+        """Read what to_dict() returned, checking every field.
+
+        Lines of version 1 name layers with what wrappers add, as `module.`; they get the names of the model itself.
+        """
         line = Fields(entries, "a record")
-        step = line.whole("step")
-        line.optional("version", line.whole, least=1)
+        step, version = line.whole("step"), line.optional("version", line.whole, least=1) or 1
         layers = {name: LayerRecord.from_dict(layer) for name, layer in line.entries("layers").items()}
-        by_own_name = {unwrapped_name(name): layer for name, layer in layers.items()}
+        names = {name: (without_wrappers(name) or name) if version == 1 else name for name in layers}
+        if len(set(names.values())) < len(names):  # two would become one
+            names = {}
         return cls(
             step,
             line.number("time", -LATEST, LATEST),
-            by_own_name if len(by_own_name) == len(layers) else layers,
-            [_read_alarm(Fields(alarm, "an alarm")) for alarm in line.items("alarms")],
+            {names.get(name, name): layer for name, layer in layers.items()},
+            [_read_alarm(Fields(alarm, "an alarm"), names) for alarm in line.items("alarms")],
             line.whole("ranks", least=1) if "ranks" in line else 1,
             line.optional("rank", line.whole),
             line.optional("until", line.whole, least=step),
@@ -184,9 +178,10 @@ class Record:
             raise LineError(f"no JSON that can be read: {str(error).partition(';')[0]}") from None
 
 
-def _read_alarm(alarm: Fields) -> Finding:
+def _read_alarm(alarm: Fields, names: Mapping[str, str]) -> Finding:
+    layer = alarm.text("layer")
     return Finding(
-        unwrapped_name(alarm.text("layer")),
+        names.get(layer, layer),
         alarm.optional("head", alarm.whole),
         alarm.text("code"),
         alarm.one_of("severity", SEVERITIES),
