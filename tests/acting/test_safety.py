@@ -273,6 +273,32 @@ def test_base_and_adapter_are_scaled_together_where_the_base_may_be_written():
     torch.testing.assert_close(now, torch.where(was > 3.0, 3.0, was), rtol=1e-4, atol=1e-5)
 
 
+class Memory(Attention):
+    """Learned keys beside those of the tokens, of each head or of all."""
+
+    def __init__(self, *given, heads_of_memory=HEADS, is_first=True):
+        super().__init__(*given)
+        self.memory, self.is_first = nn.Parameter(torch.randn(heads_of_memory, 3, self.head_dim)), is_first
+
+    def forward(self, x):
+        query, key = self.make(x)
+        parts = [self.memory.expand(len(x), HEADS, -1, -1), key]
+        key = torch.cat(parts if self.is_first else parts[::-1], 2)
+        return (query @ key.mT * self.head_dim**-0.5).softmax(-1) @ key
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("heads_of_memory", [1, HEADS])
+def test_learned_keys_beside_others_stay_and_queries_take_the_factor(heads_of_memory, is_first):
+    model, x = made(kind=Memory, heads_of_memory=heads_of_memory, is_first=is_first)
+    seen, before = watched(model, (x,)), before_and(model)
+    report = attnscale.clip_qk_(model, seen, 3.0)
+    assert {each.parameter for head in report.heads for each in head.touched} == {"q_proj.weight", "q_proj.bias"}
+    assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
+    was, now = (each.layers["Memory"].stats.max for each in (seen, watched(model, (x,))))
+    torch.testing.assert_close(now, torch.where(was > 3.0, 3.0, was), rtol=1e-4, atol=1e-5)
+
+
 class TalkingHeads(Attention):
     """Scores of all heads are mixed before the softmax: no score is one head's."""
 

@@ -125,7 +125,8 @@ class EffectCheck:
         """Return the slots whose layers are to be clipped no more; what was taken from them was given back."""
         sizes, due = scaler.log_sizes(), self._due
         grown = np.exp(sizes - self._sizes) / self._taken  # by training
-        failed = due & (self._after >= UNEXPLAINED * self._before * np.maximum(grown, 1.0))
+        was_over = self._before > 0  # else it was scaled with its family alone until now
+        failed = due & was_over & (self._after >= UNEXPLAINED * self._before * np.maximum(grown, 1.0))
         families, layers = scaler.families.cpu().numpy(), self._layers
         reached = failed
         while True:  # what shares a layer or a family with them

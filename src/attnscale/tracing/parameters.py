@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
 from attnscale.tracing.following import parts_of
@@ -62,7 +63,20 @@ class Origin:
             found.setdefault((part.name, part.across, part.offset), []).append(part)
         sources = tuple(self._source(parts) for parts in found.values())
         _check_rows(sources)
+        self._check_positions(list(found.values()))
         return sources
+
+    def _check_positions(self, found: "list[list[_Part]]") -> None:
+        """Refuse values that a parameter holds for each position, of which most were not looked at."""
+        size, known = self.heads * self.features, dict[str, list[bytes]]()
+        for parts in (parts for parts in found if not parts[0].across):
+            for position in range(len(self.points) // self.heads):
+                here = [part.only(part.index // size == position) for part in parts]
+                if any(len(part.index) for part in here):
+                    source = self._source(here)
+                    rows = [each.tobytes() for each in (source.heads, source.features, source.rows)]
+                    if known.setdefault(source.parameter, rows) != rows:
+                        raise UntraceableError(f"{source.parameter} makes them, and differs from position to position")
 
     def settled(self) -> "Origin":
         """Resolve it now where the lineage holds activations, so that it lets go of them; else when it is asked for."""
@@ -143,6 +157,10 @@ class _Part:
     across: tuple[int, ...] = ()
     offset: float = 0.0
     factor: float = 1.0  # of parameter and offset; NaN: not one number
+
+    def only(self, chosen: NDArray[np.bool_]) -> "_Part":
+        """Return the part with the chosen points."""
+        return replace(self, index=self.index[chosen], at=self.at[chosen])
 
 
 def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:

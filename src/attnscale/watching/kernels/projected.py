@@ -71,9 +71,11 @@ def ends(heads: int, length: int) -> Points:
 
 
 def ends_by_position(heads: int, length: int) -> Points:
-    """Return the first feature of all heads at the first position, then of all heads at the last position."""
-    points = ends(heads, length)
-    return np.concatenate([points[0::2], points[1::2]])
+    """Return the first feature of all heads at the first two positions and at the last two."""
+    positions = sorted({0, min(1, length - 1), max(0, length - 2), length - 1})
+    points = np.tile(grid(1, heads, 1, 1), (len(positions), 1))
+    points[:, 2] = np.repeat(positions, heads)
+    return points
 
 
 def trails_of(node: Node | None, tensor: Tensor) -> list[Trail]:

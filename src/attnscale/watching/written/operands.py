@@ -49,15 +49,16 @@ class Operands:
         return found._replace(factor=self._by_group(found.factor))
 
     def origin(self, queries: bool) -> Origin:
-        """Where the queries of these rows, or their first and last keys, come from; `groups` are heads of one entry."""
+        """Where the queries of these rows, or the keys at both ends, come from; `groups` are heads of one entry."""
         axes, rows = self.axes, len(self.positions)
         node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
         if queries:
             at = np.concatenate([self.arrival.at[::rows], self.arrival.at[rows - 1 :: rows]])
         else:
             shown = axes.columns[axes.columns != NOWHERE]
-            at = np.concatenate([self.arrival.at[::rows]] * 2)
-            at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[[0, -1]], len(self.groups))
+            ends = np.unique(np.clip([0, 1, len(shown) - 2, len(shown) - 1], 0, len(shown) - 1))
+            at = np.concatenate([self.arrival.at[::rows]] * len(ends))
+            at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[ends], len(self.groups))
         return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
 
     def queries(self) -> Tensor:
