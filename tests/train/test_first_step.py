@@ -9,6 +9,7 @@ from torch import nn
 
 from attnscale import Monitor, audit
 from attnscale.diagnose.alarm import Thresholds, diverged_from
+from attnscale.errors import NotRecordedWarning
 from attnscale.train import LayerRecord
 from attnscale.train.history import History
 
@@ -138,6 +139,11 @@ def test_a_loss_that_diverges_while_scores_are_in_range_is_one_alarm_that_says_s
     assert str(alarm).startswith("error: the whole model: loss_diverges: ")
 
 
+def test_the_alarm_of_the_loss_can_be_turned_off():
+    history = History(Thresholds(loss=False))
+    assert not [alarm for step in range(3) for alarm in history.add(step, {"layer": layer(5.0)}, loss=math.nan)]
+
+
 def test_where_scores_raise_alarms_the_loss_raises_none():
     assert {alarm.code for _, alarm in alarms_of([*FALLING, 12.0, 12.5, 13.0], largest=2000.0)} == {"exploding"}
 
@@ -169,3 +175,10 @@ def test_healthy_noisy_losses_raise_nothing(name):
 def test_a_run_that_diverges_from_the_start_is_told_of():
     assert diverged_from([10.8, 11.0, 15.0, 30.0, 60.0, 200.0, 500.0]) == 11.0
     assert diverged_from([10.8, 10.7]) is None
+
+
+def test_an_audit_that_fails_costs_no_record(monkeypatch):
+    monkeypatch.setattr("attnscale.train.monitor.diagnose", lambda *_, **__: 1 / 0)
+    with pytest.warns(NotRecordedWarning, match="ZeroDivisionError"):
+        records = train(Model())
+    assert len(records) == 4

@@ -40,6 +40,7 @@ class Thresholds:
     entropy_ratio: float | None = ENTROPY_FLOOR
     gradient_gain: float | None = DEAD_GAIN
     forecast: bool = True
+    loss: bool = True
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class History:
 
     def _loss_alarms(self, step: int, loss: float | None, layers: list[LayerSnapshot]) -> list[Finding]:
         """Return the alarm of a loss that diverges while no layer has an alarm or a wrong scale."""
-        if loss is None:
+        if loss is None or not self.limits.loss:
             return []
         self._losses.append(loss)
         del self._losses[1 : len(self._losses) - LOSSES]

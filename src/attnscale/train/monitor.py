@@ -16,7 +16,7 @@ from torch import nn
 
 from attnscale.diagnose import Finding, Growth, Thresholds, diagnose
 from attnscale.diagnose.alarm import ScaleError
-from attnscale.diagnose.scale import correction, scale_error
+from attnscale.diagnose.scale import WRONG_SCALE, correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
@@ -266,7 +266,9 @@ class Monitor:
 
     def _record(self, seen: Seen | None) -> None:
         at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
-        learning, self._learning, audit = self._learning, Learning(), self._audit(seen)
+        learning, self._learning, audits = self._learning, Learning(), [NO_AUDIT]
+        self._try(lambda: audits.append(self._audit(seen)))  # the record is written without it too
+        audit = audits[-1]
         if not self._merging.is_needed:
             if seen is None:
                 return
@@ -331,7 +333,14 @@ class Monitor:
             return NO_AUDIT
         found = diagnose(seen.layers, trained=self._history.trained).findings
         is_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
-        serious = [each for each in found if each.severity != "note" and not (is_frozen and each.code == "no_gradient")]
+        is_whole = self._merging.key_group is None  # else scores are those of this rank's keys alone
+        serious = [
+            each
+            for each in found
+            if each.severity != "note"
+            and (is_whole or each.code in WRONG_SCALE)
+            and not (is_frozen and each.code == "no_gradient")
+        ]
         errors = {
             name: ScaleError(error.code, correction(layer))
             for name, layer in seen.layers.items()
