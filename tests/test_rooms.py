@@ -28,7 +28,7 @@ module_paths         1     60
 torch_internals      1    390
 reference            1    110
 theory               7    600
-rules               18    920
+rules               18    870
 visibility           1    240
 inputs               1    170
 attending           19  1,580   1,100 with operator
@@ -47,8 +47,8 @@ loading             20  1,780   1,300 with checking
 checking             4    290
 comparing           11    920
 bench                7    520
-lab                 31  3,840   4,500 with claims
-claims              15  2,200
+lab                 20  3,020   4,500 with claims
+claims              12  1,900
 show                37  3,370   2,400
 cli                 15  1,060
 """
