@@ -49,7 +49,7 @@ def show_check(checked: Checked) -> None:
         console.print()
     for sentence in checked.audit.unchecked:
         _print(sentence, console, "dim")
-    if checked.what_if is not None:
+    if checked.asked is not None and checked.what_if is not None:
         _print_what_if(checked, console)
     console.print()
     style = STYLES[checked.audit.worst] if checked.audit.worst in ("error", "warning") else "green"
@@ -132,7 +132,7 @@ def _table(*headings: str) -> Table:
 
 
 def _print_what_if(checked: Checked, console: Console) -> None:
-    assert checked.what_if is not None
+    assert checked.what_if is not None and checked.asked is not None  # noqa: PT018  # asked for just above
     console.print()
     _print(f"What if {checked.asked} were scaled otherwise?", console, "bold")
     rows = [(row.name, row.numbers()) for row in checked.what_if.rows]
