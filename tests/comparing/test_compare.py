@@ -126,10 +126,10 @@ def test_findings_come_and_go(batch):
     wrong = copy.deepcopy(right)
     wrong.scale = 1.0
     forth, back = attnscale.compare(right, wrong, x), attnscale.compare(wrong, right, x)
-    assert [finding.code for finding in forth.came] == ["unscaled"]
+    assert [finding.code for finding in forth.new] == ["unscaled"]
     assert [finding.code for finding in back.gone] == ["unscaled"]
     assert not forth.gone
-    assert not back.came
+    assert not back.new
     assert any("unscaled" in sentence for sentence in forth.worse)
     assert forth.changed[0].moves["scale"].is_beyond
 

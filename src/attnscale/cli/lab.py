@@ -137,11 +137,9 @@ def _progress(name: str, cells: Path) -> "Iterator[Progress]":
 
     with sweep_progress(Console(stderr=True)) as bar, warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: bar.console.print(Text(f"attnscale: {printable(str(message))}"))
-        task = bar.add_task(name, total=None, reused=None)
+        task = bar.add_task(name, total=None)
 
         def progress(done: int, total: int) -> None:
-            if bar.tasks[0].fields["reused"] is None:
-                bar.update(task, reused=done)
             bar.update(task, completed=done, total=total)
 
         try:

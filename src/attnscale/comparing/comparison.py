@@ -73,7 +73,7 @@ class Comparison:
     before: str
     after: str
     heads: tuple[HeadChange, ...]
-    came: tuple[Finding, ...]  # findings that only the second has
+    new: tuple[Finding, ...]  # findings that only the second has
     gone: tuple[Finding, ...]  # findings that only the first has
     notes: tuple[str, ...] = ()  # on parts that could not be compared, and on errors
     tolerance: float = TOLERANCE
@@ -91,8 +91,8 @@ class Comparison:
     @property
     def worse(self) -> list[str]:
         """Sentences on what got worse: new warnings and errors, and heads with significant changes."""
-        came = [str(finding) for finding in self.came if finding.severity != "note"]
-        return came + [
+        new = [str(finding) for finding in self.new if finding.severity != "note"]
+        return new + [
             printable(f"{head.place}: {'; '.join(map(str, head.worse))}.") for head in self._moved if head.worse
         ]
 
@@ -111,7 +111,7 @@ class Comparison:
             said = f"{len(self.changed)} of {_heads(len(self.heads))} changed by more than {error}: "
             said += f"{most.place}, {most.changed[0]}"
             said += f"; the inputs of {_heads(len(self.carried))} changed too" if self.carried else ""
-        new = f" {_count(len(self.came), 'new finding')}." if self.came else ""
+        new = f" {_count(len(self.new), 'new finding')}." if self.new else ""
         gone = f" {_count(len(self.gone), 'finding')} gone." if self.gone else ""
         return f"{said}.{new}{gone}"
 
@@ -130,7 +130,7 @@ class Comparison:
                 "changed": [{"layer": head.layer, "head": head.head, "size": head.size} for head in self.changed],
                 "carried": [{"layer": head.layer, "head": head.head, "size": head.size} for head in self.carried],
                 "worse": self.worse,
-                "came": [asdict(finding) for finding in self.came],
+                "new": [asdict(finding) for finding in self.new],
                 "gone": [asdict(finding) for finding in self.gone],
                 "notes": list(self.notes),
                 "heads": [head.to_dict() for head in self.heads],
@@ -139,7 +139,7 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        lines = [*map(str, self.changed), *(f"new: {each}" for each in self.came)]
+        lines = [*map(str, self.changed), *(f"new: {each}" for each in self.new)]
         lines += [f"gone: {each}" for each in self.gone]
         return "\n".join([*lines, *map(printable, self.notes), printable(self.conclusion)])
 

@@ -151,20 +151,20 @@ def _print_what_if(checked: Checked, console: Console) -> None:
 
 
 def show_comparison(comparison: Comparison) -> None:
-    """Print the heads that changed most, the findings that came and went, and the conclusion."""
+    """Print the heads that changed most, new findings and those that are gone, and the conclusion."""
     console = Console()
     for word, title in (("from", comparison.before), ("to", comparison.after)):
         _print(f"{word:4} {title}", console, "bold")
-    _print_heads(comparison.changed, "Changed themselves", console)
-    _print_heads(comparison.carried, "Made as before, moved with what reaches them", console)
-    _print_findings(comparison.came, "came", console)
-    _print_findings(comparison.gone, "went", console)
+    _print_heads(comparison.changed, "Heads whose own weights changed", console)
+    _print_heads(comparison.carried, "Heads with the same weights, whose inputs changed", console)
+    _print_findings(comparison.new, "new", console)
+    _print_findings(comparison.gone, "gone", console)
     if comparison.notes:
         console.print()
     for sentence in comparison.notes:
         _print(sentence, console, "dim")
     console.print()
-    style = "bold yellow" if comparison.changed or comparison.came else "bold green"
+    style = "bold yellow" if comparison.changed or comparison.new else "bold green"
     _print(comparison.conclusion, console, style)
 
 

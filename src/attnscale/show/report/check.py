@@ -165,7 +165,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 def comparison_report(comparison: Comparison) -> Page:
     """Return what `attnscale compare` found, as a report."""
-    came = [note_of(group) for group in grouped(comparison.came)]
+    new = [note_of(group) for group in grouped(comparison.new)]
     gone = [note_of(group) for group in grouped(comparison.gone)]
     told = (
         "Every head was measured on several sequences, or in the latest records of a run; ± is the standard error of "
@@ -181,8 +181,8 @@ def comparison_report(comparison: Comparison) -> Page:
         verdict=comparison.conclusion,
         tone="warning" if comparison.worse else "fine",
         notes=(
-            *(Note(note.tone, "came", note.message, note.code, note.place, note.advice) for note in came),
-            *(Note("fine", "went", note.message, note.code, note.place) for note in gone),
+            *(Note(note.tone, "new", note.message, note.code, note.place, note.advice) for note in new),
+            *(Note("fine", "gone", note.message, note.code, note.place) for note in gone),
             *map(_change, comparison.changed),
         ),
         sections=(_heads(comparison), Section("method", "How it was compared", (told, *comparison.notes))),
