@@ -24,10 +24,10 @@ def test_each_of_the_five_changes_names_its_files_and_a_test():
 
 def test_a_name_leads_to_the_line_that_defines_it_and_a_path_to_the_file():
     file = "../../src/attnscale/watching/watcher.py"
-    line = definitions(ROOT / "src/attnscale/watching/watcher.py")["Watcher._hand_on"]
-    told = with_source_links(f"[`Watcher._hand_on`]({file}) [a file]({file})", "guides/statistics.md")
+    line = definitions(ROOT / "src/attnscale/watching/watcher.py")["Watcher._read"]
+    told = with_source_links(f"[`Watcher._read`]({file}) [a file]({file})", "guides/statistics.md")
     page = "source/src/attnscale/watching/watcher.py.md"
-    assert told == f"[`Watcher._hand_on`](../{page}#L{line}) [a file](../{page})"
+    assert told == f"[`Watcher._read`](../{page}#L{line}) [a file](../{page})"
 
 
 @pytest.mark.parametrize("target", ["../src/attnscale/nowhere.py", "rules.md"])

@@ -57,7 +57,7 @@ def audited(
         else:
             _run_with_backward(model, args, kwargs, loss)
     found = diagnose(with_tokens(seen.layers, args, kwargs), trained=is_trained(model))
-    found = replace(found, unchecked=unchecked(seen.layers, seen.overlooked))
+    found = replace(found, unchecked=unchecked(seen.layers, seen.missed))
     if unlike and found.trained:
         kept = [each for each in found.findings if each.code not in OF_SCORES]
         found = replace(found, findings=kept, unjudged=unlike)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from attnscale.watching.layer import Layer
-from attnscale.watching.overlooked import Overlooked
+from attnscale.watching.missed import MissedAttention
 
 
-def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str, ...]:
+def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str, ...]:
     """What is in no layer, and the layers whose multiplier, or weights, were seen and not judged."""
     reasons: dict[str, list[str]] = {}
     for name, layer in layers.items():
@@ -21,4 +21,4 @@ def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str,
         told.append(
             f"Whether the weights of {', '.join(obscure)} sum to one was not checked: they are mixed with others."
         )
-    return (*overlooked.sentences, *told)
+    return (*missed.sentences, *told)
