@@ -36,8 +36,8 @@ operator             1    170
 modules              1    250
 measure             70  7,810   4,000
 declared             5    520
-tracing             17  2,550   2,000
-watching            34  4,310
+tracing             11  2,230   2,000
+watching            25  3,970
 probes              11  1,500
 diagnose            14  2,480   2,200
 acting               8  1,930
@@ -52,7 +52,7 @@ claims              12  1,900
 show                20  2,550   2,400
 cli                 13  1,090   950
 """
-TOTAL = {"src": (340, 41_500), "tests": (288, 35_000)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (325, 40_800), "tests": (287, 34_800)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

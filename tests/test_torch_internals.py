@@ -103,7 +103,7 @@ def test_without_it_a_watched_model_and_a_monitored_step_run_as_they_would_plain
 
 
 def torch_internals_cache_clear():
-    from attnscale.watching.op_traits import traits_of
+    from attnscale.watching.kernels import traits_of
 
     traits_of.cache_clear()
 

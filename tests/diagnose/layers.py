@@ -7,8 +7,8 @@ import torch
 from attnscale import score_stats
 from attnscale.declared import Authority, Declared
 from attnscale.visibility import Visibility
-from attnscale.watching.kept import Kept
 from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.saved_call import SavedCall
 
 
 def norm(tensor, heads):
@@ -42,7 +42,7 @@ def layer_of(query, key, scale=None, *, causal=False, softcap=None, declared=Non
         wiring=Wiring(**wiring),
         query=query,
         key=key,
-        kept=(Kept(query, key, scales, Visibility.of(None, causal), softcap),),
+        kept=(SavedCall(query, key, scales, Visibility.of(None, causal), softcap),),
     )
 
 

@@ -105,19 +105,19 @@ def test_modules_named_after_attention_in_which_none_was_seen_are_listed():
     assert "No attention was seen in linear, idle, named after it." in found.unchecked
 
 
-def test_a_softmax_that_is_no_attention_is_counted():
-    class Routed(nn.Module):
+def test_a_softmax_over_positions_that_is_no_attention_is_counted():
+    class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention, self.router = nn.MultiheadAttention(22, 2, batch_first=True), nn.Linear(22, 3)
+            self.attention, self.score = nn.MultiheadAttention(22, 2, batch_first=True), nn.Linear(22, 1)
 
         def forward(self, x):
             mixed, _ = self.attention(x, x, x, need_weights=False)
-            return mixed * self.router(mixed).softmax(-1).amax(-1, keepdim=True)
+            return mixed * self.score(mixed).softmax(1)
 
-    found = audit(Routed(), torch.randn(2, 13, 22))
+    found = audit(Pooled(), torch.randn(2, 13, 22))
     assert found.unchecked == (
-        "1 softmax takes no product of two activations, in Routed: no attention, or not understood.",
+        "1 softmax takes no product of two activations, in Pooled: no attention, or not understood.",
     )
 
 

@@ -131,5 +131,5 @@ def test_no_matrix_of_rows_by_keys_is_made_for_a_causal_call(causal):
     given |= {"softmax_scale": 8**-0.5, "causal": causal, "window_size_left": 100, "window_size_right": -1}
     with LargestTensor() as largest:
         for call in kernel_calls(Ledger(), "flash_attn::_flash_attn_forward", given):
-            call.seen(rows=4, keep=False)
+            call.measure(rows=4, keep=False)
     assert largest.elements < length * length / 100

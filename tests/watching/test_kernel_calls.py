@@ -177,14 +177,14 @@ def test_a_mode_of_functions_sees_the_model_alone():
 
 
 def test_one_call_that_cannot_be_measured_is_told_and_leaves_the_others(monkeypatch):
-    plain = KernelCall.seen
+    plain = KernelCall.measure
 
-    def seen(self, *args, **kwargs):
+    def measure(self, *args, **kwargs):
         if self.scale == 3.0:
             raise ValueError("on purpose")
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(KernelCall, "seen", seen)
+    monkeypatch.setattr(KernelCall, "measure", measure)
     monkeypatch.setattr(watcher, "RAISE_FAILURES", False)
     model = made(Attends, lambda: Attends(scale=3.0), Attends)
     with pytest.warns(NotFollowedWarning, match="ValueError: on purpose"):

@@ -189,6 +189,14 @@ def test_the_table_names_every_layer():
     assert [line.split()[0] for line in lines[1:]] == ["blocks.0.attention", "blocks.1.attention"]
 
 
+def test_what_is_seen_offers_its_public_names_alone():
+    model = Block(24, Plain(24, 2))
+    with attnscale.watch(model) as seen:
+        model(torch.randn(1, 5, 24))
+    assert [name for name in dir(seen) if not name.startswith("_")] == ["calls", "layers"]
+    assert seen.calls == 1
+
+
 def test_nothing_of_the_model_is_kept_alive():
     model = Block(24, Plain(24, 2))
     x = torch.randn(1, 5, 24)

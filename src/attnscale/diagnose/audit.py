@@ -11,7 +11,7 @@ from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
 from attnscale.watching.layer import Layer
-from attnscale.watching.overlooked import Overlooked
+from attnscale.watching.missed import MissedAttention
 from attnscale.watching.seen import table
 
 NOTHING_READ = "No attention could be read, so nothing was judged."
@@ -100,7 +100,7 @@ def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[F
     return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
 
 
-def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str, ...]:
+def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str, ...]:
     """Return a sentence for everything that was not judged: attention in no layer, multipliers and weights."""
     reasons: dict[str, list[str]] = {}
     for name, layer in layers.items():
@@ -112,7 +112,7 @@ def unchecked(layers: Mapping[str, Layer], overlooked: Overlooked) -> tuple[str,
     scales = [f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()]
     mixed = ", ".join(name for name, layer in layers.items() if any(each.is_obscure for each in layer.softmaxes))
     sums = f"It was not checked that the weights of {mixed} sum to one: they are mixed with others."
-    return (*overlooked.sentences, *scales, *((sums,) if mixed else ()))
+    return (*missed.sentences, *scales, *((sums,) if mixed else ()))
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:

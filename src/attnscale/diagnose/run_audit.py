@@ -59,7 +59,7 @@ def audited(
     ids = [each for each in _integers((*args, kwargs)) if FLAGS < len(each.unique()) < len(each)]  # positions differ
     layers = {name: replace(layer, tokens=_of_length(ids, layer.key_len)) for name, layer in seen.layers.items()}
     found = diagnose(layers, trained=is_trained(model))
-    findings, not_checked = found.findings, unchecked(seen.layers, seen.overlooked)
+    findings, not_checked = found.findings, unchecked(seen.layers, seen.missed)
     if unlike and found.trained:
         findings = [each for each in findings if each.code not in SYMPTOMS]
         found = replace(found, unjudged=unlike)

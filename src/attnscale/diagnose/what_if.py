@@ -22,7 +22,7 @@ from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
 from attnscale.visibility import Visibility
-from attnscale.watching.kept import Kept
+from attnscale.watching.saved_call import SavedCall
 
 SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
 TINY = 1e-300  # in place of a norm of zero
@@ -130,7 +130,7 @@ def what_if(
 
 @torch.no_grad()
 def what_if_calls(
-    calls: Sequence[Kept],
+    calls: Sequence[SavedCall],
     candidates: Mapping[str, Candidate | Scale] | None = None,
     rows: int | None = None,
     measured: ScoreStats | None = None,
@@ -142,7 +142,7 @@ def what_if_calls(
     return _tried([_trial(call, rows) for call in calls], candidates, measured)
 
 
-def _trial(call: Kept, rows: int | None) -> "_Trial":
+def _trial(call: SavedCall, rows: int | None) -> "_Trial":
     key, value = (
         None if each is None else _for_each_query_head(each, call.query.shape[1]) for each in (call.key, call.value)
     )

@@ -1,8 +1,6 @@
 """Scores that lie there as a tensor -> the sums of each row."""
 
 import math
-from collections.abc import Callable
-from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,12 +11,7 @@ from attnscale.measure.row_sums import RowSums
 
 
 def rows_of(scores: Tensor, visible: Tensor | None) -> RowSums:
-    """The sums of rows whose scores are given, (batch, heads, rows, keys), in float32 at least; None: all visible."""
-    return look_at_scores(scores, visible)()
-
-
-def look_at_scores(scores: Tensor, visible: Tensor | None) -> Callable[[], RowSums]:
-    """The same, but for what is left to do when all scores were seen: it is done when it is first asked for."""
+    """Return the sums of rows of scores, (batch, heads, rows, keys), in float32 at least; visible None: all."""
     *shape, keys = scores.shape
     if visible is None:
         count = torch.full((1,), keys, device=scores.device).expand(shape)
@@ -26,7 +19,7 @@ def look_at_scores(scores: Tensor, visible: Tensor | None) -> Callable[[], RowSu
         count, scores = visible.sum(-1), scores.clamp(min=-HIDDEN)  # −∞ times zero is NaN
     sums = _sums(scores, visible)
     sums = _sums(scores.double(), visible) if past_float32(sums) else sums
-    return cache(partial(finished, sums, count))
+    return finished(sums, count)
 
 
 def _sums(scores: Tensor, visible: Tensor | None) -> Tensor:

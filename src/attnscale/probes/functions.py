@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from attnscale.visibility import Visibility
-from attnscale.watching.hiding import keys_nobody_sees
 from attnscale.watching.kernels.flex import ARGUMENTS as FLEX_ARGUMENTS
+from attnscale.watching.masks import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA
 
 FLEX = "flex_attention"  # the name of torch's higher-order operator; importing it loads the compiler

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from attnscale.probes.functions import AttentionCall, Reader, read_sdpa, reader_of
 from attnscale.torch_internals import DispatchMode, in_transform
-from attnscale.tracing.operations.softmaxes import PLAIN
-from attnscale.watching.op_traits import traits_of
+from attnscale.tracing.softmaxes import PLAIN
+from attnscale.watching.kernels import traits_of
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
 from attnscale.watching.written.layout import layout_from
 

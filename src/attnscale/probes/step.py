@@ -31,13 +31,12 @@ from attnscale.torch_internals import (
 from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import Found
-from attnscale.watching.kernels.projected import before, projected_norms
+from attnscale.watching.kernels.kernel_call import Found, before, projected_norms
 from attnscale.watching.plan import ModulePlan, PlannedCall
-from attnscale.watching.reporter import measured
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
+from attnscale.watching.watcher import measured
 
 DIFFERENT = "it attended otherwise than in the trace"
 LATE = "it did not run when the model was traced"

@@ -39,7 +39,7 @@ class Fallback:
         with ExitStack() as stack:
             for change in UNDER_A_MODE:
                 stack.enter_context(change)
-            return self._watcher.running.run(module, call)
+            return self._watcher.stack.run(module, call)
 
     @contextmanager
     def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:

@@ -10,13 +10,11 @@ from attnscale.measure.lengths import mean_lengths
 from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.visibility import NEVER_A_SCORE
-from attnscale.watching.call import Factors, SeenCall
+from attnscale.watching.call import TAIL, Factors, SeenCall
 from attnscale.watching.plan import PlannedCall
 from attnscale.watching.rows import Rows, spread_positions
-from attnscale.watching.shards import TAIL
 from attnscale.watching.written.layout import Layout, WrittenPlan
-from attnscale.watching.written.legibility import fit
-from attnscale.watching.written.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS
+from attnscale.watching.written.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS, fit
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ NOWHERE = -1
 
 
 def unmoved(points: Points) -> Points:
-    """What stands where it stood."""
+    """Coordinates of what stays where it was."""
     return points
 
 
@@ -57,17 +57,25 @@ def broadcast(source: Shape, rank: int) -> Map:
 
 def sliced(axis: int, start: int, step: int = 1) -> Map:
     """Every `step`-th element from `start` on."""
+    return _along(axis, lambda at: start + step * at)
 
+
+def chosen(axis: int, index: Indices) -> Map:
+    """Element `index[i]` of a dimension stands at i."""
+    return _along(axis, lambda at: index[at])
+
+
+def _along(axis: int, source_of: Callable[[Indices], Indices]) -> Map:
     def back(points: Points) -> Points:
         points = points.copy()
-        points[:, axis] = start + step * points[:, axis]
+        points[:, axis] = source_of(points[:, axis])
         return points
 
     return back
 
 
 def into_slice(axis: int, start: int, step: int, size: int) -> Map:
-    """The other way round: where in the slice an element of the whole stands."""
+    """Where in the slice an element of the whole stands: the inverse of `sliced`."""
 
     def forth(points: Points) -> Points:
         points = points.copy()
@@ -82,17 +90,6 @@ def into_slice(axis: int, start: int, step: int, size: int) -> Map:
 def selected(axis: int, index: int) -> Map:
     """One index of a dimension that is then gone."""
     return lambda points: np.insert(points, axis, index, axis=1)
-
-
-def chosen(axis: int, index: Indices) -> Map:
-    """Element `index[i]` of a dimension stands at i."""
-
-    def back(points: Points) -> Points:
-        points = points.copy()
-        points[:, axis] = index[points[:, axis]]
-        return points
-
-    return back
 
 
 def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
@@ -161,26 +158,11 @@ def unfolded(axis: int, step: int) -> Map:
     return back
 
 
-def strided(source: Shape, source_strides: Sequence[int], strides: Sequence[int], offset: int) -> Map:
-    """Any walk through the memory of an operand that does not overlap itself."""
-    widest_first = sorted((axis for axis in range(len(source)) if source[axis] > 1), key=lambda a: -source_strides[a])
-
-    def back(points: Points) -> Points:
-        left = offset + points @ np.array(strides, dtype=np.int64)
-        found = np.zeros((len(points), len(source)), dtype=np.int64)
-        for axis in widest_first:
-            found[:, axis], left = np.divmod(left, source_strides[axis])
-        found[(found >= np.array(source)).any(1) | (left != 0)] = NOWHERE
-        return found
-
-    return back
-
-
 def grid(*sizes: int) -> Points:
-    """Every point of a box, in order."""
+    """Return every point of a box, in order."""
     return np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1).astype(np.int64)
 
 
 def _steps(shape: Shape) -> NDArray[np.int64]:
-    """How far apart neighbours along each dimension lie in a contiguous tensor."""
+    """Return how far apart neighbours along each dimension are in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

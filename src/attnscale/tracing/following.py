@@ -1,8 +1,8 @@
-"""Points of a tensor followed back: to the projection or the product they come from, and what was done on the way."""
+"""Follows points of a tensor to the projection or product they come from, and notes what was done on the way."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +11,7 @@ from torch import Tensor
 
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, broadcast
 from attnscale.tracing.lineage import Node, Step
-from attnscale.tracing.roles import Scores
-
-if TYPE_CHECKING:
-    from attnscale.tracing.product import Product
+from attnscale.tracing.roles import Product, Scores
 
 
 @dataclass(slots=True)
@@ -28,11 +25,11 @@ class Trail:
     shift: NDArray[np.float64]  # what the row's own statistics subtracted, undone
     counting: bool = True  # no normalisation passed yet: factors count
     constant: bool = True  # the factors are numbers that the code gives, not tensors
-    caps: list[float] = field(default_factory=list)  # what each tanh on the way is multiplied by afterwards
-    biases: list[tuple[Tensor, float]] = field(default_factory=list)  # added operands, and the factor that follows
-    fills: list[float] = field(default_factory=list)  # what replaces hidden elements
+    caps: tuple[float, ...] = ()  # what each tanh on the way is multiplied by afterwards
+    biases: tuple[tuple[Tensor, float], ...] = ()  # added operands, and the factor that follows
+    fills: tuple[float, ...] = ()  # what replaces hidden elements
     added: bool = False  # something was added, a bias or another product
-    other_scores: "list[tuple[Node, float]]" = field(default_factory=list)  # of the products added, with their factors
+    other_scores: tuple[tuple[Node, float], ...] = ()  # of the products added, with their factors
     normalised: bool = False
     blended: bool = False  # passed an operation whose effect on the value is not known
     mixed: bool = False  # passed a projection that sums over heads
@@ -42,17 +39,22 @@ class Trail:
     learned_factor: bool = False  # a parameter of the model is among the factors
     learned_terms: int = 0  # terms that were added and are neither numbers nor tables
     shared_out: bool = False  # a parameter is the share of these values in a sum of several
-    after_caps: list[float] = field(default_factory=list)  # factors that follow a tanh, one by one
+    after_caps: tuple[float, ...] = ()  # factors that follow a tanh, one by one
+
+    def keep(self, held: NDArray[np.bool_], points: Points) -> None:
+        """Go on with some of the points, which are here now."""
+        self.points, self.index = points, self.index[held]
+        self.factor, self.shift = self.factor[held], self.shift[held]
 
 
-def follow(node: Node, points: Points, product: "Product | None" = None) -> list[Trail]:
+def follow(node: Node, points: Points, product: Product | None = None) -> list[Trail]:
     """Follow points of a node back to where their lineage begins, or to the product they are an image of."""
     whole = np.arange(len(points))
     trails = [Trail(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
     ends = []
     while trails:
         trail = trails.pop()
-        while trail.node.steps and (product is None or is_image_of(product, trail.node)):
+        while trail.node.steps and (product is None or _is_image_of(product, trail.node)):
             if len(trail.node.steps) > 1:
                 trails += _forked(trail)
                 break
@@ -62,13 +64,12 @@ def follow(node: Node, points: Points, product: "Product | None" = None) -> list
     return ends
 
 
-def is_image_of(product: "Product", node: Node) -> bool:
-    """Whether each element of a node stands for one of the product."""
+def _is_image_of(product: Product, node: Node) -> bool:
     return isinstance(node.role, Scores) and node.role.of is product
 
 
 def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDArray[np.bool_], Points]]:
-    """Of each part of a concatenation: which points are in it, and where in it those are."""
+    """Yield the parts of a concatenation that hold points: which those are, and where in the part."""
     left = np.ones(len(points), dtype=bool)
     for step in steps:
         at = points if step.back is None else step.back(points)
@@ -80,19 +81,9 @@ def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDAr
 
 def _forked(trail: Trail) -> Iterator[Trail]:
     for step, held, points in parts_of(trail.node.steps, trail.points):
-        yield replace(
-            trail,
-            node=step.parent,
-            index=trail.index[held],
-            points=points,
-            factor=trail.factor[held],
-            shift=trail.shift[held],
-            caps=list(trail.caps),
-            biases=list(trail.biases),
-            fills=list(trail.fills),
-            other_scores=list(trail.other_scores),
-            after_caps=list(trail.after_caps),
-        )
+        part = replace(trail, node=step.parent)
+        part.keep(held, points)
+        yield part
 
 
 def _walk(trail: Trail, step: Step) -> None:
@@ -105,20 +96,20 @@ def _walk(trail: Trail, step: Step) -> None:
         trail.shared_out |= is_learned and trail.learned_terms > 0
         trail.factor = trail.factor * factor
         if not trail.caps:
-            trail.after_caps.append(float(np.mean(factor)))
+            trail.after_caps += (float(np.mean(factor)),)
     elif step.effect == "plus":
         trail.added = True
         trail.learned_terms += 0 if step.added is None else _learned_terms(step.added)
         if step.other_scores is not None:
-            trail.other_scores.append((step.other_scores, float(np.mean(trail.factor))))
+            trail.other_scores += ((step.other_scores, float(np.mean(trail.factor))),)
         if isinstance(step.operand, Tensor):
-            trail.biases.append((step.operand, float(np.mean(trail.factor))))
+            trail.biases += ((step.operand, float(np.mean(trail.factor))),)
     elif step.effect == "fill":
-        trail.fills.append(float(np.mean(trail.factor)) * float(step.operand or 0.0))
+        trail.fills += (float(np.mean(trail.factor)) * float(step.operand or 0.0),)
     elif step.effect == "shift":
         trail.shift = trail.shift + trail.factor * values_at(step.operand, trail.points)
     elif step.effect == "tanh":
-        trail.caps.append(float(np.mean(trail.factor)))
+        trail.caps += (float(np.mean(trail.factor)),)
     elif step.effect == "norm":
         trail.counting, trail.normalised = False, True
     elif step.effect == "drop":
@@ -128,19 +119,18 @@ def _walk(trail: Trail, step: Step) -> None:
     elif step.effect == "other":
         trail.blended = True
         trail.mixed |= trail.node.projection is not None
-    trail.kept |= step.is_kept
+    trail.kept |= step.is_cache
     trail.node = step.parent
     if step.back is None:
         return
     trail.points = step.back(trail.points)
     if trail.points.min(initial=0) == NOWHERE:
         held = (trail.points != NOWHERE).all(1)
-        trail.index, trail.factor, trail.shift = trail.index[held], trail.factor[held], trail.shift[held]
-        trail.points = trail.points[held]
+        trail.keep(held, trail.points[held])
 
 
 def _learned_terms(node: Node) -> int:
-    """How many terms of activations a sum has that was added."""
+    """Return how many terms of activations a sum has that was added."""
     terms = int(node.learned)
     while terms and len(node.steps) == 1:
         step = node.steps[0]
@@ -151,7 +141,7 @@ def _learned_terms(node: Node) -> int:
 
 
 def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.float64]:
-    """The values of a number, or of a tensor that broadcasts, at these points."""
+    """Return the values of a number, or of a tensor that broadcasts, at these points."""
     if not isinstance(operand, Tensor):
         return np.full(len(points), 1.0 if operand is None else float(operand))
     if operand.numel() == 1:
@@ -161,8 +151,8 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
     return operand.detach()[index].double().cpu().numpy()
 
 
-class Way(NamedTuple):
-    """How queries, or keys, came from their projection."""
+class ProjectionPath(NamedTuple):
+    """What happened to queries, or keys, since their projection."""
 
     factor: NDArray[np.float64]  # of each point: what multiplied it since
     normalised: bool
@@ -175,19 +165,14 @@ class Way(NamedTuple):
     shared_out: bool = False  # they are one of several terms, and a parameter says how much of it
 
 
-def way(node: Node, points: Points) -> Way:
-    """Follow points of queries, or of keys, to their projection."""
-    return way_along(follow(node, points), len(points))
-
-
-def way_along(trails: list[Trail], count: int) -> Way:
-    """The same of so many points that were followed."""
+def projection_path(trails: list[Trail], count: int) -> ProjectionPath:
+    """Return how so many points that were followed came from their projection."""
     factor = np.ones(count)
     for trail in trails:
         factor[trail.index] = trail.factor
     projection = trails[0].node.projection
     sources = {trail.node.token if trail.node.projection is None else trail.node.projection.source for trail in trails}
-    return Way(
+    return ProjectionPath(
         factor,
         all(trail.normalised for trail in trails),
         None if projection is None else projection.width,
@@ -200,25 +185,17 @@ def way_along(trails: list[Trail], count: int) -> Way:
     )
 
 
-def outputs_of_one(trails: list[Trail], count: int) -> Points | None:
-    """The rows of a weight that made so many points, one each; None where no single projection made all of them."""
-    if len(trails) != 1 or len(trails[0].index) != count:
-        return None
-    projection = trails[0].node.projection
-    return None if projection is None or projection.weight.steps else projection.channel(trails[0].points)
-
-
 def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
-    """Which output of which projection each point of a query or key comes from: what tells heads apart."""
+    """Return which output of which projection each point of a query or key comes from, which tells heads apart."""
     return channels_along(follow(node, points), len(points))
 
 
 def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
-    """The same of so many points that were followed."""
+    """Return which output of which projection each of so many points that were followed comes from."""
     found: list[tuple[object, ...]] = [()] * count
     for trail in trails:
-        for at, key in zip(trail.index.tolist(), _keys(trail.node, trail.points), strict=True):
-            found[at] = key
+        for at, channel in zip(trail.index.tolist(), _channels_at(trail.node, trail.points), strict=True):
+            found[at] = channel
     return found
 
 
@@ -246,7 +223,7 @@ def _neighbours(node: Node, axis: int) -> list[tuple[object, ...]] | None:
     return channels_along(trails, 2)
 
 
-def _keys(node: Node, points: Points) -> list[tuple[object, ...]]:
+def _channels_at(node: Node, points: Points) -> list[tuple[object, ...]]:
     if node.projection is None:  # not projected: heads are cut from the features, or stand third from the end
         apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
         return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]

@@ -1,19 +1,23 @@
 """Lineage: which operations made a tensor, as far back as the projection or the product it comes from.
 
-Nodes hold shapes and small operands, not activations: the lineage keeps nothing alive that the model let go of, but the
-two operands of a product until its softmax.
+Nodes hold shapes and small operands, not activations: the lineage keeps nothing alive that the model let go of, except
+the two operands of a product until its softmax.
 """
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from attnscale.tracing.coordinates import Map, Shape
-from attnscale.tracing.roles import Effect, Role, of_parts
+from attnscale.tracing.coordinates import Map, Shape, broadcast
+from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statistic_of
+
+if TYPE_CHECKING:
+    from attnscale.tracing.tracer import Tracer
 
 LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
 
@@ -28,7 +32,7 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One operation, looked at from its result: the operand to follow, and what was done to it.
+    """One operation, seen from its result: the operand to follow, and what was done to it.
 
     `effect` is what happens to the value: "same", "detach" (no gradient goes back), "drop" (some are zero at random),
     "times" or "over" an operand, "plus" an operand, "shift" (a statistic of its own row was subtracted), "fill" (some
@@ -44,12 +48,12 @@ class Step:
     other_scores: "Node | None" = None  # what was added, where that is an image of another product
     added: "Node | None" = None  # to the value; after a normalisation, its own bias
     multiplied: "Node | None" = None  # with the value; after a normalisation, its own gain
-    is_kept: bool = False  # the result is a cache, which holds what was computed before
+    is_cache: bool = False  # the result holds what was computed before
 
     @property
-    def moves(self) -> bool:
-        """Whether it moved elements and left them as they are; what else is called "same" may change some."""
-        return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_kept
+    def only_moves(self) -> bool:
+        """True if it moved elements and changed none."""
+        return self.effect == "same" and (self.view is not None or self.back is not None) and not self.is_cache
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +64,12 @@ class Node:
     steps: tuple[Step, ...] = ()  # several for a concatenation: each holds some of the points
     learned: bool = False  # comes from a projection or a product, not from inputs, masks and tables alone
     parameter: bool = False  # comes from parameters alone
-    name: str | None = None  # is this parameter of the model
+    name: str | None = None  # of the parameter of the model that it is
     depth: int = 0
     used: bool = False  # another operation took it
-    projection: "Projection | None" = None  # is the result of one
+    projection: "Projection | None" = None  # it is the result of one
     role: Role | None = None  # on the way from a product to mixed values; None: not on it
-    token: object = field(default_factory=object)  # by which it is known when it is gone
+    token: object = field(default_factory=object)  # identifies it when it is gone
 
     @property
     def whole(self) -> "Node":
@@ -94,7 +98,7 @@ class Projection:
 def moved(
     parent: Node, shape: Shape, back: Map | None, effect: Effect = "same", operand: float | Tensor | None = None
 ) -> Node:
-    """The node of a result that holds the elements of its parent, elsewhere or changed one by one."""
+    """Return the node of a result that holds the elements of its parent, elsewhere or changed one by one."""
     if parent.depth >= LONGEST:
         return Node(shape, learned=parent.learned, parameter=parent.parameter)
     return Node(
@@ -108,7 +112,7 @@ def moved(
 
 
 def joined(shape: Shape, steps: list[Step]) -> Node:
-    """The node of a result that is put together of parts."""
+    """Return the node of a result that is put together of parts."""
     parents = [step.parent for step in steps]
     learned, depth = any(parent.learned for parent in parents), max((parent.depth for parent in parents), default=0)
     if depth >= LONGEST:
@@ -119,12 +123,12 @@ def joined(shape: Shape, steps: list[Step]) -> Node:
         learned=learned,
         parameter=all(parent.parameter for parent in parents),
         depth=depth + 1,
-        role=of_parts(parent.role for parent in parents),
+        role=role_of_parts(parent.role for parent in parents),
     )
 
 
-class Entry(weakref.ref[Tensor]):
-    """A tensor that may go, and its node."""
+class _Entry(weakref.ref[Tensor]):
+    """A weak reference to a tensor, and its node."""
 
     __slots__ = ("key", "node")
     key: int
@@ -132,22 +136,22 @@ class Entry(weakref.ref[Tensor]):
 
 
 class Ledger:
-    """Tensors of the running model -> their nodes, for as long as the tensors live."""
+    """The nodes of the tensors of a running model, for as long as the tensors live."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
-        self._entries: dict[int, Entry] = {}
-        ledger = weakref.ref(self)
+        self._entries: dict[int, _Entry] = {}
+        ledger = weakref.ref(self)  # which the callback must not keep alive
 
         def forget(gone: weakref.ref[Tensor]) -> None:
             own = ledger()
-            if own is not None:
-                own._forget(gone)
+            if own is not None and isinstance(gone, _Entry) and own._entries.get(gone.key) is gone:
+                del own._entries[gone.key]
 
-        self._when_gone = forget
+        self._forget = forget
 
     def node(self, tensor: Tensor) -> Node:
-        """The node of a tensor; one never seen begins a lineage."""
+        """Return the node of a tensor; one never seen begins a lineage."""
         node = self.known(tensor)
         if node is not None and (node.learned or node.name is not None):
             return node
@@ -159,22 +163,18 @@ class Ledger:
         return node
 
     def known(self, tensor: Tensor) -> Node | None:
-        """The node of a tensor seen before."""
+        """Return the node of a tensor seen before."""
         entry = self._entries.get(id(tensor))
         return entry.node if entry is not None and entry() is tensor else None
 
     def write(self, tensor: Tensor, node: Node) -> None:
         """Note what a tensor is now."""
-        entry = Entry(tensor, self._when_gone)
+        entry = _Entry(tensor, self._forget)
         entry.key, entry.node = id(tensor), node
         self._entries[entry.key] = entry
 
-    def _forget(self, gone: weakref.ref[Tensor]) -> None:
-        if isinstance(gone, Entry) and self._entries.get(gone.key) is gone:
-            del self._entries[gone.key]
-
     def write_through(self, view: Node, written: Node) -> None:
-        """A view was written to: what it is a view of now holds what was written, and elsewhere what it held."""
+        """Note a write to a view: what it is a view of now holds what was written, and elsewhere what it held."""
         while len(view.steps) == 1 and (link := view.steps[0].view) is not None:
             view, tensor = view.steps[0].parent, link.whole()
             held = view if tensor is None else self.node(tensor)
@@ -186,5 +186,68 @@ class Ledger:
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """The shape; nested tensors have none."""
+    """Return the shape; nested tensors have none."""
     return () if tensor.is_nested else tuple(tensor.shape)
+
+
+Result = Node | Sequence[Node | None]
+
+
+class Operation:
+    """One call of an ATen operation, which has run."""
+
+    __slots__ = ("args", "kwargs", "name", "result", "shape", "tracer")
+
+    def __init__(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, tracer: "Tracer") -> None:
+        self.name = name  # without namespace, overload and the underscore of in-place forms
+        self.args, self.kwargs, self.result, self.tracer = args, kwargs, result, tracer
+        if not isinstance(result, Tensor):
+            result = result[0] if isinstance(result, (tuple, list)) and result else None
+        self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # of the first of several results
+
+    @property
+    def ledger(self) -> Ledger:
+        """The nodes of the model's tensors."""
+        return self.tracer.ledger
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument, by position or by name."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+    def node(self, index: int = 0) -> Node:
+        """Return the node of a tensor argument."""
+        return self.tracer.ledger.node(self.args[index])
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes of all tensor arguments, also of those in lists."""
+        flat = [item for arg in self.args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        return [self.ledger.node(item) for item in flat if isinstance(item, Tensor)]
+
+
+Reader = Callable[[Operation], Result]
+
+
+def widened(parent: Node, shape: Shape) -> Map | None:
+    """Return the coordinates of an operand that was broadcast to this shape; None: they are the same."""
+    return None if parent.shape == shape else broadcast(parent.shape, len(shape))
+
+
+def unknown(op: Operation) -> Result:
+    """Read an operation that nothing is known of."""
+    node = opaque(op)
+    return [node] if isinstance(op.result, (tuple, list)) else node
+
+
+def opaque(op: Operation) -> Node:
+    """Return a node that takes an operation for elementwise if its result has an operand's shape, else a beginning."""
+    shape, parents = op.shape, op.nodes()
+    like = [parent for parent in parents if parent.shape == shape]
+    main = max(like, key=lambda parent: (isinstance(parent.role, Scores), parent.learned), default=None)
+    if main is not None and main.learned:
+        return moved(main, shape, None, "other")
+    return Node(
+        shape,
+        learned=any(parent.learned for parent in parents),
+        parameter=bool(parents) and all(parent.parameter for parent in parents),
+        role=next((role for parent in parents if (role := statistic_of(parent.role)) is not None), None),
+    )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
 from attnscale.tracing.following import parts_of
-from attnscale.tracing.lineage import Node, Projection, Step
+from attnscale.tracing.lineage import Node, Projection, Step, moved
 from attnscale.tracing.roles import Scores
 
 
@@ -50,16 +50,15 @@ class Origin:
     known: "tuple[Source, ...] | UntraceableError | None" = None
 
     def sources(self) -> tuple[Source, ...]:
-        """Everything that must be multiplied for the queries, or keys, to be multiplied."""
+        """Return everything that must be multiplied for the queries, or keys, to be multiplied."""
         if isinstance(self.known, UntraceableError):
             raise UntraceableError(*self.known.args)  # another: this one would hold the frames that raise it
         if self.known is not None:
             return self.known
         points = np.repeat(self.points, self.features, axis=0)
         points[:, self.axis] = np.tile(np.arange(self.features), len(self.points))
-        index = np.arange(len(points))
         found: dict[tuple[object, ...], list[_Part]] = {}
-        for part in _parts(self.node, index, points):
+        for part in _parts(self.node, np.arange(len(points)), points):
             found.setdefault((part.name, part.across, part.offset), []).append(part)
         sources = tuple(self._source(parts) for parts in found.values())
         _check_rows(sources)
@@ -78,14 +77,8 @@ class Origin:
                     if known.setdefault(source.parameter, rows) != rows:
                         raise UntraceableError(f"{source.parameter} makes them, and differs from position to position")
 
-    def settled(self) -> "Origin":
-        """Resolve it now where the lineage holds activations, so that it lets go of them; else when it is asked for."""
-        return self.resolved() if isinstance(self.node.role, Scores) else self
-
     def resolved(self) -> "Origin":
-        """Find the sources now, and let go of the lineage."""
-        if self.known is not None:
-            return self
+        """Return an origin that knows its sources and has let go of the lineage."""
         try:
             sources: tuple[Source, ...] | UntraceableError = self.sources()
         except UntraceableError as error:
@@ -95,51 +88,45 @@ class Origin:
     def _source(self, parts: "list[_Part]") -> Source:
         part, at, index = parts[0], np.concatenate([p.at for p in parts]), np.concatenate([p.index for p in parts])
         kept = [axis for axis in range(len(part.shape)) if axis not in part.across]
-        steps = np.array([math.prod(part.shape[axis] for axis in kept[order + 1 :]) for order in range(len(kept))])
-        rows = at[:, kept] @ steps.astype(np.int64)
-        counts = (self.heads, self.features, math.prod(part.shape[axis] for axis in kept))
-        heads, features, rows = _distinct((index // self.features % self.heads, index % self.features, rows), counts)
+        rows = (
+            np.ravel_multi_index(tuple(at[:, kept].T), tuple(part.shape[axis] for axis in kept)) if kept else at[:, 0]
+        )
+        places = np.stack([index // self.features % self.heads, index % self.features, rows], axis=1)
+        heads, features, rows = np.unique(places, axis=0).T
         return Source(part.name, part.shape, part.across, heads, features, rows, part.offset)
 
 
-def _distinct(columns: Sequence[Indices], counts: Sequence[int]) -> tuple[Indices, ...]:
-    """The columns in order, without repetitions; each holds numbers below its count."""
-    packed = columns[0]
-    for column, count in zip(columns[1:], counts[1:], strict=True):
-        packed = packed * count + column
-    packed, found = np.unique(packed), []
-    for count in reversed(counts[1:]):
-        packed, column = np.divmod(packed, count)
-        found.append(column)
-    return (packed, *reversed(found))
-
-
 def projected_origin(weight: Node, bias: Node | None, first: int, heads: int, features: int) -> Origin:
-    """The origin of queries, or keys, that a kernel projects inside: by the rows of its weight from `first` on."""
+    """Return the origin of queries, or keys, that a kernel projects inside by rows of its weight from `first` on."""
     shape = (heads, features)
 
     def row(at: Points) -> Points:
         rows: Points = first + at @ np.array([[features], [1]])
         return rows
 
-    taken = None if bias is None else Node(shape, (Step(bias, row),), parameter=True)
-    projection = Projection(weight, lambda at: row(at) * np.array([1, 0]), weight.shape[1], (1,), taken)
+    part = None if bias is None else moved(bias, shape, row)
+    projection = Projection(weight, lambda at: row(at) * np.array([1, 0]), weight.shape[1], (1,), part)
     points = np.stack([np.arange(heads), np.zeros(heads, dtype=np.int64)], axis=1)
     return Origin(Node(shape, learned=True, projection=projection), points, heads, axis=1, features=features)
 
 
 def sampled_origin(node: Node, axis: int) -> Origin | None:
-    """The origin of values (…, positions, features): of the first and the last head, at the first position."""
+    """Return the origin of values (…, positions, features): of the first and last head, at the first position."""
     if len(node.shape) < 2 or not all(node.shape):
         return None
     ends = np.zeros((2, len(node.shape)), dtype=np.int64)
     ends[1, :-2] = np.array(node.shape[:-2]) - 1
-    return Origin(node, ends, heads=2, axis=axis, features=node.shape[axis]).settled()
+    return released(Origin(node, ends, heads=2, axis=axis, features=node.shape[axis]))
+
+
+def released(origin: Origin) -> Origin:
+    """Resolve an origin now where its lineage holds activations; else when it is asked for."""
+    return origin.resolved() if isinstance(origin.node.role, Scores) else origin
 
 
 @dataclass
 class Origins:
-    """Of the queries, keys and values of one attention; None where there is nothing to follow."""
+    """Origins of the queries, keys and values of one attention; None where there is nothing to follow."""
 
     query: Origin | None = None
     key: Origin | None = None
@@ -164,7 +151,7 @@ class _Part:
 
 
 def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
-    """The parameters behind these points of a node."""
+    """Return the parameters behind these points of a node."""
     if not len(points):
         return []
     if not node.steps:
@@ -190,31 +177,28 @@ def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 
 def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
-    """Past one step, and with what it adds."""
+    """Return the parameters behind one step, and behind what it adds."""
     at = points if step.back is None else step.back(points)
     held = (at != NOWHERE).all(1)
     found, at = (index, at) if held.all() else (index[held], at[held])
     parts = _parts(step.parent, found, at)
     if step.effect == "pair":  # the imaginary part
-        parts += _parts(step.parent, found, at + _last(at.shape[1]))
+        parts += _parts(step.parent, found, at + np.eye(at.shape[1], dtype=np.int64)[-1])
     if step.effect in ("times", "over", "other"):
         factor = step.operand if isinstance(step.operand, float) else math.nan
         parts = [replace(part, factor=part.factor * factor ** (-1 if step.effect == "over" else 1)) for part in parts]
     if step.added is not None:
         return parts + _operand(step.added, index, points)
     if step.effect == "plus":
-        parts = [replace(part, offset=part.offset + _number(step) / part.factor) for part in parts]
+        added = step.operand if isinstance(step.operand, float) else math.nan
+        parts = [replace(part, offset=part.offset + added / part.factor) for part in parts]
     if any(math.isnan(part.offset) or (part.offset and part.across) for part in parts):
         raise UntraceableError("a number is added to them")
     return parts
 
 
-def _number(step: Step) -> float:
-    return step.operand if isinstance(step.operand, float) else math.nan
-
-
 def _operand(node: Node, index: Indices, points: Points) -> list[_Part]:
-    """What is behind an operand that was broadcast."""
+    """Return the parameters behind an operand that was broadcast."""
     return _parts(node, index, broadcast(node.shape, points.shape[1])(points))
 
 
@@ -234,7 +218,7 @@ def _beginning(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 
 def _weight(projection: Projection, index: Indices, points: Points) -> list[_Part]:
-    """The rows of a projection's weight, and of its bias: where its inputs lie shows by going from one to another."""
+    """Return the rows of a projection's weight and of its bias; the first and last input show where its inputs lie."""
     if projection.weight.learned:
         raise UntraceableError("their projection is no parameter of the model")
     first = projection.channel(points)
@@ -253,27 +237,15 @@ def _weight(projection: Projection, index: Indices, points: Points) -> list[_Par
     return found + bias
 
 
-def _last(rank: int) -> Indices:
-    one = np.zeros(rank, dtype=np.int64)
-    one[-1] = 1
-    return one
-
-
 def _check_rows(sources: Sequence[Source]) -> None:
-    """Every feature has a row of its own; where some were lost on the way, scaling the others would bend the scores."""
-    weights = [source for source in sources if source.across]
-    if not weights:
-        return
-    names = sorted({source.parameter for source in weights})
-    head, feature, row, parameter = (
-        np.concatenate(each)
-        for each in zip(
-            *((s.heads, s.features, s.rows, np.full_like(s.rows, names.index(s.parameter))) for s in weights),
-            strict=True,
-        )
-    )
-    counts = [int(each.max()) + 1 for each in (head, feature, row)]
-    features, _ = _distinct((head, feature), counts[:2])
-    rows, _, _ = _distinct((head, parameter, row), (counts[0], len(names), counts[2]))
-    if (np.bincount(rows) < np.bincount(features)).any():
+    """Check that every feature has a row; where some were lost on the way, scaling the others would bend the scores."""
+    features: dict[int, set[int]] = {}
+    rows: dict[int, set[tuple[str, int]]] = {}
+    for source in (source for source in sources if source.across):
+        for head, feature, row in zip(
+            source.heads.tolist(), source.features.tolist(), source.rows.tolist(), strict=True
+        ):
+            features.setdefault(head, set()).add(feature)
+            rows.setdefault(head, set()).add((source.parameter, row))
+    if any(len(rows[head]) < len(features[head]) for head in features):
         raise UntraceableError("not all of their features could be told apart")

@@ -18,8 +18,8 @@ from attnscale.measure.pool import ROW_FIELDS, pool_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.train.tally import Key, Tallies, Tally
+from attnscale.watching.call import Shard
 from attnscale.watching.layer import Layer
-from attnscale.watching.shards import Shard
 
 
 class RowsKey(NamedTuple):

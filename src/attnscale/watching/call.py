@@ -1,5 +1,6 @@
 """SeenCall: one attention call as it was seen; the calls of one place become a Layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -7,21 +8,131 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnscale.measure.pool import Unpooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.coordinates import Indices
+from attnscale.tracing.following import ProjectionPath
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.kept import Kept
-from attnscale.watching.reading import Reading
-from attnscale.watching.shards import Shard
+from attnscale.watching.saved_call import SavedCall
 
 Factors = NDArray[np.float64]  # a value a head
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+TAIL = 8  # queries
+ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd number with bits all over it: Knuth's multiplier, 2^64 over the golden ratio
+ROW_TO_ROW = 0.01  # relative: more than a multiplier of all rows is rounded by
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Findings on the way from the projections to the softmax, beside the multiplier itself."""
+
+    unread: str = ""  # why the multiplier cannot be judged; empty: it can
+    learned_terms: int = 0  # added to q·k: products with positions, distances of points, biases made of activations
+    learned_factor: bool = False  # the multiplier holds a parameter of the model
+    detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
+    dropped: bool = False  # scores were set to zero at random
+    inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
+    scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
+    rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
+
+    @classmethod
+    def of_calls(cls, readings: Sequence["Reading"]) -> "Reading":
+        """Merge those of all calls of one layer."""
+        caps = (reading.scale_after_cap for reading in readings if reading.scale_after_cap is not None)
+        return cls(
+            next((reading.unread for reading in readings if reading.unread), ""),
+            max(reading.learned_terms for reading in readings),
+            any(reading.learned_factor for reading in readings),
+            tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
+            any(reading.dropped for reading in readings),
+            next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
+            next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
+            next(caps, None),
+            tuple(name for name in ("queries", "keys") if any(name in reading.rescaled for reading in readings)),
+        )
+
+
+def lost_on_the_way(query: ProjectionPath, key: ProjectionPath) -> str:
+    """Return why factors on queries or keys may have been missed; empty where none was."""
+    sides = (("queries", query), ("keys", key))
+    lost, mixed = ([name for name, path in sides if getattr(path, why)] for why in ("lost", "shared_out"))
+    if lost:
+        return f"its {' and '.join(lost)} were not followed to a projection"
+    return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
+
+
+def differs_by_row(multipliers: NDArray[np.float64]) -> str:
+    """Return why multipliers, (heads, rows), are not one number a head; empty where they are."""
+    if (multipliers == multipliers[:, :1]).all():
+        return ""
+    low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
+    apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
+    return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
+
+
+def detached_sides(query: ProjectionPath, key: ProjectionPath) -> tuple[str, ...]:
+    """Return which of queries and keys were detached from what made them."""
+    return tuple(name for name, path in (("queries", query), ("keys", key)) if path.detached)
+
+
+def rescaled_sides(query: ProjectionPath, key: ProjectionPath) -> tuple[str, ...]:
+    """Return which of queries and keys pass a norm or a learned factor after their projection."""
+    sides = (("queries", query), ("keys", key))
+    return tuple(name for name, path in sides if path.normalised or path.learned_factor)
+
+
+def scale_after_cap(factors: Sequence[float]) -> float | None:
+    """Return what multiplies a soft-cap itself, of the factors that follow its tanh, the last first."""
+    return None if len(factors) < 2 else float(np.prod(factors[:-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One call that sees some of the keys of its rows: the rows, not pooled, and fingerprints of its queries and keys.
+
+    Ranks, or the turns of a ring, that share out keys have queries in common, which are recognised by a fingerprint of
+    their bits: nobody has to say which call belongs to which.
+    """
+
+    rows: Unpooled
+    query: Tensor
+    tail: Tensor  # of the last few queries: calls on parts of the same queries have them in common
+    key: Tensor
+    keys: int
+    scales: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+
+    @classmethod
+    def of(cls, call: "SeenCall", query: Tensor, key: Tensor, tail: Tensor) -> "Shard | None":
+        """Return the shard of a call that was just measured; None where its rows are pooled."""
+        rows = call.stats.pool
+        if not isinstance(rows, Unpooled):
+            return None
+        return cls(
+            rows, fingerprint(query), fingerprint(tail), fingerprint(key), call.key_len, call.scales,
+            call.query_norm, call.key_norm,
+        )  # fmt: skip
+
+
+def fingerprint(vectors: Tensor) -> Tensor:
+    """Return a number of 64 bits that is the same for equal vectors, on their own device.
+
+    >>> x = torch.randn(3, 5)
+    >>> bool(fingerprint(x) == fingerprint(x.clone())), bool(fingerprint(x) == fingerprint(x.flip(0)))
+    (True, False)
+    """
+    bits = vectors.detach().contiguous().view(BITS[vectors.element_size()]).flatten().long()
+    mixed = (bits + torch.arange(1, len(bits) + 1, device=bits.device)) * ODD
+    return (mixed ^ (mixed >> 29)).mul(ODD).sum()
 
 
 @dataclass(eq=False)
 class SeenCall:
-    """What one call did; the fields of Layer, before calls are merged."""
+    """One attention call: the fields of Layer, before calls are merged."""
 
     kind: str
     heads: int
@@ -47,7 +158,7 @@ class SeenCall:
     over_pairs: bool = False  # its softmax runs over queries and keys at once
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
-    kept: Kept | None = field(default=None, repr=False)  # all of it
+    kept: SavedCall | None = field(default=None, repr=False)  # all of it
     gradients: GradientLengths | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)
     highest_bias: float = 0.0
@@ -62,15 +173,15 @@ class SeenCall:
 
     @property
     def rows(self) -> int:
-        """Of every head, those of padding included."""
+        """Rows of every head, including padding."""
         return self.batch * self.query_len
 
     @property
     def mixes_along_softmax(self) -> bool:
-        """Whether values are summed over the axis that sums to one, or over one along which they were made to."""
+        """True if values are summed over the axis along which weights sum to one."""
         return self.softmax.renormalised or (self.softmax.mixes_along_axis and not self.over_pairs)
 
     @property
     def origins_of_all(self) -> Origins:
-        """Of its queries and keys, and of the values that its weights went on to mix."""
+        """Origins of its queries and keys, and of the values that its weights mixed."""
         return replace(self.origins, value=self.origins.value or self.softmax.values)

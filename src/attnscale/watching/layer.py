@@ -11,17 +11,16 @@ from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
+from attnscale.watching.call import Reading, Shard
 from attnscale.watching.gradients import GradientLengths, norm_over
-from attnscale.watching.kept import Kept
-from attnscale.watching.reading import Reading
-from attnscale.watching.shards import Shard
+from attnscale.watching.saved_call import SavedCall
 
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the scores of an attention were wired to its softmax and its values, where that can go wrong."""
+    """Connections between the scores of an attention, its softmax and its values, where they can be wrong."""
 
     normalised: bool = False  # query and key both pass a normalisation after their projections
     biased: bool = False  # something other than a mask is added to the scores
@@ -61,7 +60,7 @@ class Layer:
     dtype: torch.dtype = torch.float32  # of queries and keys
     query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
-    kept: tuple[Kept, ...] = field(default=(), repr=False)  # its calls, where they were to be kept
+    kept: tuple[SavedCall, ...] = field(default=(), repr=False)  # its calls, where they were to be kept
     tokens: Tensor | None = field(default=None, repr=False)  # ids of its keys in the first sequence, where known
     origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
     queries: int = 0  # of all calls, padding included
@@ -81,7 +80,7 @@ class Layer:
 
     @property
     def number(self) -> int:
-        """Which attention of its module it is, from 1 on."""
+        """Number of the attention within its module, from 1 on."""
         found = NUMBER_AND_DEPTH.search(self.name)
         return int(found[1][1:]) if found and found[1] else 1
 
@@ -92,7 +91,7 @@ class Layer:
 
     @property
     def scale_expected(self) -> float:
-        """What the configuration says, and 1/√d_k where it says nothing."""
+        """Scale in the configuration, or 1/√d_k where it says nothing."""
         return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
 
     def weights(self, head: int) -> Tensor:
@@ -107,7 +106,7 @@ class Layer:
 
     @property
     def padding(self) -> int:
-        """Queries that are left out of everything that is told, since nobody sees the key at their position.
+        """Queries that are left out of all numbers, since no query sees the key at their position.
 
         Of cross-attention that is not known: all of its queries count.
         """

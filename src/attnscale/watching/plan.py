@@ -18,7 +18,7 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.running import Line
+from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
 from attnscale.watching.written.layout import WrittenPlan
 

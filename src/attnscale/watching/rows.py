@@ -1,19 +1,17 @@
-"""Scores that can be asked for by row, and what some of them tell."""
+"""Rows: scores that are computed by row, and what a sample of them shows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.dense import look_at_scores, rows_of
+from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
-from attnscale.watching.written.axes import Axes
 
 BLOCK_SCORES = 2**22  # scores gathered at a time when every row is looked at
 
@@ -30,7 +28,7 @@ class Rows:
     at: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
     def keys_nobody_sees(self, probe: Tensor) -> Tensor | None:
-        """Which keys are hidden from every query of every head, (batch, keys); None where rows at `probe` see all."""
+        """Return keys that are hidden from every query and head, (batch, keys); None if rows at `probe` see all."""
         _, visible = self.at(probe)
         if visible is None or not bool((seen := visible.flatten(1, -2).any(1)).logical_not().any()):
             return None
@@ -40,7 +38,7 @@ class Rows:
         return ~seen
 
     def without(self, left_out: Tensor | None) -> "Rows":
-        """The same, of which some rows, (batch, length), see nothing."""
+        """Return rows of which some, (batch, length), see nothing."""
         if left_out is None:
             return self
 
@@ -52,54 +50,16 @@ class Rows:
         return replace(self, at=at, uneven=True)
 
     def measure(self, rows: int | None, bound: Callable[[], Tensor]) -> ScoreStats:
-        """Statistics over every row, or over about so many a head; `bound` is asked for where not all are looked at."""
+        """Return statistics over every row, or over about so many a head; then `bound` gives an upper bound."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
-        if sample is None:
-            every = _joined([rows_of(*self.at(some)) for some in torch.arange(self.length).split(self._block)])
-            return ScoreStats(self.heads, exact=True, pool=Unpooled(lambda: every))
-        scores, visible = self.at(sample.positions)
-        found = look_at_scores(scores, visible)
-        if scores.device.type != "cpu":
-            found()  # while its stream is the one the scores are on
-        highest = bound()  # now, while the scores are there
-        return ScoreStats(self.heads, exact=False, pool=Unpooled(found, lambda: highest, sample))
+        positions = torch.arange(self.length) if sample is None else sample.positions
+        measured = _joined([rows_of(*self.at(some)) for some in positions.split(self._block)])
+        highest = None if sample is None else bound()
+        return ScoreStats(self.heads, exact=sample is None, pool=Unpooled(lambda: measured, lambda: highest, sample))
 
     @property
     def _block(self) -> int:
         return max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-
-
-@dataclass(frozen=True)
-class ScoreRows:
-    """Scores as a model wrote them, in the shape of its axes."""
-
-    axes: Axes
-    scores: Tensor
-
-    def at(self, positions: Tensor) -> Tensor:
-        """The scores of these rows, (batch, heads, rows, keys)."""
-        chosen = self._last.index_select(-2, positions.to(self.scores.device))
-        return self._by_head(chosen.reshape(-1, *chosen.shape[-2:]))
-
-    def highest(self) -> Tensor:
-        """The largest there is, a value a head."""
-        return self._by_head(self._last.amax((-2, -1)).reshape(-1)).amax(0).double()
-
-    @cached_property
-    def _last(self) -> Tensor:
-        """A view of them: (…other axes…, queries, keys)."""
-        axes = self.axes
-        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
-        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
-        view = self.scores.permute(*single, *moving)
-        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
-
-    def _by_head(self, each: Tensor) -> Tensor:
-        """What there is of each combination of the other axes, (batch, heads, …); a view where they are in order."""
-        groups = self.axes.groups
-        if groups.size == len(each) and (np.diff(groups.ravel()) == 1).all():
-            return each.view(*groups.shape, *each.shape[1:])
-        return each[torch.from_numpy(groups).to(each.device)]
 
 
 def _joined(parts: list[RowSums]) -> RowSums:
@@ -109,9 +69,8 @@ def _joined(parts: list[RowSums]) -> RowSums:
     return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
 
 
-@lru_cache(maxsize=16)
 def spread_positions(length: int, most: int) -> Tensor:
-    """At most so many positions, from the first to the last; not to be written to.
+    """Return at most so many positions, from the first to the last.
 
     >>> spread_positions(100, 4).tolist()
     [0, 33, 66, 99]
@@ -121,7 +80,7 @@ def spread_positions(length: int, most: int) -> Tensor:
 
 
 def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool:
-    """Whether rows (…, rows, keys) see their prefix and no more, at some of these positions at least less than all.
+    """Return True if rows (…, rows, keys) see their prefix and no more, and some of them less than all keys.
 
     The last row is the last key, or, where a cache has room for more, the first is the first.
     """
@@ -132,7 +91,7 @@ def looks_causal(visible: Tensor | None, positions: Tensor, length: int) -> bool
 
 
 def _sees_its_prefix(visible: Tensor, last: Tensor) -> bool:
-    """Whether no row sees a key past its `last`, and one at least sees that."""
+    """Return True if no row sees a key past its `last`, and at least one sees that."""
     keys = visible.shape[-1]
     future = torch.arange(keys, device=visible.device) > last[:, None]
     if not bool(future.any()):

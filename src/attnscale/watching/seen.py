@@ -14,12 +14,11 @@ from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
-from attnscale.watching.call import SeenCall
+from attnscale.watching.call import Reading, SeenCall
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
-from attnscale.watching.overlooked import Overlooked
-from attnscale.watching.reading import Reading
-from attnscale.watching.running import Line
+from attnscale.watching.missed import MissedAttention
+from attnscale.watching.module_stack import Line
 
 if TYPE_CHECKING:
     from attnscale.watching.plan import Plan
@@ -57,7 +56,7 @@ class Seen:
         self.fallbacks: Mapping[str, str] = {}  # modules that take no probe and ran uncompiled, and the reason
         self.plan: Plan | None = None  # where probes can be placed at the next step
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
-        self.overlooked = Overlooked()  # told when watching is over
+        self.missed = MissedAttention()  # known when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
         self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
@@ -81,7 +80,7 @@ class Seen:
 
     @property
     def modules(self) -> list[str]:
-        """The paths of the modules that attend, as they are shown; told without building a layer."""
+        """The paths of the modules that attend, as they are shown; no layer is built for it."""
         return [self._shown(str(path)) for (path, *_), calls in self._sites.items() if calls]
 
     @property
@@ -99,18 +98,18 @@ class Seen:
         return self._built[1]
 
     def numbers(self) -> "dict[str, LayerNumbers]":
-        """What a record holds of each layer; a sampled step is recorded without building layers."""
+        """Return what a record holds of each layer; a sampled step is recorded without building layers."""
         return {name: LayerNumbers.of(calls) for name, (_, calls) in self._calls_by_layer().items()}
 
     def facts(self) -> "dict[str, LayerFacts]":
-        """What a record says of each layer beside its numbers."""
+        """Return what a record says of each layer beside its numbers."""
         return {
             name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].reading.rescaled)
             for name, (path, calls) in self._calls_by_layer().items()
         }
 
     def _calls_by_layer(self) -> dict[str, tuple[str, list[SeenCall]]]:
-        """The path and the calls of each layer, by its name."""
+        """Return the path and the calls of each layer, by its name."""
         found: dict[str, tuple[str, list[SeenCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
@@ -169,9 +168,12 @@ class Seen:
     def __str__(self) -> str:
         return table(self.layers.values())
 
+    def __dir__(self) -> list[str]:
+        return ["calls", "layers"]  # the rest is for other rooms of the package
+
 
 class LayerFacts(NamedTuple):
-    """What a record says of a layer beside its numbers."""
+    """Facts about a layer that a record has beside its numbers."""
 
     heads: int
     softcap: float | None
@@ -181,7 +183,7 @@ class LayerFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """The numbers of one layer over all its calls: fields of Layer that a record needs."""
+    """Numbers of one layer over all its calls: fields of Layer that a record needs."""
 
     heads: int
     stats: ScoreStats
@@ -209,7 +211,7 @@ class LayerNumbers:
 
 
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
-    """One line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
+    """Return one line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
     columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
     rows = [columns, *((*_cells(layer), *(() if words is None else (words[layer.name],))) for layer in layers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
@@ -223,7 +225,7 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
 
 
 def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
-    """What to put behind the name of a layer -> the calls at that depth; nothing where all are one layer."""
+    """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
     depths: dict[int, list[SeenCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
@@ -234,7 +236,7 @@ def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
 
 
 def padding_told(layers: Collection[Layer]) -> list[str]:
-    """How many queries are not in the numbers, in one sentence; none where all are."""
+    """Return a sentence that says how many queries are not in the numbers; empty where all are."""
     padded = [layer for layer in layers if layer.padding]
     if not padded:
         return []
@@ -245,13 +247,13 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
 
 
 def _is_over_time(keys: list[int]) -> bool:
-    """Whether each run saw as many keys more than the one before."""
+    """Return True if each run saw as many keys more than the one before."""
     steps = {after - before for before, after in pairwise(keys)}
     return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
 
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
-    """The mean over the rows of all calls that count."""
+    """Return the mean over the rows of all calls that count."""
     known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
     if len(known) == 1:
         return known[0][1]
@@ -261,7 +263,7 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
 
 
 def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
-    """The root of the mean square over the rows of all calls that count."""
+    """Return the root of the mean square over the rows of all calls that count."""
     return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
 
 
@@ -272,7 +274,7 @@ def _cosine_over_rows(calls: list[SeenCall]) -> Tensor | None:
 
 
 def _counted(call: SeenCall, device: torch.device) -> Tensor:
-    """Its rows without those of padding, where that is known on this device: to ask another would be to wait for it."""
+    """Return the rows of a call without padding, where that is known on this device: another would be waited for."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
     if call.padding is None or call.padding.device != device:
         return rows

@@ -89,7 +89,7 @@ def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
             stack.enter_context(change)
         if settings.training:
             stack.enter_context(Redirected(all_names_of_sdpa()))
-        watcher.running.attach()
-        stack.callback(watcher.running.detach)
+        watcher.stack.attach()
+        stack.callback(watcher.stack.detach)
         yield watcher.seen
     watcher.conclude()

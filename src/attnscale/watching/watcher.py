@@ -1,128 +1,135 @@
-"""Watcher: the mode that sees every operation of a model, and hands each on: kernels, and all else to be traced."""
+"""Watcher: the dispatch mode that sees every operation of a model and passes it on, to be measured or traced."""
 
 import warnings
-import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.measure.sampling import same_rows
 from attnscale.module_paths import modules_by_path
 from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
+from attnscale.tracing.following import are_outputs_of_one_projection
 from attnscale.tracing.lineage import Ledger, Node, shape_of
-from attnscale.tracing.nested import NestedTensors, any_nested, is_nested
-from attnscale.tracing.roles import Mixed
-from attnscale.tracing.tracer import Tracer
-from attnscale.watching.kernels import KernelCall, kernel_calls
-from attnscale.watching.kernels.sdpa import NESTED_OPERATIONS, multiplied, sequences
-from attnscale.watching.op_traits import OpTraits, traits_of
-from attnscale.watching.overlooked import Overlooked, unseen_attentions
+from attnscale.tracing.roles import MixedValues, Scores, Softmax
+from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
+from attnscale.tracing.tracer import Tracer, is_nested
+from attnscale.watching.call import SeenCall, Shard
+from attnscale.watching.gradients import of_kernel
+from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
+from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
+from attnscale.watching.module_stack import ModuleStack
 from attnscale.watching.plan import PlanRecorder
-from attnscale.watching.qk_norms import QueryKeyNorms
-from attnscale.watching.reporter import Reporter
-from attnscale.watching.running import Running
+from attnscale.watching.saved_call import save_values
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
+from attnscale.watching.written.axes import find_axes, key_channels
+from attnscale.watching.written.layout import factors_before, own_factors, written_plan
+from attnscale.watching.written.written_call import WrittenCall, written_call
 
 PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
+NESTED = "it attends to nested tensors, which no probe takes, and whose gradients are not seen"
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
 
 
 class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
-    """The mode between a model and torch's kernels."""
+    """The dispatch mode between a model and torch's kernels."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled meanwhile, and asking costs more than reading most operations
+        return False  # nothing is compiled here, and asking costs more than reading most operations
 
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
-        """What is seen is noted in `seen`, where others note too; in one of its own where none is given."""
+        """Note calls in `seen`, to which others may add theirs; in a new one where none is given."""
         super().__init__()
         ledger, modules = Ledger(ParameterNames(model)), modules_by_path(model)
         self.norms = QueryKeyNorms(modules, ledger)
-        running = self.running = Running(model, modules, self._ran, self, settings.training)
-        self.seen = Seen(running.shown, partial(declared, model), self.norms.unused) if seen is None else seen
+        stack = self.stack = ModuleStack(modules, self._ran, self, settings.training)
+        self.seen = Seen(stack.shown, partial(declared, model), self.norms.unused) if seen is None else seen
         self.plan_recorder = PlanRecorder()
-        self.reporter = Reporter(settings, running, self.seen, self.plan_recorder)
-        self.tracer = Tracer(ledger, lambda: tuple(running.stack), self.reporter.softmax)
-        self.nested = NestedTensors(self.tracer)
+        self.reporter = Reporter(settings, stack, self.seen, self.plan_recorder)
+        self.tracer = Tracer(ledger, lambda: tuple(stack.stack), self.reporter.softmax)
         self.failures: list[str] = []
         self._modules, self._settings = modules, settings
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, traits = kwargs or {}, traits_of(func)
-        if in_backward() or not self.running.stack or self.running.is_over:
-            return func(*args, **kwargs)  # a backward pass, which recomputes perhaps; or no part of the model
+        if in_backward() or not self.stack.stack or self.stack.is_over:
+            return func(*args, **kwargs)  # a backward pass, which may recompute; or no part of the model
         if not PLAIN_TENSORS.issuperset(types) and any(map(_is_special, types)):
             if is_fake(types):
-                return func(*args, **kwargs)  # shapes alone: sharded tensors work out where they lie with it
+                return func(*args, **kwargs)  # it has shapes alone: sharded tensors compute their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if traits.is_composite and self._takes_apart(traits, args, kwargs):
+        if traits.is_composite and self._is_decomposed(traits, args):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
         try:
-            self._hand_on(traits, args, kwargs, result)
+            self._read(traits, args, kwargs, result)
         except Exception as error:  # a model that runs must go on running
             self._failed(func, error)
         return result
 
-    def _takes_apart(self, traits: OpTraits, args: Any, kwargs: Any) -> bool:
-        """Whether an operation made of others runs as those: not where it is read as one, or is one to its operands."""
-        if any_nested(args) or _is_fused(traits, args):
+    def _is_decomposed(self, traits: OpTraits, args: Any) -> bool:
+        """Return True if a composite operation runs in its parts: not where it is read whole or has a kernel."""
+        if any(map(is_nested, args)) or _is_fused(traits, args):
             return False
-        return not self.tracer.reads_whole(traits.name, args, kwargs)
+        return not self.tracer.reads_whole(traits.name, args)
 
-    def _hand_on(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
+    def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if self.norms.built and traits.name != "detach":
             self.norms.took(args)
-        if (not traits.is_kernel or traits.name in NESTED_OPERATIONS) and (is_nested(result) or any_nested(args)):
-            self._hand_on_nested(traits, args, kwargs, result)
-        elif traits.is_kernel:
-            given = dict(zip(traits.arguments, args, strict=False)) | kwargs
-            results = result if isinstance(result, tuple) else ()
-            found = dict(zip(traits.results, results, strict=False))
-            for call in kernel_calls(self.tracer.ledger, traits.full_name, found | given):
-                self._report(call, given.get("value"), result)
+        if traits.is_kernel:
+            self._read_kernel(traits, args, kwargs, result)
+        elif is_nested(result) or any(map(is_nested, args)):
+            if "softmax" in traits.name:
+                self.plan_recorder.give_up(NESTED)
+            self.tracer.read_nested(traits.name, args, kwargs, result)
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
-    def _hand_on_nested(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
-        """Nested tensors are followed sequence by sequence."""
-        ledger, calls = self.tracer.ledger, list[KernelCall]()
-        if traits.name in NESTED_OPERATIONS:
-            given = dict(zip(traits.arguments, args, strict=False)) | kwargs
-            parts = [self.nested.of(given[name]).tensors for name in ("query", "key", "value")]
-            calls = list(sequences(ledger, given, parts))
-        elif traits.name == "matmul" and all(map(is_nested, args[:2])):
-            calls = list(multiplied(ledger, self.nested.of(args[0]), self.nested.of(args[1])))
-        self.nested.read(traits.name, args, kwargs, result)
+    def _read_kernel(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
+        results = result if isinstance(result, tuple) else ()
+        given = dict(zip(traits.results, results, strict=False))
+        given |= dict(zip(traits.arguments, args, strict=False)) | kwargs
         output = result[0] if isinstance(result, (tuple, list)) else result
-        for call in calls:
-            self.plan_recorder.give_up("it attends to nested tensors, which no probe takes")
-            self.nested.mixed(output, self.reporter.kernel(call))
+        runs: Iterable[tuple[dict[str, Any], Any]] = [(given, output)]
+        if "scaled_dot_product" in traits.name and is_nested(given["query"]):
+            self.plan_recorder.give_up(NESTED)
+            runs = zip(self._by_sequence(given), self.tracer.sequences(output), strict=True)
+        for one, its in runs:
+            for call in kernel_calls(self.tracer.ledger, traits.full_name, one):
+                self._report(call, one.get("value"), its)
 
-    def _report(self, call: KernelCall, value: Any, result: Any) -> None:
+    def _by_sequence(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of a kernel of nested tensors for each of their sequences."""
+        names = ("query", "key", "value")
+        for parts in zip(*(self.tracer.sequences(given[name]) for name in names), strict=True):
+            yield given | dict(zip(names, parts, strict=True)) | {"logsumexp": None}
+
+    def _report(self, call: KernelCall, value: Any, output: Any) -> None:
         softmax = self.reporter.kernel(call)
-        output = result[0] if isinstance(result, (tuple, list)) else result
         if isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
                 softmax.measured(None, has_nan_of_its_own(output, value))
-            self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=Mixed(softmax)))
+            self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
-        """A module has run."""
         try:
             self.norms.ran(name, output)
             if not in_backward():  # which runs modules again
-                self.plan_recorder.ran(name, self.running.depth(name))
+                self.plan_recorder.ran(name, self.stack.depth(name))
         except Exception as error:  # a model that runs must go on running
             self._failed(name, error)
 
@@ -132,13 +139,13 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             raise error
 
     def conclude(self) -> None:
-        """Say what could not be followed; where nothing was seen at all, refuse."""
+        """Warn of what could not be followed; where nothing was seen at all, raise."""
         self.seen.settle()
         unfollowed = self.tracer.unfollowed
         if self._settings.training and not self.failures and not unfollowed:
-            self.seen.plan = self.plan_recorder.plan(self.running.called, self.seen.unused_norms)
+            self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
             self.seen.obstacle = self.plan_recorder.obstacle
-        self.seen.unfollowed = [path for path in map(self.running.shown, unfollowed) if path not in self.seen.layers]
+        self.seen.unfollowed = [path for path in map(self.stack.shown, unfollowed) if path not in self.seen.layers]
         if self.failures:
             warnings.warn(
                 f"{len(self.failures)} operations could not be followed, the first: {self.failures[0]}",
@@ -152,18 +159,18 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 NotFollowedWarning,
                 stacklevel=4,
             )
-        if not self.seen.calls and not (self._settings.may_be_empty and self.running.called):
+        if not self.seen.calls and not (self._settings.may_be_empty and self.stack.called):
             raise InputError(self._why_nothing())
-        self.seen.overlooked = Overlooked(
+        self.seen.missed = MissedAttention(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
-            unseen_attentions(self._modules, self.seen.modules),
+            modules_that_never_attended(self._modules, self.seen.modules),
             "" if self.seen.calls else f"N{self._nothing[1:]}.",
         )
 
     def _why_nothing(self) -> str:
-        if not self.running.called:
-            where = " on this thread; it ran on another thread, which is not watched" * self.running.ran_elsewhere
+        if not self.stack.called:
+            where = " on this thread; it ran on another thread, which is not watched" * self.stack.ran_elsewhere
             return f"Expected the model to run inside watch(), but no module of it was called{where}."
         return (
             f"Expected attention in the watched model, but saw none: {self._nothing}. An empty batch or sequence, or a "
@@ -183,7 +190,7 @@ def _is_special(kind: type) -> bool:
 
 
 def _is_fused(traits: OpTraits, args: Any) -> bool:
-    """Whether its device has an operation for it all the same."""
+    """Return True if the device has a kernel for a composite operation, which rounds differently than its parts."""
     if not traits.fused_on:
         return False
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
@@ -191,31 +198,115 @@ def _is_fused(traits: OpTraits, args: Any) -> bool:
 
 
 class ParameterNames:
-    """Parameters of a model -> their names; under FSDP2 a running module holds others than one at rest."""
+    """Names of a model's parameters; under FSDP2 a running module holds other tensors than one at rest."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._has_parts = model, False
-        self._known: dict[int, tuple[Tensor, str]] = {}  # asked for when the first is met
-        self._others: dict[int, weakref.ref[Tensor]] = {}  # tensors that were looked for and are none
+        self._known: dict[int, tuple[Tensor, str]] = {}  # looked up when the first is met
 
-    def _now(self) -> dict[int, tuple[Tensor, str]]:
+    def __call__(self, tensor: Tensor) -> str | None:
+        """Return the name, the first of several; None for what is no parameter of the model."""
+        may_be_new = isinstance(tensor, nn.Parameter) or (self._has_parts and tensor.is_leaf)  # FSDP2 makes them anew
+        if not self._known or (may_be_new and id(tensor) not in self._known):
+            self._known = self._look_up() | self._known
+        return self._known.get(id(tensor), (tensor, None))[1]
+
+    def _look_up(self) -> dict[int, tuple[Tensor, str]]:
         named = list(reversed(list(self._model.named_parameters(remove_duplicate=False))))
         # a rank that holds some heads of a layer multiplies by its own part of the parameter
         local = [(name, part) for name, parameter in named if (part := local_part(parameter)) is not None]
         self._has_parts |= bool(local)
         return {id(tensor): (tensor, name) for name, tensor in [*local, *named]}
 
-    def __call__(self, tensor: Tensor) -> str | None:
-        """The name, the first of several; None for what is no parameter of the model."""
-        if not self._known or (id(tensor) not in self._known and self._may_be_one(tensor)):
-            self._known = self._now() | self._known
-            if id(tensor) not in self._known and self._has_parts:
-                self._others[id(tensor)] = weakref.ref(tensor)
-        return self._known.get(id(tensor), (tensor, None))[1]
 
-    def _may_be_one(self, tensor: Tensor) -> bool:
-        """Whether to look again: also for a plain tensor where parameters have local parts, which FSDP2 makes anew."""
-        if isinstance(tensor, nn.Parameter) or not self._has_parts:
-            return isinstance(tensor, nn.Parameter)
-        refused = self._others.get(id(tensor))
-        return tensor.is_leaf and (refused is None or refused() is not tensor)
+class Reporter:
+    """Measures attention calls one by one, and notes each under the place where it happened."""
+
+    def __init__(self, settings: Settings, stack: ModuleStack, seen: Seen, plan: PlanRecorder) -> None:
+        self._settings, self._stack, self._seen, self._plan = settings, stack, seen, plan
+        self.softmaxes = 0  # all that ran
+        self.unread: Counter[str] = Counter()  # those that were not followed to a product, by module
+
+    def kernel(self, call: KernelCall) -> Softmax:
+        """Measure a call of a kernel."""
+        module = self._stack.innermost
+        line, depth = self._stack.line_within(module), self._stack.depth(module)
+        seen = self._measured(call, lambda: call.measure(self._settings.rows, self._settings.keep))
+        if self._settings.training:
+            self._note_run(module)
+            self._plan.add_kernel(module, line, call, seen)
+        if torch.is_grad_enabled():
+            query, key = call.learning or (call.query, call.key)
+            seen.gradients = of_kernel(query, key, seen.key_owners)
+        self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
+        return seen.softmax
+
+    def softmax(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
+        """Measure an attention that is written out; None where the softmax cannot be followed to a product."""
+        self.softmaxes += 1
+        axis %= max(scores.dim(), 1)
+        product = node.role.of if isinstance(node.role, Scores) else None
+        call = None if product is None else written_call(find_axes(product, node, axis), scores)
+        if product is None or call is None:
+            if product is not None:  # a softmax of anything else is noticed where it mixes values
+                self._plan.give_up("a softmax of a product could not be followed")
+            if not are_outputs_of_one_projection(node, axis):  # a loss, or a router
+                self.unread[self._stack.shown(self._stack.innermost)] += 1
+            return None
+        path = _common(product.modules, self._stack.stack)
+        line, depth = self._stack.line_within(path), self._stack.depth(path)
+        seen = self._measured(call, lambda: call.measure(self._settings.rows, self._settings.keep))
+        seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
+        if own is not None and own.query < 0:
+            seen.scales = -seen.scales
+        if torch.is_grad_enabled():
+            seen.gradients = call.gradients(1.0 if own is None else own.key)
+        if self._settings.training:
+            self._record(call, seen, path, by, tuple(scores.shape))
+        seen.softmax = Softmax(
+            axis,
+            lambda: self._seen.note(path, line, seen, depth),
+            waits=product.learned_query,
+            keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
+        )
+        if seen.kept is not None:
+            seen.softmax.keep = partial(save_values, call.axes, seen.kept)
+        product.has_softmax = True
+        return seen.softmax
+
+    def _record(self, call: WrittenCall, seen: SeenCall, path: str, by: str, shape: tuple[int, ...]) -> None:
+        """Record a call in the plan: by SDPA, or where one operation took a softmax of scores of this shape."""
+        planned = None
+        if by == OF_SDPA:
+            seen.factors = factors_before(call, seen, shape)
+        elif by == PLAIN and not call.axes.product.learned_query:
+            planned = written_plan(call, seen, shape)
+            seen.factors = None if planned is None else tuple(path.factor.mean(1) for path in call.paths)
+        if seen.factors is not None:
+            seen.highest_bias = 0.0  # but for rounding
+        self._note_run(path)
+        self._plan.add_written(path, self._stack.line_within(path), seen, planned)
+
+    def _note_run(self, path: str) -> None:
+        compiled = self._stack.compiled()
+        self._seen.is_compiled |= compiled.is_compiled
+        self._plan.ran_as(path, *compiled, self._stack.depth(path))
+
+    def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall]) -> SeenCall:
+        if self._settings.training and not torch.is_grad_enabled():
+            self._seen.without_gradients = True
+        return measured(self._settings, call, measure)
+
+
+def measured(settings: Settings, call: Any, measure: Callable[[], SeenCall]) -> SeenCall:
+    """Measure a call; where ranks share out keys, on the same rows, with what puts its rows together again."""
+    with nullcontext() if settings.seed is None else same_rows(settings.seed):
+        seen = measure()
+    if settings.seed is not None:
+        seen.shard = Shard.of(seen, *call.some())
+    return seen
+
+
+def _common(first: tuple[str, ...], second: list[str]) -> str:
+    """Return the innermost module that was running at both times."""
+    return [a for a, b in zip(first, second, strict=False) if a == b][-1]

@@ -15,12 +15,12 @@ from attnscale.watching.kernels.kernel_call import KernelCall
 
 
 def flash(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
+    """Read flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
     yield _flash_kernel(given, *(ledger.node(given[name]) for name in ("q", "k", "v")))
 
 
 def flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """flash-attn over sequences laid end to end."""
+    """Read flash-attn over sequences laid end to end."""
     starts = {name: given[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
     starts["v"] = starts["k"]
     for number in range(len(starts["q"]) - 1):
@@ -31,7 +31,7 @@ def flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """torch_attn::_varlen_attn, aten::_flash_attention_forward: (total, heads, features), or a batch of one length."""
+    """Read _varlen_attn and _flash_attention_forward: (total, heads, features), or a batch of one length."""
     left, right = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
     starts = [given.get(name) for name in ("cu_seq_q", "cu_seq_k")]
     starts = [given.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
@@ -40,7 +40,7 @@ def varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
 
 
 def efficient(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """aten::_efficient_attention_forward: (1, total, heads, features) of sequences, or a batch of one length."""
+    """Read aten::_efficient_attention_forward: (1, total, heads, features) of sequences, or a batch of one length."""
     starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     first_key, last_key = (given.get("custom_mask_type") == kind for kind in (1, 2))
     if given.get("bias") is not None or (first_key and not _are_alike(given, starts)):
@@ -71,7 +71,7 @@ def _flash_kernel(given: dict[str, Any], query: Node, key: Node, value: Node) ->
 
 
 def _part(node: Node, part: slice) -> Node:
-    """One sequence of those laid end to end, as a batch of its own."""
+    """Return one sequence of those laid end to end, as a batch of its own."""
     back = sliced(0, part.start)
     return moved(node, (1, part.stop - part.start, *node.shape[1:]), lambda points: back(points[:, 1:]))
 
@@ -82,7 +82,7 @@ def _turned(node: Node) -> Node:
 
 
 def _visibility(given: dict[str, Any]) -> Visibility:
-    """Causal, and its windows, are aligned to the last key."""
+    """Return what rows see: the diagonal and the windows are aligned to the last key."""
     left = given.get("window_size_left")
     right = 0 if given.get("causal") else given.get("window_size_right")
     q_len, kv_len = given["q"].shape[1], given["k"].shape[1]
@@ -96,7 +96,7 @@ def _visibility(given: dict[str, Any]) -> Visibility:
 
 
 def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
-    """The arguments by flash-attn's names."""
+    """Return the arguments by flash-attn's names."""
     query, scale = given["query"], given.get("scale")
     return {
         "q": query,
@@ -112,7 +112,7 @@ def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any,
 
 
 def _are_alike(given: dict[str, Any], starts: list[Any]) -> bool:
-    """Whether every sequence has as many keys as queries."""
+    """Return True if every sequence has as many keys as queries."""
     if starts[0] is None:
         return bool(given["query"].shape[1] == given["key"].shape[1])
     return starts[1] is None or bool((starts[0] == starts[1]).all())

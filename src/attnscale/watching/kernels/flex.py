@@ -16,7 +16,7 @@ ARGUMENTS = (
 
 
 def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
-    """What its two functions do to scores is asked of them."""
+    """Read FlexAttention: its two functions are called to find out what they do to scores."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     modify = modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
     yield KernelCall(
@@ -28,7 +28,7 @@ def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
 def modification(
     score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any], is_traced: bool = False
 ) -> ScoreMod:
-    """What the two functions, with the tensors that they take, do to scores, and which of them they show.
+    """Return a function that changes scores as the two functions do, and says which are visible.
 
     They are of one score; as graphs that were traced they take tensors of all of them, which broadcast.
     """

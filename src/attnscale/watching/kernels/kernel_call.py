@@ -1,4 +1,4 @@
-"""Attention computed by a kernel: its arguments say what was applied, and lineage what came before."""
+"""KernelCall: attention by a fused kernel. Its arguments say what was applied, and its lineage what came before."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -7,41 +7,42 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured as stats_of
-from attnscale.measure.lengths import mean_cosine
+from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import is_surely_finite, wide_dtype, without_autocast
-from attnscale.tracing.coordinates import Indices, grid
-from attnscale.tracing.following import Trail, Way, channels, channels_along, outputs_of_one
+from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
+from attnscale.tracing.coordinates import Indices, Points, grid
+from attnscale.tracing.following import ProjectionPath, Trail, channels, channels_along, follow, projection_path
 from attnscale.tracing.lineage import Node
-from attnscale.tracing.operations.mixing import are_paired_otherwise
-from attnscale.tracing.parameters import Origin, Origins, sampled_origin
+from attnscale.tracing.parameters import Origin, Origins, released, sampled_origin
+from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
-from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.gradients import Learning, owners_told
-from attnscale.watching.hiding import flags_added, highest_added, keys_nobody_sees
-from attnscale.watching.kept import keep_kernel_call
-from attnscale.watching.kernels.projected import (
-    by_entry,
-    ends_by_position,
-    measured,
-    projected_norm,
-    some_of,
-    trails_of,
-    unpadded,
-    way_of,
+from attnscale.watching.call import (
+    TAIL,
+    Factors,
+    Reading,
+    SeenCall,
+    detached_sides,
+    differs_by_row,
+    lost_on_the_way,
+    rescaled_sides,
 )
-from attnscale.watching.reading import Reading, detached_sides, differs_by_row, lost_on_the_way, rescaled_sides
+from attnscale.watching.gradients import Learning, owners_told
+from attnscale.watching.masks import flags_added, highest_added, keys_nobody_sees
 from attnscale.watching.rows import Rows, looks_causal, spread_positions
-from attnscale.watching.shards import TAIL
+from attnscale.watching.saved_call import save_kernel_call
 
 PROBED_ROWS = 64  # for masks
+NORMED_ROWS = 64
 MODIFIED_ROWS = 8  # on which a score modification is asked what it does
 
+Positions = Tensor | None  # (batch or 1, positions): those that do not count
 ScoreMod = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # scores, positions of their rows -> scores, visible
 
 
@@ -71,22 +72,31 @@ class KernelCall:
     heads_in_batch: bool = False  # the kernel was given heads in the place of the batch
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
-    def seen(self, rows: int | None, keep: bool) -> SeenCall:
-        """Everything that is reported of this call."""
-        heads, head_dim = self.query.shape[1], unpadded(self.query, self.query_node)
-        query_trails = trails_of(self.query_node, self.query)
-        (query_way, by_end), (key_way, _) = way_of(query_trails, heads), self._key_way
+    def measure(self, rows: int | None, keep: bool) -> SeenCall:
+        """Measure this call."""
+        heads, head_dim = self.query.shape[1], _unpadded_head_dim(self.query, self.query_node)
+        query_trails = _follow_ends(self.query_node, self.query)
+        (query_path, by_end), (key_path, _) = _projection_path(query_trails, heads), self._key_path
         group, owners = self.group, self._owners()
-        attends_itself = self.attends_itself or (query_way.source is not None and query_way.source is key_way.source)
+        attends_itself = self.attends_itself or (query_path.source is not None and query_path.source is key_path.source)
         call = replace(self, attends_itself=attends_itself)
-        of_query = query_way.factor
-        if query_trails and self.query_node is not None and not query_way.constant and len(self.query) > 1:
-            found_by_entry = by_entry(self.query_node, None if call.padding is None else call.padding.cpu().numpy())
-            of_query, query_way = found_by_entry.factors, query_way._replace(factor=found_by_entry.mean)
-        factor = np.abs(query_way.factor) * np.repeat(np.abs(key_way.factor), group)
+        query = self.query
+        if query_trails and self.query_node is not None and not query_path.constant and len(self.query) > 1:
+            left_out = None if call.padding is None else call.padding.cpu().numpy()
+            by_entry, rows_by_entry = _by_entry(self.query_node, left_out)
+            weights = rows_by_entry if rows_by_entry.any() else None
+            query_path = query_path._replace(factor=np.average(by_entry, axis=0, weights=weights))
+            divisor = np.where(by_entry == 0, 1.0, np.abs(by_entry))  # a row that sees one key is multiplied by ln 1
+            query = query.detach() / torch.from_numpy(divisor).to(query)[..., None, None]
+        factors = np.abs(query_path.factor), np.repeat(np.abs(key_path.factor), group)
+        factor = factors[0] * factors[1]
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
-        query_norm, key_norm = self._norms((of_query, key_way.factor), found, every=rows is None)
-        kept = keep_kernel_call(call, found.multiplier * factor, (query_way, key_way), found.softcap) if keep else None
+        norm_factors = factors if query is self.query else (np.ones(heads), factors[1])
+        not_counted = found.padding, found.hidden_keys
+        query_norm, key_norm = projected_norms(query, self.key, norm_factors, not_counted, every=rows is None)
+        kept = (
+            save_kernel_call(call, found.multiplier * factor, (query_path, key_path), found.softcap) if keep else None
+        )
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return SeenCall(
             kind=self.kind,
@@ -94,7 +104,7 @@ class KernelCall:
             kv_heads=int(owners.max(initial=-1)) + 1,
             key_owners=owners,
             head_dim=head_dim,
-            model_dims=tuple({width for width in (self.width or query_way.width, heads * head_dim) if width}),
+            model_dims=tuple({width for width in (self.width or query_path.width, heads * head_dim) if width}),
             query_len=self.query.shape[-2],
             key_len=self.key.shape[-2],
             causal=found.causal,
@@ -107,71 +117,61 @@ class KernelCall:
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,
-            normalised=query_way.normalised and key_way.normalised,
+            normalised=query_path.normalised and key_path.normalised,
             biased=found.bias is not None,
             cosine=None if found.bias is None else call.cosine(found),
-            query=self.query[:1].detach() / _as_tensor(query_way.factor, self.query) if keep else None,
-            key=self.key[:1].detach() / _as_tensor(key_way.factor, self.key) if keep else None,
+            query=self.query[:1].detach() / _as_tensor(query_path.factor, self.query) if keep else None,
+            key=self.key[:1].detach() / _as_tensor(key_path.factor, self.key) if keep else None,
             kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
-            factors=(query_way.factor, key_way.factor) if self._is_told_by(query_way, key_way) else None,
+            factors=(query_path.factor, key_path.factor) if query_path.constant and key_path.constant else None,
             reading=Reading(
-                differs_by_row(by_end) or lost_on_the_way(query_way, key_way),
-                learned_factor=query_way.learned_factor or key_way.learned_factor,
-                detached=detached_sides(query_way, key_way),
-                rescaled=rescaled_sides(query_way, key_way),
+                differs_by_row(by_end) or lost_on_the_way(query_path, key_path),
+                learned_factor=query_path.learned_factor or key_path.learned_factor,
+                detached=detached_sides(query_path, key_path),
+                rescaled=rescaled_sides(query_path, key_path),
                 inert_added=flags_added(self.visibility.bias),
             ),
             softmax=self.softmax,
         )
 
-    def _norms(self, factors: tuple[Factors, Factors], found: "Found", every: bool) -> tuple[Tensor, Tensor]:
-        """Of queries and of the key that each of their heads has, before these factors."""
-        query = projected_norm(self.query, factors[0], found.padding, every)
-        key = projected_norm(self.key, factors[1], found.hidden_keys, every)
-        return query, key if self.group == 1 else key.repeat_interleave(self.group)
-
     def cosine(self, found: "Found") -> Tensor:
         """Root mean square of the cosine between the queries and keys of each head, padding aside."""
-        (query, padding), (key, hidden) = measured(self.query, found.padding), measured(self.key, found.hidden_keys)
+        (query, padding), (key, hidden) = _measured(self.query, found.padding), _measured(self.key, found.hidden_keys)
         return mean_cosine(query, key, (padding, hidden))
-
-    def _is_told_by(self, *ways: Way) -> bool:
-        """Whether its arguments and these ways tell all of it, at every step."""
-        return all(way.constant for way in ways)
 
     @property
     def has_finite_lse(self) -> bool:
-        """Whether the kernel tells of every row that its weights are numbers."""
+        """True if the kernel reports of every row that its weights are numbers."""
         return self.lse is not None and is_surely_finite(self.lse)
 
     @property
     def is_causal(self) -> bool:
-        """Whether the kernel's arguments say that no row sees a later key, its mask aside."""
+        """True if the kernel's arguments say that no row sees a later key; its mask may hide more."""
         return self.visibility.last in (0, self.key.shape[-2] - self.query.shape[-2])
 
     def highest_bias(self) -> float:
-        """The most that its mask adds to a score; never below 0."""
+        """Return the most that its mask adds to a score; never below 0."""
         return max(0.0, highest_added(self.visibility.bias) or 0.0)
 
     def some(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys spread over their positions, and the last queries."""
+        """Return queries and keys spread over their positions, and the last queries."""
         return some_of(self.query), some_of(self.key), self.query[:, :, -TAIL:]
 
     def _origins(self) -> Iterator[Origin | None]:
-        """Of queries, keys and values: at the first and the last position."""
+        """Yield the origin of queries and keys at the first two positions and the last two, and of values."""
         for node in (self.query_node, self.key_node):
             if node is None or len(node.shape) != 4 or not all(node.shape):
                 yield None
                 continue
             _, heads, length, features = node.shape
-            yield Origin(node, ends_by_position(heads, length), heads, axis=3, features=features).settled()
+            yield released(Origin(node, _ends_by_position(heads, length), heads, axis=3, features=features))
         yield None if self.value_node is None else sampled_origin(self.value_node, axis=-1)
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """Query heads that share a key head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @cached_property
@@ -197,7 +197,7 @@ class KernelCall:
         return Call(query, key, key, seen, 0.0, self.scale, self.softcap)
 
     def stats(self, rows: int | None) -> ScoreStats:
-        """Of its scores."""
+        """Return statistics of its scores."""
         with torch.no_grad(), without_autocast(self.query):
             return stats_of(self.scored, rows, self.lse)
 
@@ -208,38 +208,28 @@ class KernelCall:
 
     @cached_property
     def _key_trails(self) -> list[Trail]:
-        return trails_of(self.key_node, self.key)
+        return _follow_ends(self.key_node, self.key)
 
     @property
-    def _key_way(self) -> tuple[Way, Factors]:
-        return way_of(self._key_trails, self.key.shape[1])
-
-    @cached_property
-    def _has_a_key_a_head(self) -> bool:
-        """Whether each key head is an output of its own of one projection, as in most models: then none is a copy."""
-        heads = self.key.shape[1]
-        rows = outputs_of_one(self._key_trails, 2 * heads)
-        return rows is not None and len(set(map(tuple, rows[0::2].tolist()))) == heads
+    def _key_path(self) -> tuple[ProjectionPath, Factors]:
+        return _projection_path(self._key_trails, self.key.shape[1])
 
     @cached_property
     def _key_channels(self) -> list[tuple[object, ...]]:
-        """Of every key head at the first and the last position, in turns."""
         return channels_along(self._key_trails, 2 * self.key.shape[1])
 
     def _owners(self) -> Indices:
-        """Which key each query head has: key heads may be copies of each other."""
+        """Return which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
         own = np.arange(heads)
-        if self.query.shape[1] == heads > 1 and self._key_trails and not self._has_a_key_a_head:
+        if self.query.shape[1] == heads > 1 and self._key_trails:
             own = owners_told((self._key_channels[0::2], self._key_channels[1::2]), own)
         return np.repeat(own, self.group)
 
     def _pairs_differ(self) -> bool:
-        """Whether heads that share a key share its value as well; asked of those alone that share one."""
+        """Return True if heads that share a key do not share its value."""
         value = self.value_node
         if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_trails:
-            return False
-        if self._has_a_key_a_head:
             return False
         keys = self._key_channels[0::2]
         if len(set(keys)) == len(keys) or value.shape[1] != len(keys):
@@ -247,13 +237,13 @@ class KernelCall:
         return are_paired_otherwise(keys, channels(value, grid(1, len(keys), 1, 1)))
 
     def scores(self, positions: Tensor) -> Tensor:
-        """Of rows at these positions, before any soft-cap, mask or modification: (batch, heads, rows, keys)."""
+        """Return the scores of these rows, (batch, heads, rows, keys), before any soft-cap, mask or modification."""
         group = self.query.shape[1] // self.key.shape[1]
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
     def modified(self, modify: ScoreMod, rows: int | None) -> "Found":
-        """What a score modification does, all by asking it."""
+        """Measure a call with a score modification, which is called to find out what it does."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
         scores = self.scores(probe)
@@ -282,7 +272,7 @@ class KernelCall:
 
 
 class Found(NamedTuple):
-    """What the scores of a kernel are, by its arguments or by asking its score modification."""
+    """Scores of a kernel, by its arguments or by calling its score modification."""
 
     stats: ScoreStats
     multiplier: float
@@ -303,3 +293,93 @@ def _is_causal(mask: Tensor | None, length: int) -> bool:
     visible, probe = shown_by(mask), spread_positions(length, PROBED_ROWS)
     rows = visible[..., probe.to(visible.device), :]
     return looks_causal(rows.reshape(1, -1, *rows.shape[-2:]), probe, length)
+
+
+def projected_norms(
+    query: Tensor, key: Tensor, factors: tuple[Factors, Factors], left_out: tuple[Positions, Positions], every: bool
+) -> Iterator[Tensor]:
+    """Yield the lengths of queries, and of the key that each of their heads has, as they left their projections.
+
+    On their device, since to look at one would be to wait for a GPU. They are over every position that is not left out,
+    or over some that are spread evenly. `factors` multiplied them since, a value a query head.
+    """
+    query, padding = _measured(query, left_out[0], every)
+    key, hidden = _measured(key, left_out[1], every)
+    return map(before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
+
+
+def before(norm: Tensor, factor: Factors) -> Tensor:
+    """Return a norm as it was before the vectors were multiplied."""
+    return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
+
+
+def some_of(vectors: Tensor) -> Tensor:
+    """Return about as many vectors as are measured, spread over their positions."""
+    return vectors.detach()[:, :, :: _step(vectors)]
+
+
+def _measured(vectors: Tensor, left_out: Positions, every: bool = False) -> tuple[Tensor, Positions]:
+    step = 1 if every or rows_are_shared() else _step(vectors)
+    return vectors.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step]
+
+
+def _step(vectors: Tensor) -> int:
+    return max(1, vectors.shape[-2] // NORMED_ROWS)
+
+
+def _ends(heads: int, length: int) -> Points:
+    """Return the first feature of every head at the first and the last position, in turns."""
+    points = np.repeat(grid(1, heads, 1, 1), 2, axis=0)
+    points[1::2, 2] = length - 1
+    return points
+
+
+def _ends_by_position(heads: int, length: int) -> Points:
+    """Return the first feature of all heads at the first two positions and at the last two."""
+    positions = sorted({0, min(1, length - 1), max(0, length - 2), length - 1})
+    points = np.tile(grid(1, heads, 1, 1), (len(positions), 1))
+    points[:, 2] = np.repeat(positions, heads)
+    return points
+
+
+def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trail]:
+    """Follow the first and last queries, or keys, to their projection; empty where they cannot be followed."""
+    if node is None or len(node.shape) != 4 or not tensor.numel():
+        return []
+    return follow(node, _ends(tensor.shape[1], tensor.shape[2]))
+
+
+def _projection_path(trails: list[Trail], heads: int) -> tuple[ProjectionPath, Factors]:
+    """Return what happened to queries, or keys, since their projection, and the factors of their first and last row."""
+    if not trails:
+        return ProjectionPath(np.ones(heads), False, None, False), np.ones((heads, 2))
+    found = projection_path(trails, 2 * heads)
+    by_end = found.factor.reshape(heads, 2)
+    return found._replace(factor=by_end.mean(1)), by_end
+
+
+def _by_entry(node: Node, left_out: NDArray[np.bool_] | None) -> tuple[Factors, NDArray[np.int64]]:
+    """Return what multiplied the queries of each batch entry, (batch, heads), and how many rows of each count.
+
+    `left_out`, (batch, length): rows that do not count.
+    """
+    batch, heads, length, _ = node.shape
+    counted = np.ones((batch, length), dtype=bool) if left_out is None else ~left_out
+    first, last = counted.argmax(1), length - 1 - counted[:, ::-1].argmax(1)
+    points = np.repeat(grid(batch, heads, 1, 1), 2, axis=0)
+    points[0::2, 2], points[1::2, 2] = np.repeat(first, heads), np.repeat(last, heads)
+    factor = projection_path(follow(node, points), len(points)).factor
+    return factor.reshape(batch, heads, 2).mean(2), counted.sum(1)
+
+
+def _unpadded_head_dim(query: Tensor, node: Node | None) -> int:
+    """Return the head dimension before SDPA padded it to a multiple of eight."""
+    while node is not None and len(node.steps) == 1 and node.steps[0].effect == "same":
+        parent = node.steps[0].parent
+        if len(parent.shape) == len(node.shape) and parent.shape[:-1] == node.shape[:-1]:
+            if parent.shape[-1] < node.shape[-1]:
+                return parent.shape[-1]
+            node = parent
+        else:
+            break
+    return query.shape[-1]

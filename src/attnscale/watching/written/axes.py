@@ -1,4 +1,4 @@
-"""Which axis of a softmax's input is which: keys, queries, and the heads of each batch entry.
+"""Axes: which axis of a softmax's input holds keys, queries, and the heads of each batch entry.
 
 Found by moving one step along each axis and looking where in the product that leads, so that any order and any merging
 of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
@@ -7,18 +7,22 @@ of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid, reshaped
-from attnscale.tracing.following import Trail, channels, follow
-from attnscale.tracing.lineage import Node, moved
-from attnscale.tracing.product import Product
+from attnscale.numerics import wide_dtype
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid
+from attnscale.tracing.following import ProjectionPath, Trail, channels, follow, projection_path
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.parameters import Origin
+from attnscale.tracing.roles import Product
 from attnscale.watching.gradients import owners_told
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Points of the softmax's input followed to the product; −1 where a point is none of its elements."""
+    """Places in the product of points of the softmax's input; −1 where a point is none of its elements."""
 
     at: Points  # (points, rank of the product)
     factor: NDArray[np.float64]
@@ -27,13 +31,13 @@ class Arrival:
 
     @property
     def found(self) -> NDArray[np.bool_]:
-        """Which points are elements of the product."""
+        """True for points that are elements of the product."""
         found: NDArray[np.bool_] = (self.at != NOWHERE).all(1)
         return found
 
 
 def arrive(node: Node, points: Points, product: Product) -> Arrival:
-    """Follow points to the product."""
+    """Follow points of the softmax's input to the product."""
     at = np.full((len(points), len(product.shape)), NOWHERE, dtype=np.int64)
     factor, shift = np.ones(len(points)), np.zeros(len(points))
     trails = [trail for trail in follow(node, points, product) if product.made(trail.node)]
@@ -44,7 +48,7 @@ def arrive(node: Node, points: Points, product: Product) -> Arrival:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a softmax's input, and what the product holds along them."""
+    """The axes of a softmax's input, and what the product has along them."""
 
     product: Product
     node: Node  # of the softmax's input, merged axes taken apart
@@ -61,21 +65,21 @@ class Axes:
 
     @property
     def kv_heads(self) -> int:
-        """Keys that are no copies of each other."""
+        """Keys that are not copies of each other."""
         return int(self.owners.max()) + 1
 
     @property
     def length(self) -> int:
-        """Queries."""
+        """Number of queries."""
         return int(np.prod([self.shape[axis] for axis in self.query_axes], dtype=np.int64))
 
     @property
     def first_key(self) -> int:
-        """The first key that is an element of the product."""
+        """Index of the first key that is an element of the product."""
         return int(np.argmax(self.columns != NOWHERE))
 
     def rows(self, groups: Indices, positions: Indices) -> Points:
-        """The points of these queries at the first key, (groups · positions, rank)."""
+        """Return the points of these queries at the first key, (groups · positions, rank)."""
         points = np.zeros((len(groups), len(positions), len(self.shape)), dtype=np.int64)
         for axis, index in _unravelled(groups, self.other_axes, self.shape):
             points[:, :, axis] = index[:, None]
@@ -85,18 +89,18 @@ class Axes:
         return points.reshape(-1, len(self.shape))
 
     def operand_points(self, at: Points, queries: bool) -> Points:
-        """The first feature of the query, or of the key, of these elements of the product."""
+        """Return the first feature of the query, or of the key, of these elements of the product."""
         points = at.copy()
         points[:, -1 if queries == self.keys_are_right else -2] = 0
         return points
 
     def operand_node(self, queries: bool) -> Node:
-        """The node of the queries, or of the keys."""
+        """Return the node of the queries, or of the keys."""
         return self.product.left_node if queries == self.keys_are_right else self.product.right_node
 
 
 def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
-    """The axes of a softmax over this axis of an image of the product; None where it cannot be followed."""
+    """Return the axes of a softmax over this axis of an image of the product; None where it cannot be followed."""
     shape, rank = node.shape, len(node.shape)
     if not all(shape):
         return None
@@ -118,8 +122,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
         ):
             other_axes.append(other)
         elif len(start) == 3 and far[0] != start[0] and shape[other] > product.shape[query_place]:
-            apart = _taken_apart(node, other, product.shape[query_place])
-            return None if apart is None else find_axes(product, apart, axis + (other < axis))
+            return None  # heads and queries in one axis
         else:
             query_axes.append(other)
     columns = keys.at[:, key_place]
@@ -131,7 +134,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
 
 
 def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -> Points:
-    """Where a point, its neighbour along each of these axes, and the last one along it are in the product."""
+    """Return where a point, its neighbour along each of these axes, and the last one along it are in the product."""
     steps = np.tile(first, (len(axes), 3, 1))
     for ends, axis in zip(steps, axes, strict=True):
         ends[1:, axis] += 1, node.shape[axis] - 1
@@ -139,13 +142,13 @@ def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -
 
 
 def _key_place(at: Points) -> int:
-    """Which axis of the product a step along the softmax moves: columns, rows, or (softmax over heads) neither."""
+    """Return which axis of the product a step along the softmax moves: columns, or rows."""
     moves = (at != at[0]).any(0)
     return -1 if moves[-1] or not moves.any() else -2 if moves[-2] else -1
 
 
 def _repeats_a_key(at: Points, key_place: int) -> bool:
-    """Whether a key comes twice in one product along the softmax, with another query each time."""
+    """Return True if a key comes twice in one product along the softmax, with another query each time."""
     if (np.diff(at[:, key_place]) > 0).all():
         return False
     keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
@@ -153,7 +156,7 @@ def _repeats_a_key(at: Points, key_place: int) -> bool:
 
 
 def _sums_over_positions(product: Product) -> bool:
-    """Whether a step along what is summed over stays in one channel of a projection, and a step along rows does not."""
+    """Return True if the product sums over positions: there the output of a projection stays the same."""
     node = product.left_node
     if node.shape[-1] < 2 or node.shape[-2] < 2:
         return False
@@ -164,20 +167,11 @@ def _sums_over_positions(product: Product) -> bool:
 
 
 def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
-    """Whether two rows of the product are the same query of two heads: einsum lays heads that share a key so."""
+    """Return True if two rows of the product are one query of two heads, as einsum lays out heads that share a key."""
     points = at.copy()
     points[:, -1 if query_place == -2 else -2] = 0
     first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
     return first != second
-
-
-def _taken_apart(node: Node, axis: int, length: int) -> Node | None:
-    """The node with an axis of (heads · queries) split in two."""
-    size = node.shape[axis]
-    if size % length:
-        return None
-    shape = (*node.shape[:axis], size // length, length, *node.shape[axis + 1 :])
-    return moved(node, shape, reshaped(node.shape, shape))
 
 
 def _with_heads(bare: Axes) -> Axes | None:
@@ -191,7 +185,7 @@ def _with_heads(bare: Axes) -> Axes | None:
 
 
 def _owners(axes: Axes, at: Points) -> Indices:
-    """Which key each head has: at the first key and at the last."""
+    """Return which key each head has, by the first key and the last."""
     points = np.concatenate([at, at])
     for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
         points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
@@ -214,3 +208,106 @@ def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
 def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:
     parts = np.unravel_index(index, [shape[axis] for axis in axes]) if axes else ()
     return list(zip(axes, (np.asarray(part) for part in parts), strict=True))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The two operands of a product at some rows: `groups` are heads of batch entries, `positions` their queries."""
+
+    axes: Axes
+    groups: Indices
+    positions: Indices
+    arrival: Arrival
+
+    @classmethod
+    def of(cls, axes: Axes, groups: Indices, positions: Indices) -> "Operands":
+        """Follow these rows to the product."""
+        return cls(axes, groups, positions, arrive(axes.node, axes.rows(groups, positions), axes.product))
+
+    @property
+    def multiplier(self) -> NDArray[np.float64]:
+        """(groups, rows): what multiplies the product on its way to the softmax."""
+        return self._by_group(self.arrival.factor) * self.axes.product.alpha
+
+    @property
+    def shift(self) -> NDArray[np.float64]:
+        """(groups, rows): what the model subtracted from each row, its maximum mostly."""
+        return self._by_group(self.arrival.shift)
+
+    def _by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values.reshape(len(self.groups), len(self.positions))
+
+    def path(self, queries: bool) -> ProjectionPath:
+        """Return what happened to the queries, or keys, since their projection; factors are (groups, rows)."""
+        points = self.axes.operand_points(self.arrival.at, queries)
+        found = projection_path(follow(self.axes.operand_node(queries), points), len(points))
+        return found._replace(factor=self._by_group(found.factor))
+
+    def origin(self, queries: bool) -> Origin:
+        """Return the origin of these queries, or of the first two and last two keys; `groups` are of one entry."""
+        axes, rows = self.axes, len(self.positions)
+        node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
+        if queries:
+            at = np.concatenate([self.arrival.at[::rows], self.arrival.at[rows - 1 :: rows]])
+        else:
+            shown = axes.columns[axes.columns != NOWHERE]
+            ends = np.unique(np.clip([0, 1, len(shown) - 2, len(shown) - 1], 0, len(shown) - 1))
+            at = np.concatenate([self.arrival.at[::rows]] * len(ends))
+            at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[ends], len(self.groups))
+        return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
+
+    def queries(self) -> Tensor:
+        """(groups, rows, features), as they entered the product."""
+        product, at = self.axes.product, self.arrival.at
+        operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
+        chosen = (
+            operand[_on(operand, at[:, row])] if operand.dim() == 2 else operand[_on(operand, at[:, 0], at[:, row])]
+        )
+        return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
+
+    def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
+        """(groups, keys, features), as they entered the product; about so many of the keys, or those chosen."""
+        product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
+        columns = columns if most is None else columns[:: -(-len(columns) // most)]
+        columns = columns if chosen is None else columns[chosen]
+        operand = product.right.mT if self.axes.keys_are_right else product.left
+        if operand.dim() == 2:
+            return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)
+        entries = self.arrival.at[:: len(self.positions), 0]
+        return _wide(operand[_on(operand, entries[:, None], columns[None, :])])
+
+    def predicted(self, softcap: float | None = None) -> Tensor:
+        """Return what the operations after the product make of it, (groups, rows, keys), without what they add."""
+        scores = self.queries() @ self.keys().mT
+        scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        if scores.shape[-1] == len(self.axes.columns):
+            return scores
+        whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))
+        whole[..., torch.from_numpy(self.axes.columns != NOWHERE)] = scores
+        return whole
+
+
+def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
+    """Return the channel that made the key of each point of a softmax's input; empty where a point leads elsewhere."""
+    arrival = arrive(node, points, product)
+    found: list[tuple[object, ...]] = [()] * len(points)
+    at = arrival.at[arrival.found]
+    at[:, -2] = 0
+    for index, key in zip(np.flatnonzero(arrival.found), channels(product.right_node, at), strict=True):
+        found[index] = key
+    return found
+
+
+def channels_of(product: Product) -> list[tuple[object, ...]]:
+    """Return the channels that the first query and the first key of a product come from."""
+    nodes = (product.left_node, product.right_node)
+    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
+
+
+def _on(tensor: Tensor, *index: Indices) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(np.ascontiguousarray(part)).to(tensor.device) for part in index)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(wide_dtype(tensor))

@@ -1,34 +1,28 @@
-"""Where an attention that is written out has its heads, queries and keys, as numbers alone, which a graph can hold.
+"""Layout: the order of heads, queries and keys in an attention that is written out, as numbers that a graph can hold.
 
 Batch and lengths may change from step to step; the order of axes may not.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from attnscale.tracing.coordinates import Shape
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.roles import Product
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
-from attnscale.watching.hiding import is_bias
+from attnscale.watching.masks import is_bias
 
 if TYPE_CHECKING:
     from attnscale.watching.call import Factors, SeenCall
     from attnscale.watching.written.axes import Axes
     from attnscale.watching.written.written_call import WrittenCall
-import math
-from typing import TYPE_CHECKING, NamedTuple
 
-from attnscale.tracing.lineage import Node
-from attnscale.tracing.product import Product
-
-if TYPE_CHECKING:
-    from attnscale.watching.call import Factors, SeenCall
-    from attnscale.watching.written.written_call import WrittenCall
-
-
+ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
 PARTS = ";"  # between what a code says
 AXES = ","
 
@@ -44,24 +38,24 @@ class Layout:
 
     @property
     def code(self) -> str:
-        """All of it as text, which a graph holds as a constant, in whichever process it runs."""
+        """The layout as text, which a graph holds as a constant in any process."""
         flags = (int(flag) for flag in (self.heads_are_first, self.keys_are_right))
         return PARTS.join(map(str, (AXES.join(map(str, self.order)), self.heads, *flags)))
 
     def scores_by_head(self, scores: Tensor) -> Tensor:
-        """(batch, heads, queries, keys), a view where that can be."""
+        """Return scores as (batch, heads, queries, keys), a view where possible."""
         turned = scores if self.order == tuple(range(scores.dim())) else scores.permute(self.order)
         if turned.dim() == 4 and not self.heads_are_first and turned.shape[1] == self.heads:
             return turned
         return self._by_head(turned.flatten(0, -3) if turned.dim() > 2 else turned.unsqueeze(0))
 
     def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (batch, heads, length, features), of the product or of its gradients."""
+        """Return queries and keys, (batch, heads, length, features), of the product or of its gradients."""
         query, key = (left, right.mT) if self.keys_are_right else (right.mT, left)
         return self._by_head(query), self._by_head(key)
 
     def fits(self, scores: Tensor, left: Tensor, right: Tensor) -> bool:
-        """Whether tensors are such as this is the layout of."""
+        """Return True if these tensors can have this layout."""
         if (scores.dim(), left.dim(), right.dim()) != (len(self.order), 3, 3) or len(left) % self.heads:
             return False
         queries, keys = (scores.shape[axis] for axis in self.order[-2:])
@@ -77,7 +71,7 @@ class Layout:
 
 @cache
 def layout_from(code: str) -> Layout:
-    """The layout that a code says."""
+    """Return the layout that a code stands for."""
     order, heads, *flags = code.split(PARTS)
     first, right = (bool(int(flag)) for flag in flags)
     return Layout(tuple(map(int, order.split(AXES))), int(heads), first, right)
@@ -85,7 +79,7 @@ def layout_from(code: str) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class WrittenPlan:
-    """What a plan says of an attention that is written out: nothing but the numbers of its tensors may change."""
+    """The part of a plan for an attention that is written out; only the numbers of its tensors may change."""
 
     layout: Layout
     multiplier: "Factors"  # of the product on its way to the softmax, a value a head
@@ -95,7 +89,7 @@ class WrittenPlan:
 
 def written_plan(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> WrittenPlan | None:
     """Return the plan of a call whose scores have this shape; None where no probe can be placed."""
-    if not all(way.constant for way in call.ways) or not is_only_a_product(call, seen):
+    if not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
         return None
     layout = layout_of(call.axes) if call.axes.shape == shape else None
     if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
@@ -109,7 +103,7 @@ def written_plan(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> Written
 
 
 def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
-    """Whether scores are a multiple of q·k, soft-capped perhaps, and what is hidden is so by a number like no other."""
+    """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden ones have a number that none has."""
     trail, axes = call.trail, call.axes
     if trail.blended or trail.dropped or trail.other_scores or trail.learned_terms or len(trail.caps) > 1:
         return False
@@ -123,7 +117,7 @@ def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
 
 
 def layout_of(axes: "Axes") -> Layout | None:
-    """Where heads, queries and keys stand; None where they have no such order."""
+    """Return the layout of these axes; None where they have no such order."""
     if axes.product.left.dim() != 3 or len(axes.query_axes) != 1:
         return None
     if (axes.columns != np.arange(len(axes.columns))).any():
@@ -139,38 +133,35 @@ def layout_of(axes: "Axes") -> Layout | None:
     return None
 
 
-ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
-
-
 class OwnFactors(NamedTuple):
-    """By what SDPA multiplied the queries, and the keys, that it was given: √|scale|, the first with its sign."""
+    """Factors by which SDPA multiplied its queries and keys: √|scale|, the first with the sign of the scale."""
 
     query: float
     key: float
 
 
 def own_factors(product: Product) -> OwnFactors | None:
-    """Of a product that SDPA made; None where its operations are others than is known of it."""
+    """Return the factors of a product that SDPA made; None where its operations are not the known ones."""
     query, key = _multiplied_last(product.left_node), _multiplied_last(product.right_node)
     return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
 
 
 def factors_before(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> "tuple[Factors, Factors] | None":
-    """What multiplied queries and keys until SDPA was given them, its scores of this shape.
+    """Return what multiplied queries and keys before SDPA, whose scores have this shape.
 
     None where it must be followed every time: of other axes than (batch, heads, queries, keys) among them.
     """
     own = own_factors(call.axes.product)
-    if own is None or not all(way.constant for way in call.ways) or not is_only_a_product(call, seen):
+    if own is None or not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
         return None
     if call.axes.shape != shape or layout_of(call.axes) != Layout(ORDER, shape[1], False, True):
         return None
-    query, key = (way.factor.mean(1) for way in call.ways)
+    query, key = (path.factor.mean(1) for path in call.paths)
     return query / own.query, key / own.key
 
 
 def _multiplied_last(node: Node) -> float | None:
-    """The number, one perhaps, by which a value was multiplied, and only moved since."""
+    """Return the number, perhaps one, by which a value was multiplied and since which it was only moved."""
     while len(node.steps) == 1 and node.steps[0].effect in ("times", "same"):
         step = node.steps[0]
         if step.operand is not None:

@@ -1,29 +1,42 @@
 """Operations that move elements, or leave them be: views, copies, joins."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from attnscale.torch_internals import inside_nested_tensors
-from attnscale.tracing import coordinates
+from attnscale.tracing import arithmetic, coordinates
 from attnscale.tracing.coordinates import Map
-from attnscale.tracing.lineage import Node, Step, View, joined, moved, shape_of
-from attnscale.tracing.operations import arithmetic
-from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
-from attnscale.tracing.roles import Noise
+from attnscale.tracing.lineage import (
+    Node,
+    Operation,
+    Reader,
+    Result,
+    Step,
+    View,
+    joined,
+    moved,
+    opaque,
+    shape_of,
+    widened,
+)
+from attnscale.tracing.roles import DropoutMask
 
 
 def _viewed(op: Operation, back: Map, forth: Map) -> Node:
-    """The node of a view, which shares the memory of its operand: writing to it writes to both."""
+    """Return the node of a view, which shares the memory of its operand: writing to it writes to both."""
     node = moved(op.node(), op.shape, back)
     if node.steps:
         node.steps[0].view = View(forth, TensorWeakRef(op.args[0]))
     return node
 
 
-def _same(op: Operation) -> Node:
-    return moved(op.node(), op.shape, None)
+def _copied(back: Callable[[Operation], Map | None]) -> Reader:
+    """Return the reader of an operation whose result holds elements of its first operand, where `back` says."""
+    return lambda op: moved(op.node(), op.shape, back(op))
 
 
 def _alias(op: Operation) -> Node:
@@ -38,20 +51,12 @@ def _detach(op: Operation) -> Node:
 
 
 def _bernoulli(op: Operation) -> Node:
-    return Node(op.shape, role=Noise())
+    return Node(op.shape, role=DropoutMask())
 
 
 def _reshape(op: Operation) -> Node:
     parent = op.node()
     return _viewed(op, coordinates.reshaped(parent.shape, op.shape), coordinates.reshaped(op.shape, parent.shape))
-
-
-def _reshape_copy(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.reshaped(op.node().shape, op.shape))
-
-
-def _expand(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.broadcast(op.node().shape, len(op.shape)))
 
 
 def _permute(op: Operation) -> Node:
@@ -67,28 +72,26 @@ def _transpose(op: Operation) -> Node:
 
 
 def _slice(op: Operation) -> Node:
-    parent = op.node()
-    axis = op.argument(1, "dim", 0) % max(len(parent.shape), 1)
+    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
     size, start = parent.shape[axis], op.argument(2, "start") or 0
     start = min(max(start + size if start < 0 else start, 0), size)
     step = op.argument(4, "step", 1)
-    return _viewed(
-        op,
-        coordinates.sliced(axis, start, step),
-        coordinates.into_slice(axis, start, step, op.shape[axis]),
-    )
+    back, forth = coordinates.sliced(axis, start, step), coordinates.into_slice(axis, start, step, op.shape[axis])
+    return _viewed(op, back, forth)
 
 
 def _select(op: Operation) -> Node:
-    parent = op.node()
-    axis = op.args[1] % len(parent.shape)
-    index = op.args[2] % max(parent.shape[axis], 1)
+    axis = _axis(op, op.args[1])
+    index = op.args[2] % max(op.node().shape[axis], 1)
     return _viewed(op, coordinates.selected(axis, index), coordinates.stacked(axis, index))
 
 
+def _axis(op: Operation, axis: int) -> int:
+    return axis % max(len(op.node().shape), 1)
+
+
 def _pieces(op: Operation) -> list[Node]:
-    parent, axis, start, nodes = op.node(), op.argument(2, "dim", 0), 0, []
-    axis %= max(len(parent.shape), 1)
+    parent, axis, start, nodes = op.node(), _axis(op, op.argument(2, "dim", 0)), 0, []
     for part in op.result:
         nodes.append(moved(parent, shape_of(part), coordinates.sliced(axis, start)))
         start += part.shape[axis]
@@ -96,27 +99,8 @@ def _pieces(op: Operation) -> list[Node]:
 
 
 def _unbind(op: Operation) -> list[Node]:
-    parent = op.node()
-    axis = op.argument(1, "dim", 0) % len(parent.shape)
+    parent, axis = op.node(), _axis(op, op.argument(1, "dim", 0))
     return [moved(parent, shape_of(part), coordinates.selected(axis, i)) for i, part in enumerate(op.result)]
-
-
-def _repeat(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.repeated(op.node().shape, len(op.shape)))
-
-
-def _unfold(op: Operation) -> Node:
-    return moved(op.node(), op.shape, coordinates.unfolded(op.args[1] % len(op.node().shape), op.args[3]))
-
-
-def _as_strided(op: Operation) -> Node:
-    parent = op.node()
-    source = op.args[0]
-    if any(size > 1 and stride == 0 for size, stride in zip(source.shape, source.stride(), strict=True)):
-        return opaque(op)
-    given = op.argument(3, "storage_offset")
-    offset = 0 if given is None else given - source.storage_offset()
-    return moved(parent, op.shape, coordinates.strided(parent.shape, source.stride(), op.args[2], offset))
 
 
 def _pad(op: Operation) -> Node:
@@ -131,25 +115,6 @@ def _view_as_complex(op: Operation) -> Node:
     return moved(op.node(), op.shape, coordinates.selected(len(op.shape), 0), "pair")
 
 
-def _view_as_real(op: Operation) -> Node:
-    return moved(op.node(), op.shape, lambda points: points[:, :-1])
-
-
-def _roll(op: Operation) -> Node:
-    parent = op.node()
-    if len(op.args) < 3 or not op.args[2]:
-        return opaque(op)
-    rolled = [(axis, shift, parent.shape[axis]) for shift, axis in zip(op.args[1], op.args[2], strict=True)]
-
-    def back(points: coordinates.Points) -> coordinates.Points:
-        points = points.copy()
-        for axis, shift, size in rolled:
-            points[:, axis] = (points[:, axis] - shift) % size
-        return points
-
-    return moved(parent, op.shape, back)
-
-
 def _dropout(op: Operation) -> Result:
     if op.name == "dropout" and not op.argument(2, "train"):
         return _alias(op)
@@ -157,24 +122,17 @@ def _dropout(op: Operation) -> Result:
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 
-def _chosen(op: Operation) -> Node:
-    """Some positions of a dimension, by their numbers."""
-    return _at(op, op.args[1] % max(len(op.node().shape), 1), op.args[2])
+def _index_select(op: Operation) -> Node:
+    return _chosen(op, _axis(op, op.args[1]), op.args[2])
 
 
-def _largest(op: Operation) -> Result:
-    """The largest k, as a router takes of its logits; of scores it is not known which keys they are."""
-    parent = op.node()
-    return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
-
-
-def _indexed(op: Operation) -> Node:
-    """x[:, [2, 0]]: one list of numbers among whole dimensions."""
+def _index(op: Operation) -> Node:
+    """Read x[:, [2, 0]]: one list of numbers among whole dimensions."""
     given = [(axis, index) for axis, index in enumerate(op.args[1]) if index is not None]
-    return _at(op, *given[0]) if len(given) == 1 else opaque(op)
+    return _chosen(op, *given[0]) if len(given) == 1 else opaque(op)
 
 
-def _at(op: Operation, axis: int, index: Tensor) -> Node:
+def _chosen(op: Operation, axis: int, index: Tensor) -> Node:
     parent = op.node()
     is_list = index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
     if not is_list or not (parent.learned or parent.parameter):
@@ -182,14 +140,19 @@ def _at(op: Operation, axis: int, index: Tensor) -> Node:
     return moved(parent, op.shape, coordinates.chosen(axis, index.cpu().numpy() % parent.shape[axis]))
 
 
+def _topk(op: Operation) -> Result:
+    """Read the largest k, as a router takes of its logits; of scores it is not known which keys they are."""
+    parent = op.node()
+    return [opaque(op) if parent.role is not None else moved(parent, op.shape, None, "other"), None]
+
+
 def _mean(op: Operation) -> Result:
-    """A mean over positions is a factor's to pass; a statistic of scores or weights is none of them any more."""
+    """Read a mean over positions, which lets a factor through; of scores or weights it is a statistic."""
     parent, plain = op.node(), arithmetic.reduced(op)
     if not isinstance(plain, Node) or parent.role is not None or not parent.learned:
         return plain
     keepdim = bool(op.argument(2, "keepdim", False))
-    back = coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim)
-    return moved(parent, op.shape, back)
+    return moved(parent, op.shape, coordinates.reduced(parent.shape, arithmetic.reduced_axes(op), keepdim))
 
 
 def _cat(op: Operation) -> Node:
@@ -216,7 +179,7 @@ def _copy(op: Operation) -> Node:
 
 
 def _written_into(op: Operation) -> Node:
-    """A cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before."""
+    """Read a cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before."""
     source = next((op.ledger.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
     own = len(source.shape)
     is_packed = 1 < own < len(op.shape) and tuple(source.shape[1:]) == tuple(op.shape[1 - own :])
@@ -227,19 +190,24 @@ def _written_into(op: Operation) -> Node:
         last[0] = 0
     node = moved(source, op.shape, lambda points: np.minimum(points[:, -own:], last))
     for step in node.steps:
-        step.is_kept = True
+        step.is_cache = True
     return node
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj"), _same),
-    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum", "triu", "tril"), _same),
+    **dict.fromkeys(("clone", "_to_copy", "lift_fresh", "_conj", "triu", "tril"), _copied(lambda op: None)),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "nan_to_num", "maximum", "minimum"), _copied(lambda op: None)),
+    "_unsafe_view": _copied(lambda op: coordinates.reshaped(op.node().shape, op.shape)),
+    "expand": _copied(lambda op: coordinates.broadcast(op.node().shape, len(op.shape))),
+    "repeat": _copied(lambda op: coordinates.repeated(op.node().shape, len(op.shape))),
+    "unfold": _copied(lambda op: coordinates.unfolded(_axis(op, op.args[1]), op.args[3])),
+    "view_as_real": _copied(lambda op: lambda points: points[:, :-1]),
     "alias": _alias,
     "detach": _detach,
     "bernoulli": _bernoulli,
-    "index_select": _chosen,
-    "index": _indexed,
-    "topk": _largest,
+    "index_select": _index_select,
+    "index": _index,
+    "topk": _topk,
     "mean": _mean,
     **dict.fromkeys(("dropout", "native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
@@ -248,19 +216,12 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("index_copy", "index_put", "scatter", "slice_scatter", "select_scatter", "masked_scatter"), _written_into
     ),
-    "_unsafe_view": _reshape_copy,
-    "expand": _expand,
     "permute": _permute,
     "slice": _slice,
     "select": _select,
     "unbind": _unbind,
-    "repeat": _repeat,
-    "unfold": _unfold,
-    "as_strided": _as_strided,
     "constant_pad_nd": _pad,
-    "roll": _roll,
     "view_as_complex": _view_as_complex,
-    "view_as_real": _view_as_real,
     "cat": _cat,
     "stack": _stack,
     "copy": _copy,

@@ -1,49 +1,32 @@
 """Operations that change values: what multiplies, shifts, caps, hides or normalises."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
-from attnscale.tracing.lineage import Node, Step, moved
-from attnscale.tracing.operations.operation import Operation, Reader, Result, opaque, widened
-from attnscale.tracing.roles import AboutWeights, Effect, Mixed, Noise, Outer, Scores, Softmax, Weights, about
+from attnscale.tracing.lineage import Node, Operation, Reader, Result, Step, moved, opaque, widened
+from attnscale.tracing.roles import (
+    DropoutMask,
+    Effect,
+    MixedValues,
+    PairwiseProduct,
+    Scores,
+    Weights,
+    WeightStatistic,
+    statistic_of,
+)
 
 Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
 WITH_A_GAIN = ("layer_norm", "native_layer_norm", "_fused_rms_norm")
 
 
-def times(op: Operation) -> Node:
-    """A product of elements."""
-    return _arithmetic(op, ("times", "times"))
-
-
-def over(op: Operation) -> Node:
-    """A quotient of elements."""
-    return _arithmetic(op, ("over", "other"))
-
-
-def minus(op: Operation) -> Node:
-    """A difference of elements."""
-    return _arithmetic(op, ("minus", "rminus"))
-
-
-def plus(op: Operation) -> Node:
-    """A sum of elements."""
-    return _arithmetic(op, ("plus", "plus"))
-
-
-def _reverse_minus(op: Operation) -> Node:
-    return _arithmetic(op, ("rminus", "minus"))
-
-
 def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
-    """`meant`: what the operation does to its first operand, and to its second."""
+    """Read a sum or product of elements; `meant`: what it does to its first operand, and to its second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
-    if side is None:
-        return Node(op.shape)
     main, other = op.ledger.node(operands[side]), operands[1 - side]
     second = op.ledger.node(other) if isinstance(other, Tensor) else None
     effect, operand = _effect(meant[side], main, other, second)
@@ -53,11 +36,12 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
         _note_scaled(node)
     if second is None:
         return node
-    if meant[side] == "over" and isinstance(main.role, (Weights, Mixed)):
-        main.role.softmax.renormalised |= _is_about(second, main.role.softmax)
+    if meant[side] == "over" and isinstance(main.role, (Weights, MixedValues)):
+        is_sum = isinstance(second.role, WeightStatistic) and second.role.softmax is main.role.softmax
+        main.role.softmax.renormalised |= is_sum
     if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
         softmax = main.role.softmax if isinstance(main.role, Weights) else None
-        node.role = Outer(op.args[0], op.args[1], softmax)
+        node.role = PairwiseProduct(op.args[0], op.args[1], softmax)
     if effect == "plus" and node.steps and isinstance(main.role, Scores) and isinstance(second.role, Scores):
         node.steps[0].other_scores = second if second.role.of is not main.role.of else None
     node.learned = main.learned or second.learned
@@ -65,19 +49,15 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
     return node
 
 
-def _is_about(node: Node, softmax: Softmax) -> bool:
-    return isinstance(node.role, AboutWeights) and node.role.softmax is softmax
-
-
 def _note_scaled(node: Node) -> None:
-    """The mixed values multiplied by a constant: the scores should have been."""
+    """Note a constant that multiplies the mixed values: the scores should have been multiplied."""
     step = node.steps[0]
-    if isinstance(node.role, Mixed) and step.effect in ("times", "over") and isinstance(step.operand, float):
-        node.role.softmax.scaled(step.operand if step.effect == "times" else 1.0 / step.operand)
+    if isinstance(node.role, MixedValues) and step.effect in ("times", "over") and isinstance(step.operand, float):
+        node.role.softmax.factor_after *= step.operand if step.effect == "times" else 1.0 / step.operand
 
 
 def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
-    """What was added to the value or multiplied with it; of a divisor and of a minuend, only what kind it is."""
+    """Note what was added to the value or multiplied with it; of a divisor and of a minuend, only its kind."""
     if meant in ("plus", "minus"):
         step.added = second
     elif meant == "rminus":
@@ -88,8 +68,8 @@ def _note_operand(step: Step, meant: Meant, second: Node | None) -> None:
         step.multiplied = Node(second.shape, learned=second.learned, parameter=second.parameter)
 
 
-def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
-    """Which operand the result is an image of: activations before tables, scores first, whole before broadcast."""
+def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
+    """Return which operand the result is an image of: activations before tables, whole ones before broadcast."""
     ranks = {}
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
@@ -97,7 +77,7 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int | None:
             followed = node.role is not None and node.role.is_image
             is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not of a layer before
             ranks[side] = (node.learned, followed, is_new, node.shape == op.shape, not node.parameter, -side)
-    return max(ranks, key=ranks.__getitem__, default=None)
+    return max(ranks, key=ranks.__getitem__)
 
 
 def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[Effect, float | Tensor | None]:
@@ -111,10 +91,11 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
     if meant == "minus" and isinstance(main.role, Scores) and _is_of_its_row(second, main.role):
         return "shift", other
     if meant in ("plus", "minus"):
-        return "plus", other if _worth_keeping(other, second) else None
-    if meant == "times" and isinstance(second.role, Noise):
+        is_table = other.is_floating_point() and not second.learned  # or a mask, which may be kept
+        return "plus", other if is_table else None
+    if meant == "times" and isinstance(second.role, DropoutMask):
         return "drop", None
-    after_softmax = isinstance(main.role, (Weights, Mixed))
+    after_softmax = isinstance(main.role, (Weights, MixedValues))
     if (
         meant in ("times", "over")
         and _even_along_features(other)
@@ -127,18 +108,13 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
 
 
 def _is_of_its_row(node: Node, scores: Scores) -> bool:
-    """Whether a tensor is a statistic of these scores, their row maximum for instance."""
+    """Return True if a tensor is a statistic of these scores, their row maximum for instance."""
     return node.role is not None and node.role.product is scores.of and not isinstance(node.role, Scores)
 
 
 def _even_along_features(tensor: Tensor) -> bool:
-    """Whether one value multiplies all features of a query, or all scores of a row."""
+    """Return True if one value multiplies all features of a query, or all scores of a row."""
     return tensor.numel() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 0
-
-
-def _worth_keeping(tensor: Tensor, node: Node) -> bool:
-    """Masks and tables are; activations are not."""
-    return tensor.is_floating_point() and not node.learned
 
 
 def _number(value: Any) -> float:
@@ -161,8 +137,6 @@ def _where(op: Operation) -> Node:
     if len(op.args) < 3:
         return opaque(op)
     side = _main_operand(op, op.args[1:3])
-    if side is None:
-        return Node(op.shape)
     main, other = op.ledger.node(op.args[1 + side]), op.args[2 - side]
     node = moved(main, op.shape, widened(main, op.shape), "fill", _scalar(other))
     node.learned = any(parent.learned for parent in op.nodes())
@@ -170,7 +144,7 @@ def _where(op: Operation) -> Node:
 
 
 def _scalar(value: Any) -> float:
-    """A fill value; a tensor of many is none."""
+    """Return a fill value; a tensor of many is none."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else math.nan
     return _number(value)
@@ -184,14 +158,14 @@ def _tanh(op: Operation) -> Node:
 
 
 def reduced(op: Operation) -> Result:
-    """A sum, a maximum or the like over some dimensions."""
+    """Read a sum, a maximum or the like over some dimensions."""
     parent = op.node()
-    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=about(parent.role))
+    node = Node(op.shape, learned=parent.learned, parameter=parent.parameter, role=statistic_of(parent.role))
     return [node, None] if isinstance(op.result, (tuple, list)) else node
 
 
 def reduced_axes(op: Operation) -> list[int]:
-    """The dimensions that a reduction runs over, counted from the first."""
+    """Return the dimensions that a reduction runs over, counted from the first."""
     rank, axes = len(op.node().shape), op.argument(1, "dim")
     if axes is None or axes == []:
         return list(range(rank))
@@ -220,12 +194,17 @@ def _weight_norm(op: Operation) -> Result:
     return [node]
 
 
+Elementwise = Callable[[Operation], Node]
+times: Elementwise = partial(_arithmetic, meant=("times", "times"))
+over: Elementwise = partial(_arithmetic, meant=("over", "other"))
+plus: Elementwise = partial(_arithmetic, meant=("plus", "plus"))
+minus: Elementwise = partial(_arithmetic, meant=("minus", "rminus"))
 READERS: dict[str, Reader] = {
     "mul": times,
     "div": over,
     "add": plus,
     "sub": minus,
-    "rsub": _reverse_minus,
+    "rsub": partial(_arithmetic, meant=("rminus", "minus")),
     "neg": _negative,
     "masked_fill": _fill,
     "where": _where,

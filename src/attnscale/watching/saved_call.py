@@ -1,4 +1,4 @@
-"""Kept: a call as a whole, so that other scales can be tried on what it really did."""
+"""SavedCall: all tensors of a call, so that other scales can be tried on it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, grid
-from attnscale.tracing.following import Way, follow
+from attnscale.tracing.following import ProjectionPath, follow
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.roles import Softmax, Weights
 from attnscale.visibility import EVERYTHING, Visibility
-from attnscale.watching.written.axes import Axes
-from attnscale.watching.written.operands import Operands
+from attnscale.watching.written.axes import Axes, Operands
 
 if TYPE_CHECKING:
     from attnscale.watching.call import Factors
@@ -27,7 +26,7 @@ ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was ad
 
 
 @dataclass(eq=False)
-class Kept:
+class SavedCall:
     """One call: its scores are scales · q·k, soft-capped, and what its visibility adds and hides.
 
     Where every query has keys of its own, each is an entry of the batch.
@@ -41,7 +40,7 @@ class Kept:
     value: Tensor | None = None  # None where it is not known which one met the weights
 
     def weights(self, head: int) -> Tensor:
-        """What softmax made of the scores of the first entry, (queries, keys); zeros where a query sees nothing."""
+        """Return the weights of the first batch entry, (queries, keys); zeros where a query sees nothing."""
         query, key = self.query[0, head], self.key[0, head // (self.query.shape[1] // self.key.shape[1])]
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * float(self.scales[head])
         scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
@@ -51,14 +50,16 @@ class Kept:
         return scores.softmax(-1).nan_to_num(0.0)
 
 
-def keep_kernel_call(call: "KernelCall", scales: "Factors", ways: tuple[Way, Way], softcap: float | None) -> Kept:
-    """Keep all of a kernel call.
+def save_kernel_call(
+    call: "KernelCall", scales: "Factors", paths: tuple[ProjectionPath, ProjectionPath], softcap: float | None
+) -> SavedCall:
+    """Save a kernel call.
 
-    `scales` multiply the queries and keys as they left their projections; `ways` lead there.
+    `scales` multiply the queries and keys as they left their projections; `paths` lead there.
     """
-    query_factor, key_factor = (np.abs(way.factor) for way in ways)
+    query_factor, key_factor = (np.abs(path.factor) for path in paths)
     seen = _visibility(call, scales / (query_factor * np.repeat(key_factor, call.group)), softcap)
-    return Kept(
+    return SavedCall(
         call.query.detach() / _by_head(query_factor, call.query),
         call.key.detach() / _by_head(key_factor, call.key),
         torch.from_numpy(scales),
@@ -80,8 +81,8 @@ def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None
     return added_to(predicted, *call.score_mod(plain, every))
 
 
-def keep_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | None) -> Kept | None:
-    """Keep all of a call; its visibility holds what its scores have beyond scales · q·k.
+def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | None) -> SavedCall | None:
+    """Save a call that is written out; its visibility holds what its scores have beyond scales · q·k.
 
     None where its softmax runs over more than the keys of a query, or sinks stand among them.
     """
@@ -90,8 +91,8 @@ def keep_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
         return None
     whole = Operands.of(axes, axes.groups.ravel(), every.numpy())
     query, key = (
-        vectors.unflatten(0, axes.groups.shape) / _by_head(np.abs(way.factor).mean(1), vectors)
-        for vectors, way in zip((whole.queries(), whole.keys()), call.ways, strict=True)
+        vectors.unflatten(0, axes.groups.shape) / _by_head(np.abs(path.factor).mean(1), vectors)
+        for vectors, path in zip((whole.queries(), whole.keys()), call.paths, strict=True)
     )
     key = F.pad(key, (0, 0, *_sinks(axes))) if _sinks(axes) != (0, 0) else key
     predicted = query @ key.mT * _by_head(scales.numpy(), query)
@@ -99,11 +100,11 @@ def keep_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
     scores, visible = call.rows_at(every)
     seen = added_to(predicted, scores, visible)
     seen = seen if padding is None else seen.without_rows(padding)
-    return Kept(query, key, scales, seen, call.softcap)
+    return SavedCall(query, key, scales, seen, call.softcap)
 
 
-def keep_values(axes: Axes, kept: Kept, softmax: Softmax, weights: Node, values: Tensor, side: int) -> None:
-    """Keep the values that the weights of a call met."""
+def save_values(axes: Axes, kept: SavedCall, softmax: Softmax, weights: Node, values: Tensor, side: int) -> None:
+    """Save the values that the weights of a call meet."""
     found = values_met(axes, softmax, weights, values, side)
     if found is not None and found.shape[-2] < len(axes.columns):
         found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
@@ -117,7 +118,7 @@ def _sinks(axes: Axes) -> tuple[int, int]:
 
 
 def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visibility:
-    """What made scores, (batch, heads, rows, keys), of those that were predicted: a mask, or all that was added."""
+    """Return the difference between scores, (batch, heads, rows, keys), and their prediction: a mask, or a bias."""
     rest = scores - predicted
     shown = rest if visible is None else rest.masked_fill(~visible, 0.0)
     if bool(shown.abs().amax() > ROUNDING * predicted.abs().amax()) if shown.numel() else False:
@@ -126,7 +127,7 @@ def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visib
 
 
 def values_met(axes: Axes, softmax: Softmax, weights: Node, values: Tensor, side: int) -> Tensor | None:
-    """The values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
+    """Return the values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
 
     `side` is 0 where the weights stand left of the values, 1 where they stand right of their transpose.
     """

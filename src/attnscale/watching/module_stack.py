@@ -1,10 +1,9 @@
-"""Where in the model an operation happens: the modules that are running, and the line of code."""
+"""ModuleStack: the modules of a model that are running, and the line of code that led to an operation."""
 
 import dis
 import os
 import sys
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.module_paths import modules_by_path
 from attnscale.torch_internals import called_module, calls_compiled, refuses_breaks
 
 # The line of the model's own code is the first outside these.
@@ -39,21 +37,20 @@ LIBRARIES = (
 
 
 class Compiled(NamedTuple):
-    """How a module is called."""
+    """Whether torch.compile made what calls a module."""
 
     is_compiled: bool
-    is_pinned: bool  # nothing in its graph can run uncompiled: it is to be whole, or would not be made at all
+    is_pinned: bool  # nothing in its graph can run uncompiled: the graph must be whole, or would not be made at all
 
 
-class Running:
-    """The modules of a model that are running now, and those that ever ran, on the thread that attached it.
+class ModuleStack:
+    """The modules of a model that are running now, and those that ran before, on the thread that attached it.
 
-    Another thread that runs the model meanwhile, an evaluation beside training say, runs plainly and unseen.
+    Another thread that runs the model at the same time, an evaluation beside training say, is not followed.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         modules: Mapping[str, nn.Module],
         ran: Callable[[str, Any], None],
         meanwhile: AbstractContextManager[Any],
@@ -63,10 +60,9 @@ class Running:
 
         `meanwhile` is entered with the outermost module and left with it: lexically, like any mode.
         """
-        self._root, self._model = type(modules[""]).__name__, model
+        self._root = type(modules[""]).__name__
         self._ran, self._meanwhile, self._only_training = ran, meanwhile, only_training
         self._names = {id(module): name for name, module in modules.items()}
-        self._strangers: dict[int, weakref.ref[nn.Module]] = {}  # modules that run inside and are none of the model's
         self._entered = 0  # the length of the stack at which `meanwhile` was entered; 0: not
         self.stack: list[str] = []
         self.called: set[str] = set()
@@ -78,21 +74,26 @@ class Running:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the thread whose modules are followed."""
+        """True on the thread whose modules are followed."""
         return getattr(self._own, "here", False)
 
+    @property
+    def innermost(self) -> str:
+        """The path of the innermost module that is running."""
+        return self.stack[-1]
+
     def depth(self, path: str) -> int:
-        """How often the module at this path ran before, in this run of the outermost: 11 in ALBERT's last layer."""
+        """Return how often this module ran before in this run of the outermost: 11 in ALBERT's last layer."""
         return max(0, self._entries[path] - 1)
 
     def shown(self, path: str) -> str:
-        """A module path as it is shown: the model itself by its class."""
+        """Return a module path as it is shown: the model itself by its class."""
         return path or self._root
 
     def line_within(self, path: str) -> Line:
-        """The line of code, inside the module at this path, that led here; None where all of it is torch's own.
+        """Return the line of code inside the module at this path that led here; None where all of it is torch's own.
 
-        It tells attentions of one module apart. A line outside the module would tell its callers apart instead.
+        It distinguishes attentions of one module. A line outside the module would distinguish its callers instead.
         """
         frame, line = sys._getframe(1), None
         while frame.f_back is not None:
@@ -105,7 +106,7 @@ class Running:
         return line
 
     def compiled(self) -> "Compiled":
-        """Whether the innermost module is called, directly or not, by what torch.compile made."""
+        """Return whether torch.compile made what calls the innermost module, directly or not."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             module = called_module(frame)
@@ -121,16 +122,16 @@ class Running:
         return Compiled(is_compiled, is_pinned)
 
     def attach(self) -> None:
-        """Begin to follow."""
+        """Start to follow modules on this thread."""
         self._own.here = True
         # global hooks: a module with hooks of its own would leave torch's fast path
         enter, leave = self._enter, self._leave
         self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
     def detach(self) -> None:
-        """Stop following, also where an interrupt left modules behind.
+        """Stop, also where an interrupt left modules on the stack.
 
-        A thread leaves its own modes alone: called by another while a module runs, the rest is done when that has run.
+        Only a thread itself can leave its modes: called by another while a module runs, the rest waits until that ends.
         """
         self.is_over = True
         if self._entered and not self.is_here:
@@ -138,7 +139,7 @@ class Running:
         self.stack.clear()
         self._exit()
         self._unhook()
-        self._ran, self._meanwhile = lambda name, output: None, nullcontext()  # who is told holds this: both may go now
+        self._ran, self._meanwhile = lambda name, output: None, nullcontext()  # break the reference cycle
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -157,22 +158,8 @@ class Running:
             self._unhook()
         return output
 
-    def _find(self, module: nn.Module) -> str | None:
-        """Find the path of a module that the model did not hold when this was made."""
-        stranger = self._strangers.get(id(module))
-        if stranger is not None and stranger() is module:
-            return None
-        named = modules_by_path(self._model)
-        if any(each is module for each in named.values()):
-            self._names |= {id(each): name for name, each in named.items()}
-        else:
-            self._strangers[id(module)] = weakref.ref(module)
-        return self._names.get(id(module))
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         name = self._names.get(id(module))
-        if name is None and self.stack and self.is_here:
-            name = self._find(module)
         if name is None or self.is_over:
             return
         if not self.is_here:

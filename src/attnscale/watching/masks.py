@@ -1,4 +1,4 @@
-"""What is added to scores: a bias, or a mask, and how far below the others that puts what it hides."""
+"""Masks and biases that are added to scores: which keys they hide, and by how much."""
 
 import math
 
@@ -8,7 +8,7 @@ from attnscale.visibility import NEVER_A_SCORE, shown_by
 
 
 def hiding_gap(mask: Tensor) -> float | None:
-    """How far apart lie what a mask shows and what it hides; None where it hides nothing, as a position bias does."""
+    """Return the distance between what a mask shows and what it hides; None where it hides nothing, as a bias does."""
     if not mask.numel():
         return None
     highest, hidden = mask.amax(), mask.masked_fill(shown_by(mask), -math.inf).amax()
@@ -17,12 +17,12 @@ def hiding_gap(mask: Tensor) -> float | None:
 
 
 def hidden_by(bias: Tensor, gap: float, highest: float) -> Tensor:
-    """Which elements are below the highest of their row, or of the mask if it hides the whole row, by about the gap."""
+    """Return elements that are about the gap below the highest of their row, or of the mask if it hides a row."""
     return bias < bias.amax(-1, keepdim=True).clamp(min=highest) - 0.5 * min(gap, -NEVER_A_SCORE)
 
 
 def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:
-    """Which keys a mask (…, queries or 1, keys) hides from every query and head, (batch or 1, keys); None: unknown."""
+    """Return which keys a mask (…, queries or 1, keys) hides from every query, (batch or 1, keys); None: unknown."""
     if mask is None or mask.dim() < 2:
         return None
     shown = shown_by(mask).any(-2)
@@ -30,14 +30,14 @@ def keys_nobody_sees(mask: Tensor | None) -> Tensor | None:
 
 
 def is_bias(tensor: Tensor) -> bool:
-    """Whether an added operand is a bias, not a mask, and not nothing."""
+    """Return True if an added operand is a bias: not a mask, and not zeros."""
     return bool((tensor != 0).any()) and hiding_gap(tensor) is None
 
 
 def flags_added(bias: Tensor | None) -> float | None:
-    """What a mask of zeros and ones (or minus ones) adds to scores, as if it hid keys; None where it is no such mask.
+    """Return what a mask of zeros and ones (or minus ones) adds to scores; None where it is no such mask.
 
-    Of a mask it has the shape: a triangle, or the same keys for every query, at one end of them.
+    It has the shape of a mask: a triangle, or the same keys for every query, at one end of them.
     """
     if bias is None or not bias.is_floating_point() or not bias.numel():
         return None
@@ -64,7 +64,7 @@ def _is_padding(flags: Tensor) -> bool:
 
 
 def highest_added(bias: Tensor | None) -> float | None:
-    """The most that a mask of floats adds to what it shows; None where it adds nothing."""
+    """Return the most that a mask of floats adds to what it shows; None where it adds nothing."""
     if bias is None:
         return None
     shown = bias.masked_fill(~shown_by(bias), -math.inf)

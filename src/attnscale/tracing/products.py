@@ -1,0 +1,296 @@
+"""Matrix products of the running model: projections, scores, and values mixed by weights."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnscale.numerics import is_surely_finite
+from attnscale.tracing import coordinates, softmaxes
+from attnscale.tracing.coordinates import Map, Points, Shape
+from attnscale.tracing.following import are_positions, channels, follow
+from attnscale.tracing.lineage import Node, Operation, Projection, Reader, Result, Step, moved
+from attnscale.tracing.parameters import Origin, sampled_origin
+from attnscale.tracing.roles import (
+    Exponentials,
+    MixedValues,
+    PairwiseProduct,
+    Product,
+    Scores,
+    Softmax,
+    UnknownWeights,
+    UnnormalisedMix,
+    Weights,
+    WeightStatistic,
+)
+
+OPERANDS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}  # where the two stand
+MOST_ENTRIES = 256  # heads of batch entries whose key and value are looked up
+NOTHING = 1e-6  # a row that weighs less was hidden as a whole
+
+
+def _matrix_product(op: Operation) -> Node:
+    """Read a projection, scores, or mixed values, which is told by the operands."""
+    operands = tuple(op.args[index] for index in OPERANDS[op.name])
+    left, right = (op.ledger.node(operand) for operand in operands)
+    beta = op.kwargs.get("beta", 1.0) if op.name in ("addmm", "baddbmm") else 0.0
+    added = op.node() if beta else None
+    _notice_unknown_weights(op, (left, right))
+    if left.parameter or right.parameter:
+        node = _projected_by(op.shape, left, right, weight=1 if right.parameter else 0, bias=added)
+        if len(op.shape) == 3 and node.role is None:
+            _are_scores(op, node, operands, learned_query=True)
+        return node
+    mixed = _mixed(op, (left, right), operands)
+    if mixed is not None:
+        return mixed
+    if len(op.shape) == 2 and left.learned != right.learned:  # a weight that is no Parameter: sharded, or quantised
+        return _projected_by(op.shape, left, right, weight=0 if right.learned else 1, bias=added)
+    node = Node(op.shape, learned=left.learned or right.learned)
+    if operands[0].shape[-1] >= 2:  # else every pair of two vectors, as in a table of rotary angles
+        _are_scores(op, node, operands)
+    return node
+
+
+def _batched_product(op: Operation) -> Node:
+    """Read a product of (batch, heads, …) that arrives whole, of sequences of a nested tensor."""
+    operands = []
+    for side, operand in enumerate(op.args[:2]):
+        view, node = operand.flatten(0, -3), op.node(side)
+        op.ledger.write(view, moved(node, tuple(view.shape), coordinates.reshaped(node.shape, tuple(view.shape))))
+        operands.append(view)
+    node = _matrix_product(Operation("bmm", operands, {}, op.result.flatten(0, -3), op.tracer))
+    return moved(node, op.shape, coordinates.reshaped(node.shape, op.shape))
+
+
+def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned_query: bool = False) -> None:
+    left, right = operands
+    beta = op.kwargs.get("beta", 1.0)
+    bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
+    nodes = op.ledger.node(left), op.ledger.node(right)
+    alpha, modules = op.kwargs.get("alpha", 1.0), op.tracer.modules()
+    node.role = Scores(Product(left, right, *nodes, modules, node.shape, node.token, alpha, bias, learned_query))
+
+
+def _notice_unknown_weights(op: Operation, operands: tuple[Node, Node]) -> None:
+    """Notice weights of unknown origin that mix activations: an attention that was not followed, or a router."""
+    if all(operand.learned for operand in operands):
+        for (weights, values), axis in ((operands, -2), (operands[::-1], -1)):
+            role = weights.role
+            if isinstance(role, UnknownWeights) and (not role.over_outputs or are_positions(values, axis)):
+                op.tracer.note_not_understood(role.module)
+
+
+def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]) -> Node | None:
+    """Read values summed with weights, or with exponentials that are yet to be normalised; None: neither is one."""
+    own = [node.role.softmax if isinstance(node.role, (Weights, WeightStatistic)) else None for node in nodes]
+    if own[0] is not None and own[0] is own[1]:  # an inverse of the weights, say, not values
+        return Node(op.shape, learned=True, role=WeightStatistic(own[0]))
+    for side, node in enumerate(nodes):
+        if isinstance(node.role, Weights):
+            values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
+            node.role.softmax.keep_values(node, operands[1 - side], side)
+            _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
+            _compare_pairs(node.role.softmax, node, nodes[1 - side])
+            return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))
+        if isinstance(node.role, Exponentials):
+            op.tracer.mix_unnormalised(node.role.of)
+            return Node(op.shape, learned=True, role=UnnormalisedMix(node.role.of, operands[side], node.role.exponent))
+    return None
+
+
+class _Mixture(NamedTuple):
+    """Weights as they met values, and the result."""
+
+    weights: Tensor
+    output: Tensor
+
+
+def _mix(
+    softmax: Softmax, weights: Node, axis: int, values: Origin | None = None, mixture: _Mixture | None = None
+) -> None:
+    """Note that values are summed along an axis of these weights, and whether that is the axis which sums to one."""
+    softmax.meets_values(values)
+    if weights.shape[axis] < 2:
+        return
+    points = np.zeros((2, len(weights.shape)), dtype=np.int64)
+    points[1, axis] = 1
+    for trail in follow(weights, points):
+        role = trail.node.role
+        if len(trail.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
+            moves = (trail.points[0] != trail.points[1]).nonzero()[0]
+            softmax.mixes(bool((moves == softmax.axis).any()) or trail.blended, float(trail.factor[0]))
+            softmax.is_masked |= bool(trail.fills)
+            softmax.drops |= trail.dropped
+            softmax.is_obscure |= trail.blended or trail.added
+            if mixture is not None:
+                is_known = not softmax.is_short and _only_moved(weights)  # its softmax was seen to sum to one
+                is_known |= trail.blended or trail.added or trail.dropped
+                is_known |= trail.node.shape[softmax.axis] != weights.shape[axis]
+                off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trail.factor[0]))
+                softmax.measured(off_one, _has_undefined(mixture))
+
+
+def _has_undefined(mixture: _Mixture) -> Tensor:
+    """Return whether any weight is NaN; what they mixed, which is smaller, would then be NaN too."""
+    return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
+
+
+def _distance_from_one(weights: Tensor, axis: int, factor: float) -> Tensor:
+    """Return the largest distance of a row's sum from one; rows that are hidden as a whole do not count."""
+    sums = weights.detach().sum(axis, dtype=torch.promote_types(weights.dtype, torch.float32)) / factor
+    return torch.where(sums.abs() > NOTHING, (sums - 1).abs(), 0.0).nan_to_num(0.0).amax()
+
+
+def _only_moved(weights: Node) -> bool:
+    while len(weights.steps) == 1 and weights.steps[0].only_moves:
+        weights = weights.steps[0].parent
+    return not weights.steps
+
+
+def _compare_pairs(softmax: Softmax, weights: Node, values: Node) -> None:
+    """Note whether heads that share a key share its value as well, where both are shared by as many."""
+    keys_of, softmax.keys_of = softmax.keys_of, None  # which holds on to the product
+    if keys_of is None or len(weights.shape) != 3 or len(values.shape) != 3 or weights.shape[0] < 4:
+        return
+    points = np.zeros((min(weights.shape[0], MOST_ENTRIES), 3), dtype=np.int64)
+    points[:, 0] = np.arange(len(points))
+    found: list[tuple[object, ...]] = [()] * len(points)
+    for trail in follow(weights, points):
+        if isinstance(trail.node.role, Weights) and trail.node.role.softmax is softmax:
+            for at, key in zip(trail.index, keys_of(trail.points), strict=True):
+                found[at] = key
+    softmax.pairs_differ |= are_paired_otherwise(found, channels(values, points))
+
+
+def are_paired_otherwise(keys: list[tuple[object, ...]], values: list[tuple[object, ...]]) -> bool:
+    """Return True if heads are grouped by their keys in one way and by their values in another, into as many groups."""
+    if () in keys or () in values:
+        return False
+    groups = len(set(keys))
+    return 1 < groups == len(set(values)) < len(set(zip(keys, values, strict=True)))
+
+
+def _sum_of_pairs(op: Operation) -> Result:
+    """Read products, and mixtures of values, that are written as a multiplication and a sum."""
+    parent, axes = op.node(), op.argument(1, "dim")
+    role = parent.role
+    if not isinstance(role, PairwiseProduct):
+        return softmaxes.READERS["sum"](op)
+    axis = axes % len(parent.shape) if isinstance(axes, int) else axes[0] % len(parent.shape) if axes else 0
+    if role.softmax is not None:
+        _mix(role.softmax, parent, axis)
+        return Node(op.shape, learned=True, role=MixedValues(role.softmax))
+    found = None
+    if not op.argument(2, "keepdim", False):
+        found = _product_of_pairs(op, role, parent.shape, axis)
+    return found or softmaxes.READERS["sum"](op)
+
+
+def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
+    """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) as that of a batched product."""
+    nodes = op.ledger.node(pair.left), op.ledger.node(pair.right)
+    left, right = (operand.expand(*_aligned(operand, shape)) for operand in (pair.left, pair.right))
+    rows = [at for at in range(len(shape)) if at != axis and right.shape[at] < shape[at]]
+    columns = [at for at in range(len(shape)) if at != axis and left.shape[at] < shape[at]]
+    if len(rows) != 1 or len(columns) != 1:
+        return None
+    batch = [at for at in range(len(shape)) if at not in (axis, rows[0], columns[0])]
+    sizes = tuple(shape[at] for at in batch)
+    lead, count = (math.prod(sizes),), len(sizes)
+    operands, lineages = [], []
+    for operand, node, order in ((left, nodes[0], (*rows, axis)), (right, nodes[1], (axis, *columns))):
+        turn = [*batch, *order, *(at for at in (rows[0], columns[0]) if at not in order)]
+        whole = (*sizes, *(operand.shape[at] for at in order))
+        turned = operand.permute(*turn).squeeze(-1)
+        node = moved(node, tuple(operand.shape), coordinates.broadcast(node.shape, operand.dim()))
+        node = moved(node, (*whole, 1), coordinates.permuted(turn))
+        node = moved(node, (*lead, *whole[count:]), coordinates.reshaped((*whole, 1), (*lead, *whole[count:])))
+        operands.append(turned.expand(*sizes, *turned.shape[count:]).reshape(*lead, *turned.shape[count:]))
+        lineages.append(node)
+    made = Node((*lead, shape[rows[0]], shape[columns[0]]), learned=True)
+    made.role = Scores(
+        Product(operands[0], operands[1], lineages[0], lineages[1], op.tracer.modules(), made.shape, made.token)
+    )
+    axes = [*batch, rows[0], columns[0]]
+    unmerged = (*sizes, *made.shape[1:])
+    result = moved(made, unmerged, coordinates.reshaped(made.shape, unmerged))
+    return moved(result, op.shape, coordinates.permuted([axes.index(at) for at in sorted(axes)]))
+
+
+def _aligned(tensor: Tensor, shape: Shape) -> Shape:
+    return (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+
+
+def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node | None) -> Node:
+    parameter, activation = (right, left) if weight else (left, right)
+    axis = -2 if weight else -1
+
+    def channel(points: Points) -> Points:
+        points = points.copy()
+        points[:, axis] = 0
+        return points
+
+    return _projected(shape, activation, parameter, channel, (axis % len(parameter.shape),), bias)
+
+
+def _linear(op: Operation) -> Node:
+    """Read a projection as a layer calls it, whose weight is (outputs, inputs)."""
+    given = op.argument(2, "bias")
+    bias = None if given is None else op.ledger.node(given)
+    return _projected(op.shape, op.node(0), op.node(1), _output_of_linear, (1,), bias)
+
+
+def _output_of_linear(points: Points) -> Points:
+    return np.stack([points[:, -1], np.zeros_like(points[:, -1])], axis=1)
+
+
+def _projected(
+    shape: Shape, activation: Node, weight: Node, channel: Map, inputs: tuple[int, ...], bias: Node | None
+) -> Node:
+    width, source = weight.shape[inputs[0]], activation.whole.token
+    projection = Projection(weight, channel, width, inputs, bias, source)
+    if activation.shape == shape and _runs_over_heads(activation):  # heads that talk to heads
+        return Node(shape, (Step(activation, effect="other"),), True, projection=projection, role=activation.role)
+    return Node(shape, learned=True, projection=projection)
+
+
+def _runs_over_heads(node: Node) -> bool:
+    """Return True if the last axis of an image of scores, or of weights, leads to other products, not along one."""
+    if node.shape[-1] < 2 or not isinstance(node.role, (Scores, Weights)):
+        return False
+    points = np.zeros((2, len(node.shape)), dtype=np.int64)
+    points[1, -1] = 1
+    trails = follow(node, points)
+    if len(trails) != 1 or len(trails[0].points) != 2 or trails[0].points.shape[1] < 3:
+        return False
+    moves = (trails[0].points[0] != trails[0].points[1]).nonzero()[0]
+    return bool(len(moves)) and int(moves[0]) < trails[0].points.shape[1] - 2
+
+
+def _convolution(op: Operation) -> Node:
+    """Read a convolution, whose channels stand second where it has a batch."""
+    weight, shape, given = op.node(1), op.shape, op.argument(2, "bias")
+    bias = None if given is None else op.ledger.node(given)
+
+    def channel(points: Points) -> Points:
+        at = np.zeros((len(points), len(weight.shape)), dtype=np.int64)
+        at[:, 0] = points[:, 1] if len(shape) == len(weight.shape) else points[:, 0]
+        return at
+
+    inputs = tuple(range(1, len(weight.shape)))
+    if bias is not None:
+        column = (*bias.shape, *(1 for _ in inputs[1:]))
+        bias = moved(bias, column, coordinates.reshaped(bias.shape, column))
+    return _projected(shape, op.node(0), weight, channel, inputs, bias)
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(OPERANDS, _matrix_product),
+    "matmul": _batched_product,
+    "linear": _linear,
+    "convolution": _convolution,
+    "sum": _sum_of_pairs,
+}

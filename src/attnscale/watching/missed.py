@@ -1,0 +1,102 @@
+"""What a model has and was not seen to use: softmaxes in no layer, modules named after attention, unused QK-norms."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnscale.tracing.lineage import Ledger, Node
+
+NORM_OF_QUERY_OR_KEY = re.compile(
+    r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
+)
+ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+@dataclass
+class MissedAttention:
+    """Softmaxes and modules that may belong to an attention and are in no layer."""
+
+    softmaxes: Counter[str] = field(default_factory=Counter)  # by module: not followed to a product of two activations
+    mixing: tuple[str, ...] = ()  # modules in which such weights, or exponentials, went on to mix values
+    modules: tuple[str, ...] = ()  # named after attention, in which none was seen
+    nothing: str = ""  # why there is no layer at all
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """One sentence for each kind of them."""
+        told = [self.nothing] if self.nothing else []
+        if self.mixing:
+            told.append(f"Values are mixed by weights that were not understood, in {_listed(self.mixing)}.")
+        others = {module: times for module, times in self.softmaxes.items() if module not in self.mixing}
+        if others:
+            count = sum(others.values())
+            what = "1 softmax takes" if count == 1 else f"{count} softmaxes take"
+            told.append(f"{what} no product of two activations, in {_listed(others)}: no attention, or not understood.")
+        if self.modules:
+            told.append(f"No attention was seen in {_listed(self.modules)}, named after it.")
+        return tuple(told)
+
+
+def modules_that_never_attended(modules: Mapping[str, nn.Module], layers: Collection[str]) -> tuple[str, ...]:
+    """Return modules whose class is named after attention, and at, around or inside which none ran; the innermost."""
+    named = [(path, module) for path, module in modules.items() if path and ATTENTION.search(type(module).__name__)]
+    untouched = [(path, module) for path, module in named if not any(_touch(path, layer) for layer in layers)]
+    unseen = [path for path, module in untouched if any(True for _ in module.parameters())]
+    return tuple(path for path in unseen if not any(other.startswith(f"{path}.") for other in unseen))
+
+
+def _touch(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(f"{layer}.") or layer.startswith((f"{path}.", f"{path}[", f"{path}#"))
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    found = list(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+class QueryKeyNorms:
+    """The norms of queries and keys that a model was built with, and whether they take part."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._outputs: dict[str, list[Node]] = {}
+        self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by their path
+
+    def ran(self, name: str, output: Any) -> None:
+        """Note that a module of the model ran."""
+        if name in self.built and isinstance(output, Tensor):
+            self._outputs.setdefault(name, []).append(self._ledger.node(output))
+
+    def took(self, args: Iterable[Any]) -> None:
+        """Note that an operation took these operands."""
+        for arg in args:
+            for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(item, Tensor):
+                    self._ledger.node(item).used = True
+
+    def unused(self, path: str) -> tuple[str, ...]:
+        """Return the norms that belong to the attention at this path and never took part."""
+        return tuple(
+            name
+            for name, module in self.built.items()
+            if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
+        )
+
+    def _takes_part(self, name: str, module: nn.Module) -> bool:
+        if name in self._outputs:
+            return any(node.used for node in self._outputs[name])
+        nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
+        return any(node is not None and node.used for node in nodes)
+
+
+def _is_norm(path: str, module: nn.Module) -> bool:
+    name = path.rpartition(".")[2].lower()
+    return NORM_OF_QUERY_OR_KEY.fullmatch(name) is not None and not isinstance(module, nn.Identity)
+
+
+def _belongs(parent: str, path: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")
