@@ -189,7 +189,7 @@ def test_the_command_records_the_verdicts_it_shows(claims, monkeypatch):
     assert run.exit_code == 0, run.output
     assert {claim.id: claim.verdict for claim in kept[0]} == recorded()
     alone = CliRunner().invoke(app, ["claims", "exp-5", "--record"])
-    assert "Expected --record alone" in str(alone.exception)
+    assert "Expected --record without ids" in str(alone.exception)
 
 
 def test_a_record_goes_by_itself_to_where_verdicts_are_compared(claims, monkeypatch, tmp_path):

@@ -117,7 +117,8 @@ def test_forecasts_of_a_compiled_model_that_is_clipped_inside_are_no_false_alarm
     monitor.close()
     clip.close()
     assert min(layer.lowered for layer in records[-1].layers.values()) < 1
-    assert [alarm for record in records for alarm in record.alarms] == []
+    forecasts = [alarm for record in records[1:] for alarm in record.alarms]  # the first has what the audit found
+    assert forecasts == []
     found = summarise(records).layers
     assert [layer.crossing for layer in found] == [None, None]
     assert [layer.growth.rate for layer in found] == [pytest.approx(math.log(GROWTH), rel=0.2)] * 2
