@@ -39,11 +39,11 @@ slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
 # Threads, layouts, hostile models, kills, large logs, coverage, many times each. Prints what was tried and what
-# survived, and fails if something did not. 20 minutes on two busy cores; KILLS=10 and SAMPLES=50 make it shorter.
+# survived, and fails if something did not. KILLS=10 and SAMPLES=50 make it shorter.
 faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
-# With the lowest torch: all tests but those of pages and documentation; or, in two minutes, those that show most of
+# With the lowest torch: all tests but those of pages and documentation; or, much sooner, those that show most of
 # torch: its private names, importing, the operator, watching and monitoring.
 lowest: $(OLD)/installed
 	$(PYTEST:$(BIN)/%=$(OLD)/$(SCRIPTS)/%) --ignore tests/show --ignore tests/docs
