@@ -139,3 +139,32 @@ def test_the_log_tells_alarms_of_many_layers_in_one_line(caplog):
     assert len(told) == 3
     (line,) = caplog.messages
     assert "blocks.0.attention, head 0 and 2 more heads, in 3 layers: exploding" in line
+
+
+class Tempered(torch.nn.Module):
+    """Attention whose queries are multiplied by a learned temperature after their projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = torch.nn.Linear(22, 22), torch.nn.Linear(22, 22)
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        query, key = (project(x).unflatten(-1, (2, 11)).transpose(1, 2) for project in (self.query, self.key))
+        return torch.nn.functional.scaled_dot_product_attention(query * self.temperature, key, key)
+
+
+@pytest.mark.filterwarnings("ignore::attnscale.errors.NotInsideWarning")  # it is traced: its factor is no constant
+def test_growth_by_a_query_temperature_is_not_blamed_on_the_weights():
+    torch.manual_seed(0)
+    model, records = Tempered(), []
+    monitor = Monitor(model, every=1, sinks=[records.append])
+    for _ in range(6):
+        model(torch.randn(3, 13, 22)).sum().backward()
+        monitor.step()
+        with torch.no_grad():
+            model.temperature.mul_(8)
+    monitor.close()
+    messages = [alarm.message for record in records for alarm in record.alarms if alarm.code == "exploding"]
+    assert "scale × 512" in messages[0]
+    assert "The scale has grown" in messages[-1]
