@@ -18,6 +18,7 @@ from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.growth import Growth
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.measure.stats import ScoreStats
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -30,7 +31,7 @@ from attnscale.train.sampling import Sampling
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
-from attnscale.watching.seen import LayerFacts, LayerNumbers
+from attnscale.watching.seen import LayerFacts
 from attnscale.watching.settings import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
@@ -267,10 +268,9 @@ class Monitor:
             if seen is None:
                 return
             self._layers = partial(getattr, seen, "layers")
-            numbers = seen.numbers()
-            arriving, facts = Arriving(numbers, part), seen.facts()
+            arriving = Arriving.of(seen, part)
             self._unwritten = lambda: self._conclude(
-                at, facts, Merged(arriving.tallies(), learning=learning.values()), clipped, numbers
+                at, seen.facts(), Merged(arriving.tallies(), learning=learning.values()), clipped, arriving.stats()
             )
             if arriving.is_here and learning.is_here:
                 self.flush()
@@ -294,18 +294,18 @@ class Monitor:
         facts: Mapping[str, LayerFacts],
         merged: Merged,
         clipped: Clipped,
-        numbers: Mapping[str, LayerNumbers] | None,
+        stats: Mapping[str, ScoreStats] | None,
     ) -> None:
         """Make the record of a step, `at` its number and time, raise alarms and hand it to the sinks.
 
-        `numbers` are those of this rank; None where ranks were merged.
+        `stats` are those of this rank; None where ranks were merged.
         """
         if not merged.tallies:
             return
         whole, part = whole_layers(merged.tallies), self._merging.part
         found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in records(whole).items()}
-        known = whole if numbers is None else numbers
-        alarms = self._history.add(at[0], found, {name: each.stats for name, each in known.items()})
+        stats = {name: each.stats for name, each in whole.items()} if stats is None else stats
+        alarms = self._history.add(at[0], found, stats)
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
         self._last = record = Record(*at, found, alarms, *whose, None, self.run, self._part, loss, lr)
         if merged.is_written_here:

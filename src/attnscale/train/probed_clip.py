@@ -15,8 +15,7 @@ from attnscale.acting.folding import Folding
 from attnscale.acting.replicas import Axis, device_of
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
-from attnscale.probes.placement import Placement, Structure
-from attnscale.probes.unprobed import Fallback
+from attnscale.probes.placement import Fallback, Placement, Structure
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
