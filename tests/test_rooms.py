@@ -34,14 +34,14 @@ inputs               1    170
 attending           19  1,580   1,100 with operator
 operator             1    170
 modules              1    250
-measure             70  7,810   4,000
+measure             70  7,870   4,000
 declared             5    520
 tracing             17  2,550   2,000
-watching            34  4,310
-probes              11  1,500
+watching            34  4,360
+probes               9  1,760
 diagnose            14  2,480   2,200
 acting               8  1,930
-train               31  3,880   2,500
+train               31  3,940   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
@@ -52,7 +52,7 @@ claims              12  1,900
 show                20  2,550   2,400
 cli                 13  1,090   950
 """
-TOTAL = {"src": (340, 41_500), "tests": (288, 35_000)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (338, 41_900), "tests": (288, 35_000)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

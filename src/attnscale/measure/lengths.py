@@ -112,7 +112,7 @@ def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tenso
     grams = []
     for vectors, out in zip((query, key), left_out, strict=True):
         wide = vectors.detach().to(wide_dtype(vectors))
-        wide = wide if out is None or bool(out.all()) else wide.masked_fill(out[:, None, :, None], 0.0)
+        wide = wide if out is None else wide.masked_fill((out & ~out.all())[:, None, :, None], 0.0)
         grams.append((wide.mT @ wide).double())
     query_gram, key_gram = grams[0], grams[1].repeat_interleave(query.shape[1] // max(key.shape[1], 1), dim=1)
     squares = (query_gram * key_gram).sum((0, 2, 3))

@@ -72,7 +72,9 @@ class Piece:
             stratum, sizes = map(torch.tensor, self.strata)
             sample = Sample(torch.zeros_like(stratum), stratum, sizes)
         pooled = pool_rows(rows, self.heads[0], sample, errors=False)
-        return Tally.of(pooled, (self.heads[1:] / max(self.keys, 1)).unbind(), (None, None))
+        known = (self.heads[1:] / max(self.keys, 1)).unbind()
+        no_cosine = torch.full_like(known[0], torch.nan)
+        return Tally.of(pooled, (*known, no_cosine), (None, None))
 
 
 Pieces = dict[RowsKey, Piece]

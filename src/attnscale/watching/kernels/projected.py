@@ -1,6 +1,5 @@
 """How the queries and keys of a kernel came from their projections: what multiplied them, and how long they were."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +33,16 @@ def projected_norm(tensor: Tensor, factor: Factors, left_out: Positions = None, 
     return before(mean_lengths(vectors, left_out), factor)
 
 
-def projected_norms(
-    query: Tensor, key: Tensor, factors: tuple[Factors, Factors], left_out: tuple[Positions, Positions], every: bool
-) -> Iterator[Tensor]:
-    """The same of queries, and of the key that each of their heads has, by a factor a query head; in one go."""
+def measured_lengths(
+    query: Tensor, key: Tensor, left_out: tuple[Positions, Positions], every: bool
+) -> tuple[Tensor, Tensor]:
+    """Return root mean square lengths of queries, and of the key that each of their heads has, as a kernel takes them.
+
+    Over every position that is not left out, or over some that are spread evenly.
+    """
     query, padding = measured(query, left_out[0], every)
     key, hidden = measured(key, left_out[1], every)
-    return map(before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
+    return mean_lengths_of_both(query, key, (padding, hidden))
 
 
 def before(norm: Tensor, factor: Factors) -> Tensor:
