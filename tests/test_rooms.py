@@ -28,7 +28,7 @@ module_paths         1     50
 torch_internals      1    380
 reference            1    110
 theory               7    650
-rules               18    870
+rules               18    880
 visibility           1    240
 inputs               1    170
 attending           19  1,580   1,100 with operator
@@ -52,7 +52,7 @@ claims              12  1,900
 show                20  2,550   2,400
 cli                 13  1,090   950
 """
-TOTAL = {"src": (325, 40_800), "tests": (287, 34_800)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (325, 40_800), "tests": (287, 34_900)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnscale import attention_varlen, attention_varlen_with_stats, attention_with_stats, score_stats
+from attnscale.errors import InputError
 from attnscale.visibility import Visibility
 from tests.others import OTHERS_MAY_WARN
 
@@ -91,7 +92,7 @@ def test_packed_tokens(scale):
     assert_same(run, tokens)
 
 
-@pytest.mark.parametrize("scale", [None, "log_length", "calibrated"])
+@pytest.mark.parametrize("scale", [None, "log_length"])
 def test_packed_tokens_whose_sequences_are_mapped_over(scale):
     tokens = learning(entries, length, heads, head_dim)
 
@@ -102,6 +103,14 @@ def test_packed_tokens_whose_sequences_are_mapped_over(scale):
         return plain + output, *numbers
 
     assert_same(run, tokens, STARTS)
+
+
+def test_a_calibrated_scale_refuses_sequences_that_are_mapped_over():
+    def run(tokens, starts):
+        return attention_varlen(tokens, tokens, tokens, starts, scale="calibrated")
+
+    with pytest.raises(InputError, match="needs to know where the packed sequences start"):
+        torch.vmap(run)(torch.randn(entries, length, heads, head_dim), STARTS)
 
 
 def test_documents_that_are_mapped_over():

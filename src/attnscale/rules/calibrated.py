@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attnscale.errors import InputError
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.rules.rule import Scaled, Visible, about, multiply
+from attnscale.torch_internals import unseen
 
 
 def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Tensor:
@@ -26,6 +28,11 @@ def calibrated_sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k:
 
 def _sequences(query: Tensor, key: Tensor, starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield queries and keys of each sequence that has both, (1, heads, length, head_dim)."""
+    if unseen(starts_q) or unseen(starts_k):
+        raise InputError(
+            "The rule 'calibrated' needs to know where the packed sequences start, and torch.vmap or the meta device "
+            "hides that. Call it for one batch at a time, or give the scale as a number."
+        )
     queries, keys = (
         tensor.split(starts.diff().tolist(), dim=-2) for tensor, starts in ((query, starts_q), (key, starts_k))
     )
