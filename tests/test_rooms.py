@@ -40,7 +40,7 @@ tracing             11  2,230   2,000
 watching            25  3,970
 probes              11  1,500
 diagnose            14  2,480   2,200
-acting               8  1,930
+acting               8  1,940
 train               31  3,880   2,500
 models               4    260
 loading             10  1,260   1,300 with checking

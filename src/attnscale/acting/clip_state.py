@@ -109,8 +109,9 @@ class EffectCheck:
 
     def limited(self, factors: Tensor) -> Tensor:
         """Return factors that take no more from a head than may be taken before it is judged."""
-        factors = torch.maximum(factors, self._room)
-        self._room = (self._room / factors).clamp(max=1.0)
+        room = self._room.to(factors.device)  # the model may have moved since an earlier clip
+        factors = torch.maximum(factors, room)
+        self._room = (room / factors).clamp(max=1.0)
         return factors
 
     def observe(self, scores: Floats, is_over: NDArray[np.bool_], factors: Floats) -> None:
@@ -142,7 +143,9 @@ class EffectCheck:
         self._taken, self._before, self._after = (
             np.where(judged, start, now) for start, now in ((1.0, self._taken), (0.0, self._before), (0.0, self._after))
         )
-        self._room = torch.where(torch.from_numpy(judged).to(self._room.device), self._most, self._room)
+        self._room = torch.where(
+            torch.from_numpy(judged).to(self._room.device), self._most.to(self._room.device), self._room
+        )
         return reached
 
 
