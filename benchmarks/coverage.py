@@ -21,7 +21,7 @@ from attnscale.visibility import EVERYTHING
 SAMPLES = int(os.environ.get("SAMPLES", "1000"))
 HEADS = 4
 NAMES = (
-    "mean", "variance", "std", "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
+    "mean", "variance", "std", "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
 )  # fmt: skip
 
 

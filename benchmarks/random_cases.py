@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (11, 40, 64, 96, 128, 256)
 LENGTHS = (1, 2, 7, 31, 64, 65, 127, 128, 129, 200, 257, 384, 511, 513, 700, 1025)
 LONG, LONG_SHARE = (4096, 5003, 8209), 0.02  # of the cases, much longer rows
-RELATIVE = ("mean", "variance", "max", "entropy", "entropy_ratio", "top1", "gradient_gain", "effective_keys")
+RELATIVE = ("mean", "variance", "max", "entropy", "entropy_ratio", "top1", "jacobian_trace", "effective_keys")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tupl
         "entropy": entropy.mean((0, 2)),
         "entropy_ratio": ratio,
         "top1": (1 / total).mean((0, 2)),
-        "gradient_gain": (1 - participation).mean((0, 2)),
+        "jacobian_trace": (1 - participation).mean((0, 2)),
         "effective_keys": (1 / participation).mean((0, 2)),
         "saturated": ((1 / total) > 0.99).double().mean((0, 2)),
     }

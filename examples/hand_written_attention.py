@@ -79,7 +79,7 @@ def main() -> None:
         print(f"{title}:")
         for finding in audit.findings or ["nothing found"]:
             print(fill(str(finding), 100, initial_indent="  ", subsequent_indent="    "))
-        gain = float(audit.layers["attention"].stats.gradient_gain.mean())
+        gain = float(audit.layers["attention"].stats.jacobian_trace.mean())
         print(f"  1 − Σp² is {gain:.2f}; after {STEPS} steps {train(model):.0%} right\n")
 
 

@@ -61,10 +61,10 @@ def test_softcap_bounds_scores_and_leaves_small_ones():
 def test_statistics_of_uniform_and_one_hot_rows():
     n = 7
     uniform = reference.row_statistics(np.zeros(n))
-    assert (uniform.entropy, uniform.top1, uniform.gradient_gain) == pytest.approx((np.log(n), 1 / n, 1 - 1 / n))
+    assert (uniform.entropy, uniform.top1, uniform.jacobian_trace) == pytest.approx((np.log(n), 1 / n, 1 - 1 / n))
     assert (uniform.entropy_ratio, uniform.effective_keys, uniform.lse) == pytest.approx((1.0, n, np.log(n)))
     one_hot = reference.row_statistics([1000.0] + [0.0] * (n - 1))
-    assert (one_hot.entropy, one_hot.top1, one_hot.gradient_gain, one_hot.jacobian_norm2) == (0.0, 1.0, 0.0, 0.0)
+    assert (one_hot.entropy, one_hot.top1, one_hot.jacobian_trace, one_hot.jacobian_norm2) == (0.0, 1.0, 0.0, 0.0)
 
 
 def test_statistics_follow_from_the_jacobian_and_the_definition():
@@ -72,7 +72,7 @@ def test_statistics_follow_from_the_jacobian_and_the_definition():
     p = reference.softmax(scores)
     jacobian = reference.softmax_jacobian(p)
     stats = reference.row_statistics(scores)
-    np.testing.assert_allclose(stats.gradient_gain, np.trace(jacobian, axis1=-2, axis2=-1))
+    np.testing.assert_allclose(stats.jacobian_trace, np.trace(jacobian, axis1=-2, axis2=-1))
     np.testing.assert_allclose(stats.jacobian_norm2, (jacobian**2).sum((-2, -1)))
     np.testing.assert_allclose(stats.lse, np.log(np.exp(scores).sum(-1)))
     np.testing.assert_allclose(stats.entropy, stats.lse - (p * scores).sum(-1))

@@ -73,7 +73,7 @@ class RowStatistics:
     entropy_ratio: Array  # H / ln n_i
     participation: Array  # Σ p²
     effective_keys: Array  # 1 / Σ p²
-    gradient_gain: Array  # 1 − Σ p², the trace of the softmax Jacobian
+    jacobian_trace: Array  # 1 − Σ p², the trace of the softmax Jacobian
     jacobian_norm2: Array  # ‖diag(p) − p pᵀ‖²_F
 
 
@@ -96,7 +96,7 @@ def row_statistics(scores: ArrayLike) -> RowStatistics:
         entropy_ratio=entropy / np.log(np.where(visible > 1, visible, np.nan)),
         participation=square,
         effective_keys=1.0 / square,
-        gradient_gain=1.0 - square,
+        jacobian_trace=1.0 - square,
         jacobian_norm2=square - 2 * cube + square**2,
     )
 

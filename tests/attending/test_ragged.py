@@ -238,7 +238,7 @@ def test_a_few_rows_are_drawn_from_all_sequences():
         for some in (score_stats(q, k, is_causal=True, rows=60), beside):
             assert not some.exact
             assert some.rows.tolist() == [60, 60]
-            for name in ("mean", "entropy", "top1", "gradient_gain"):
+            for name in ("mean", "entropy", "top1", "jacobian_trace"):
                 error = (getattr(some, name) - getattr(exact, name)).abs()
                 assert (error <= 5 * some.stderr(name) + 1e-9).all(), name
             assert (some.max <= exact.max).all()

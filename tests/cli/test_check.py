@@ -105,7 +105,7 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding():
     assert (found["rows"], found["worst"], found["trained"]) == (11, "error", False)
     assert list(found["layers"]) == ["layers.0", "layers.1", "layers.2"]
     layer = found["layers"]["layers.1"]
-    numbers = {"spread", "expected_spread", "scale", "entropy_ratio", "top1", "saturated", "gradient_gain"}
+    numbers = {"spread", "expected_spread", "scale", "entropy_ratio", "top1", "saturated", "jacobian_trace"}
     assert all(isinstance(layer[name], float) for name in numbers)
     assert layer["scale"] == pytest.approx(22**-0.5, rel=1e-4)
     assert layer["stats"]["heads"] == 2

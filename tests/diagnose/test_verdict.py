@@ -49,10 +49,10 @@ def test_a_healthy_layer_at_initialisation_gets_nothing_at_all(initialise, d_mod
 def test_a_verdict_has_the_measured_numbers_beside_it():
     layer = random_layer(heads=2, head_dim=64, length=128, scale=1.0)
     for verdict, spread, gain in zip(
-        head_verdicts(layer), layer.stats.std_within_rows.tolist(), layer.stats.gradient_gain.tolist(), strict=True
+        head_verdicts(layer), layer.stats.std_within_rows.tolist(), layer.stats.jacobian_trace.tolist(), strict=True
     ):
         assert verdict.verdict == "saturated"
-        assert (verdict.spread, verdict.gradient_gain) == (spread, gain)
+        assert (verdict.spread, verdict.jacobian_trace) == (spread, gain)
         assert verdict.keys == 128
         assert verdict.freezing_point == pytest.approx(math.sqrt(2 * math.log(128)))
 

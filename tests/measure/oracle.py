@@ -16,7 +16,7 @@ NAMES = (
     "entropy_ratio",
     "top1",
     "saturated",
-    "gradient_gain",
+    "jacobian_trace",
     "effective_keys",
 )
 
@@ -37,7 +37,7 @@ def expected_stats(scores):
     variance_within_rows = (within**2).sum(-1) / np.where(counts > 0, counts, np.nan)
     moments = [reference.score_moments(scores[:, head]) for head in range(scores.shape[1])]
     seen = rows.visible > 0
-    found = {name: per_head(getattr(rows, name)) for name in ("entropy", "entropy_ratio", "top1", "gradient_gain")}
+    found = {name: per_head(getattr(rows, name)) for name in ("entropy", "entropy_ratio", "top1", "jacobian_trace")}
     return found | {
         "rows": seen.sum((0, 2)),
         "count": np.array([count for count, _, _ in moments]),

@@ -49,7 +49,7 @@ def test_many_shards_lose_no_more_than_rounding(rows, count):
     if rows is None:
         assert_same(merged, score_stats(query, key), rtol=1e-11)
     else:
-        for name in ("variance", "gradient_gain", "saturated"):
+        for name in ("variance", "jacobian_trace", "saturated"):
             torch.testing.assert_close(merged.stderr(name), backwards.stderr(name), rtol=1e-8, atol=0)
 
 
@@ -60,7 +60,7 @@ def test_what_ranks_send_each_other_holds_every_error():
     torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
     torch.testing.assert_close(received.uncertainty.third, sent.uncertainty.third)  # symmetric up to rounding
     again = ScoreStats(2, exact=False, pool=lambda: received)
-    for name in ("mean", "variance", "entropy", "saturated", "gradient_gain"):
+    for name in ("mean", "variance", "entropy", "saturated", "jacobian_trace"):
         torch.testing.assert_close(again.stderr(name), stats.stderr(name))
 
 

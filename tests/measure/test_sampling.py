@@ -52,7 +52,7 @@ def test_intervals_cover_and_the_bracket_holds_over_many_seeds(is_causal):
     heads = 4
     query, key = torch.randn(1, heads, 512, 16), torch.randn(1, heads, 512, 16)
     exact = score_stats(query, key, is_causal=is_causal)
-    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "top1", "gradient_gain", "effective_keys")
+    names = ("mean", "variance", "std", "entropy", "entropy_ratio", "top1", "jacobian_trace", "effective_keys")
     hits = dict.fromkeys(names, 0.0)
     for _ in range(SEEDS):
         stats = score_stats(query, key, is_causal=is_causal, rows=64)
@@ -113,7 +113,7 @@ def test_estimates_are_unbiased():
     query, key = torch.randn(2, 2, 300, 8) * torch.linspace(0.5, 3, 300)[:, None], torch.randn(2, 2, 300, 8)
     exact = score_stats(query, key, is_causal=True)
     sampled = [score_stats(query, key, is_causal=True, rows=32) for _ in range(300)]
-    for name in ("entropy", "top1", "gradient_gain", "mean"):
+    for name in ("entropy", "top1", "jacobian_trace", "mean"):
         draws = torch.stack([getattr(stats, name) for stats in sampled])
         error = 4.5 * draws.std(0) / 300**0.5
         assert ((draws.mean(0) - getattr(exact, name)).abs() <= error).all(), name

@@ -117,7 +117,7 @@ def test_constant_rows_are_exactly_uniform(value):
 def test_one_hot_rows_have_no_gradient_and_never_a_negative_one():
     query, key = torch.eye(7)[None, None], torch.eye(7)[None, None] * 1e5
     stats = score_stats(query, key, scale=1.0)
-    assert (stats.gradient_gain.item(), stats.top1.item(), stats.saturated.item()) == (0.0, 1.0, 1.0)
+    assert (stats.jacobian_trace.item(), stats.top1.item(), stats.saturated.item()) == (0.0, 1.0, 1.0)
     assert (stats.entropy.item(), stats.effective_keys.item()) == (0.0, 1.0)
 
 
@@ -177,7 +177,7 @@ def test_bounds_shift_scale_and_permutation(rows, keys, spread, seed, is_causal)
     assert (stats.entropy >= 0).all()
     assert (stats.entropy <= math.log(keys) + 1e-12).all()
     assert ((stats.top1 >= 1 / keys - 1e-12) & (stats.top1 <= 1)).all()
-    assert ((stats.gradient_gain >= 0) & (stats.gradient_gain <= 1 - 1 / keys + 1e-12)).all()
+    assert ((stats.jacobian_trace >= 0) & (stats.jacobian_trace <= 1 - 1 / keys + 1e-12)).all()
     by_query = score_stats(spread * query, key, scale=1.0, is_causal=is_causal)
     torch.testing.assert_close(by_query.entropy, stats.entropy)
     torch.testing.assert_close(by_query.variance, stats.variance)

@@ -22,8 +22,8 @@ from tests.show.test_scales import by_length
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-6
-EXPECTED = ("expected-entropy", "expected-entropy_ratio", "expected-top1", "expected-gradient_gain")
-ROW = ("row-spread", "row-top1", "row-gradient_gain")
+EXPECTED = ("expected-entropy", "expected-entropy_ratio", "expected-top1", "expected-jacobian_trace")
+ROW = ("row-spread", "row-top1", "row-jacobian_trace")
 SHOWN = ("spread", "variance", "freezing", "score-scale", "sampled-spread", *EXPECTED, *ROW)
 A4 = {"width": 718, "height": 1047}  # pixels, at 1 cm margins
 
@@ -79,7 +79,7 @@ def library(setting):
         "entropy": expected.entropy,
         "entropy_ratio": expected.entropy_ratio,
         "top1": expected.top1,
-        "gradient_gain": expected.gradient_gain,
+        "jacobian_trace": expected.jacobian_trace,
     }
 
 
@@ -116,7 +116,7 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
 
 @pytest.mark.slow
 def test_expectations_hold_from_uniform_to_frozen_weights(page):
-    names = ("entropy", "entropy_ratio", "top1", "gradient_gain")
+    names = ("entropy", "entropy_ratio", "top1", "jacobian_trace")
     for spread in (0.0, 1e-9, 1e-5, 0.013, 0.7, 3.3, 21.0, 1999.0, 2001.0, 1e7):
         for keys in (2, 3, 11, 1021, 1_000_003):
             expected = theory.expected_softmax(spread, keys)
@@ -145,7 +145,7 @@ def test_every_slider_moves_its_number_and_what_follows_from_it(page):
     page.select_option("#rule", "temperature")
     follows = {
         "d": scores | {"variance"},
-        "n": {"freezing", *EXPECTED, "row-top1", "row-gradient_gain"},
+        "n": {"freezing", *EXPECTED, "row-top1", "row-jacobian_trace"},
         "q": scores | {"variance"},
         "k": scores | {"variance"},
         "t": scores | {"score-scale"},

@@ -53,7 +53,7 @@ def test_where_little_is_wrong_three_facts_are_told_from_the_numbers():
     assert [note.tag for note in page.notes] == ["spread", "gradient", "largest score"]
     layers = found.audit.layers
     widest = max(float(layer.stats.std_within_rows.max()) for layer in layers.values())
-    least = min(float(layer.stats.gradient_gain.min()) for layer in layers.values())
+    least = min(float(layer.stats.jacobian_trace.min()) for layer in layers.values())
     largest = max(float(layer.stats.max.max()) for layer in layers.values())
     assert f"{widest:.3g}; over the 12 keys" in page.notes[0].message
     assert f"{math.sqrt(2 * math.log(12)):.3g}" in page.notes[0].message

@@ -18,7 +18,7 @@ def run_of(**layers):
         found = {}
         for name, largest in layers.items():
             value, factor = largest(step) if isinstance(largest(step), tuple) else (largest(step), None)
-            numbers = {"max": [value], "max_above_mean": [value], "entropy_ratio": [0.5], "gradient_gain": [0.5]}
+            numbers = {"max": [value], "max_above_mean": [value], "entropy_ratio": [0.5], "jacobian_trace": [0.5]}
             found[name] = LayerRecord(7, numbers, clipped=None if factor is None else [factor])
         records.append(Record(step, 0.0, found))
     return records

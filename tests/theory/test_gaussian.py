@@ -30,7 +30,7 @@ def test_two_keys_equal_one_dimensional_quadrature(spread, quadrature):
     expected = expected_softmax(spread, 2)
     assert expected.entropy == pytest.approx(density @ stats.entropy, abs=1e-9)
     assert expected.top1 == pytest.approx(density @ stats.top1, abs=1e-9)
-    assert expected.gradient_gain == pytest.approx(density @ stats.gradient_gain, abs=1e-10)
+    assert expected.jacobian_trace == pytest.approx(density @ stats.jacobian_trace, abs=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_expectations_match_simulation(spread, keys):
     rows = 4000
     stats = row_statistics(rng.normal(size=(rows, keys)) * spread)
     expected = expected_softmax(spread, keys)
-    for name in ("entropy", "top1", "gradient_gain", "entropy_ratio"):
+    for name in ("entropy", "top1", "jacobian_trace", "entropy_ratio"):
         sample = getattr(stats, name)
         error = 4.5 * sample.std() / math.sqrt(rows)
         assert abs(sample.mean() - getattr(expected, name)) <= error, name
@@ -57,7 +57,7 @@ def test_known_values_at_1024_keys():
 
 def test_no_spread_is_uniform_and_small_spread_follows_the_expansion():
     uniform = expected_softmax(0.0, 11)
-    assert (uniform.entropy, uniform.top1, uniform.gradient_gain) == pytest.approx((math.log(11), 1 / 11, 10 / 11))
+    assert (uniform.entropy, uniform.top1, uniform.jacobian_trace) == pytest.approx((math.log(11), 1 / 11, 10 / 11))
     tiny = expected_softmax(1e-3, 11)
     assert math.log(11) - tiny.entropy == pytest.approx(1e-6 / 2 * (1 - 1 / 11), rel=1e-4)
 
@@ -65,31 +65,31 @@ def test_no_spread_is_uniform_and_small_spread_follows_the_expansion():
 def test_far_below_freezing_the_asymptotes_hold():
     expected = expected_softmax(1.0, 10**6)
     assert expected.entropy == pytest.approx(math.log(10**6) - 0.5, abs=1e-4)
-    assert 1 - expected.gradient_gain == pytest.approx(math.e / 10**6, rel=1e-4)
+    assert 1 - expected.jacobian_trace == pytest.approx(math.e / 10**6, rel=1e-4)
 
 
 def test_far_above_freezing_one_key_takes_everything():
     frozen = expected_softmax(1000.0, 100)
     assert frozen.top1 > 0.995
-    assert frozen.gradient_gain < 0.01
+    assert frozen.jacobian_trace < 0.01
     assert 0 <= frozen.entropy < 0.01
 
 
 def test_quantities_are_monotone_in_the_spread():
     grid = [expected_softmax(s, 100) for s in np.linspace(0, 12, 25)]
-    assert all(a.entropy > b.entropy and a.gradient_gain > b.gradient_gain for a, b in pairwise(grid))
+    assert all(a.entropy > b.entropy and a.jacobian_trace > b.jacobian_trace for a, b in pairwise(grid))
     assert all(a.top1 < b.top1 for a, b in pairwise(grid))
 
 
 def test_both_ways_of_summing_agree_where_one_takes_over_from_the_other():
     below, above = expected_softmax(0.5 - 1e-9, 300), expected_softmax(0.5 + 1e-9, 300)
-    for name in ("entropy", "top1", "gradient_gain"):
+    for name in ("entropy", "top1", "jacobian_trace"):
         assert getattr(below, name) == pytest.approx(getattr(above, name), rel=1e-7)
 
 
 def test_past_freezing_what_is_left_falls_as_one_over_the_spread_however_wide():
     near, far, absurd = (expected_softmax(spread, 1024) for spread in (1e3, 2e3, 1e9))
-    for name in ("entropy", "gradient_gain"):
+    for name in ("entropy", "jacobian_trace"):
         assert getattr(far, name) == pytest.approx(getattr(near, name) / 2, rel=2e-3)
         assert getattr(absurd, name) == pytest.approx(getattr(far, name) * 2e3 / 1e9, rel=1e-9)
 

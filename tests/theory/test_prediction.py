@@ -55,7 +55,7 @@ def test_the_calibrated_scale_gives_unit_spread_whatever_the_initialisation():
 def test_expectations_are_those_of_the_spread():
     candidate = predict(768, 12, 1024, initialisation="xavier")["unscaled"]
     assert candidate.spread == pytest.approx(8.0)
-    assert candidate.softmax.gradient_gain == pytest.approx(expected_softmax(8.0, 1024).gradient_gain)
+    assert candidate.softmax.jacobian_trace == pytest.approx(expected_softmax(8.0, 1024).jacobian_trace)
 
 
 def test_advice_names_the_constant_that_would_be_right():

@@ -7,7 +7,7 @@ from attnscale.errors import SettingError
 from attnscale.reference import row_statistics
 from attnscale.theory import expected_row, expected_softmax
 
-NAMES = ("entropy", "gradient_gain", "jacobian_norm2")
+NAMES = ("entropy", "jacobian_trace", "jacobian_norm2")
 
 
 def within_standard_errors(expected, statistics, errors=4.0):
@@ -40,7 +40,7 @@ def test_it_is_the_row_of_expected_softmax_and_tends_to_it():
     for spread in (1e-9, 0.3, 2.0, 5e3):
         row, softmax = expected_row(spread, 29), expected_softmax(spread, 29)
         assert row.entropy == pytest.approx(softmax.entropy, rel=1e-12)
-        assert row.gradient_gain == pytest.approx(softmax.gradient_gain, rel=1e-12)
+        assert row.jacobian_trace == pytest.approx(softmax.jacobian_trace, rel=1e-12)
         wide = expected_row(spread, 29, head_dim=10**8)
         assert [getattr(wide, name) for name in NAMES] == pytest.approx(
             [getattr(row, name) for name in NAMES], rel=1e-5

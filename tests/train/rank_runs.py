@@ -92,14 +92,14 @@ def near_a_floor(rank, world, folder):
         monitor = Repeated(model, every=1, rows=32, limits=Thresholds(**limits, entropy_ratio=None), timeout=30)
         loss_of(model, tokens).backward()
         monitor.step()
-        found = monitor.last.layers["blocks.0.attention"].whole("gradient_gain")
-        error = STATISTICS["gradient_gain"].error(monitor.layers["blocks.0.attention"].stats)
+        found = monitor.last.layers["blocks.0.attention"].whole("jacobian_trace")
+        error = STATISTICS["jacobian_trace"].error(monitor.layers["blocks.0.attention"].stats)
         alarms = [alarm.layer for alarm in monitor.last.alarms]
         monitor.close()
         return found, error, alarms
 
-    found, error, _ = monitored(gradient_gain=0.9)
-    near, far = (monitored(gradient_gain=found + times * error) for times in (1, 3))
+    found, error, _ = monitored(jacobian_trace=0.9)
+    near, far = (monitored(jacobian_trace=found + times * error) for times in (1, 3))
     Path(f"{folder}/found{rank}.json").write_text(json.dumps([found, error, near, far]), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ FACTORS = {"scale": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": 
 def layer(largest, above=None, entropy=0.5, gain=0.5, **changed):
     numbers = {
         "max": [largest], "max_above_mean": [largest if above is None else above], "max_bound": [2 * largest],
-        "entropy_ratio": [entropy], "gradient_gain": [gain], **FACTORS,
+        "entropy_ratio": [entropy], "jacobian_trace": [gain], **FACTORS,
     }  # fmt: skip
     numbers |= {name: [value] for name, value in changed.items() if name in FACTORS}
     return LayerRecord(7, numbers, **{name: value for name, value in changed.items() if name not in FACTORS})

@@ -114,7 +114,7 @@ def test_frozen_keys_of_a_fine_tuned_model_are_no_alarm():
 
 
 def layer(largest, entropy=0.5, gain=0.5):
-    numbers = {"max": [largest], "max_bound": [2 * largest], "entropy_ratio": [entropy], "gradient_gain": [gain]}
+    numbers = {"max": [largest], "max_bound": [2 * largest], "entropy_ratio": [entropy], "jacobian_trace": [gain]}
     return LayerRecord(7, numbers | FACTORS)
 
 

@@ -81,7 +81,7 @@ def test_the_numbers_are_those_of_watching_the_same_forward():
         for number, expected in {
             "spread": stats.std_within_rows, "total_spread": stats.std, "max": stats.max,
             "max_bound": stats.max_bound, "top1": stats.top1,
-            "entropy_ratio": stats.entropy_ratio, "saturated": stats.saturated, "gradient_gain": stats.gradient_gain,
+            "entropy_ratio": stats.entropy_ratio, "saturated": stats.saturated, "jacobian_trace": stats.jacobian_trace,
             "scale": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm,
             "alignment": layer.alignment,
         }.items():  # fmt: skip

@@ -146,7 +146,7 @@ def test_errors_of_ranks_are_those_of_all_their_rows():
     with pytest.raises(SettingError, match="that of entropy is not"):
         merged.stderr("entropy")
     unknown = MergedStats(5, False, own[0].pool, errors=summed([errors_of(own[0]), None]))
-    assert unknown.stderr("gradient_gain").isnan().all()
+    assert unknown.stderr("jacobian_trace").isnan().all()
 
 
 def test_an_alarm_of_merged_ranks_is_raised_where_the_sample_leaves_no_doubt(tmp_path):

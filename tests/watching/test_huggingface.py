@@ -67,7 +67,7 @@ def statistics_of(weights, is_padded=False):
     by_row = {
         "entropy": -torch.special.xlogy(weights, weights).sum(-1),
         "top1": weights.amax(-1),
-        "gradient_gain": 1 - weights.square().sum(-1),
+        "jacobian_trace": 1 - weights.square().sum(-1),
     }
     return {name: (values * counted).sum((0, 2)) / counted.sum((0, 2)) for name, values in by_row.items()}
 

@@ -9,7 +9,7 @@ import attnscale
 from attnscale.train import Monitor
 
 LENGTHS, LONGEST = (11, 7, 3), 11
-NAMES = ("rows", "count", "mean", "std", "std_within_rows", "max", "entropy", "top1", "gradient_gain")
+NAMES = ("rows", "count", "mean", "std", "std_within_rows", "max", "entropy", "top1", "jacobian_trace")
 
 
 def padded(sequences):

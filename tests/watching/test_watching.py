@@ -155,7 +155,7 @@ def test_attention_that_measures_itself_is_seen_as_attention(options, mode):
     (ours,), (theirs,) = seen.layers.values(), wanted.layers.values()
     assert ours.scale_applied == pytest.approx(theirs.scale_applied)
     assert (ours.causal, ours.softcap, ours.padding) == (theirs.causal, theirs.softcap, theirs.padding)
-    for name in ("rows", "count", "mean", "std", "max", "entropy", "entropy_ratio", "top1", "gradient_gain"):
+    for name in ("rows", "count", "mean", "std", "max", "entropy", "entropy_ratio", "top1", "jacobian_trace"):
         torch.testing.assert_close(getattr(ours.stats, name), getattr(theirs.stats, name), rtol=1e-4, atol=1e-5)
     if output.requires_grad:
         found = [torch.autograd.grad(each.square().sum(), list(model.parameters())) for each in (output, expected)]

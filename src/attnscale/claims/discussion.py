@@ -110,7 +110,7 @@ SOURCE.number(
 @SOURCE.claim("scaled-example-softer", "Divided by 8, [-20, 3, 25, -15] give a softer distribution.", "softer")
 def _softer() -> Evidence:
     before, after = row_statistics(LOGITS), row_statistics(LOGITS / SPREAD)
-    shown = f"1 − Σp² from {before.gradient_gain.item():.1e} to {after.gradient_gain.item():.2f}"
+    shown = f"1 − Σp² from {before.jacobian_trace.item():.1e} to {after.jacobian_trace.item():.2f}"
     return Evidence(bool(after.entropy > before.entropy), f"{shown}, largest weight {after.top1.item():.2f}")
 
 

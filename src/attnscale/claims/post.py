@@ -74,7 +74,7 @@ def _can_be_sharp() -> Evidence:
     "sharp-rows-lose-gradient", "A row that one key dominates passes almost no gradient to its scores.", "vanishing"
 )
 def _sharp_row() -> Evidence:
-    gain = compute.leading_row(KEYS).gradient_gain.item()
+    gain = compute.leading_row(KEYS).jacobian_trace.item()
     return Evidence(gain <= TINY_GAIN, f"1 − Σp² = {gain:.3f} at weight 0.99")
 
 
@@ -91,7 +91,7 @@ SOURCE.claim(
 )  # fmt: skip
 def _balanced() -> Evidence:
     row = compute.drawn_rows(DIM, math.sqrt(DIM))
-    ratio, top1, gain = (float(x.mean()) for x in (row.entropy_ratio, row.top1, row.gradient_gain))
+    ratio, top1, gain = (float(x.mean()) for x in (row.entropy_ratio, row.top1, row.jacobian_trace))
     shown = f"drawn at d_k = {DIM}: entropy {ratio:.0%} of its maximum, largest weight {top1:.3f}, 1 − Σp² {gain:.3f}"
     return Evidence(NEARLY_UNIFORM > ratio > 0.5 > top1, shown)
 

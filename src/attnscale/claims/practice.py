@@ -42,7 +42,7 @@ UNIT = "when q and k have unit variance"
 
 def _lost(dim: int) -> float:
     """Return the share of 1 − Σp² that rows of drawn scores lose without a scale."""
-    raw, scaled = (float(compute.drawn_rows(dim, divisor).gradient_gain.mean()) for divisor in (1.0, math.sqrt(dim)))
+    raw, scaled = (float(compute.drawn_rows(dim, divisor).jacobian_trace.mean()) for divisor in (1.0, math.sqrt(dim)))
     return 1 - raw / scaled
 
 

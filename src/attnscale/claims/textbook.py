@@ -62,7 +62,7 @@ def _saturates() -> Evidence:
 
 @SOURCE.claim("saturated-gradients-vanish", "As softmax saturates its derivatives tend to zero.", "→ 0")
 def _vanishing() -> Evidence:
-    gains = [row_statistics([x, 0, 0, 0]).gradient_gain.item() for x in (5, 10, 20, 30)]
+    gains = [row_statistics([x, 0, 0, 0]).jacobian_trace.item() for x in (5, 10, 20, 30)]
     holds = gains == sorted(gains, reverse=True) and gains[-1] < 1e-9
     return Evidence(holds, f"1 − Σp² from {gains[0]:.2g} to {gains[-1]:.1g} as the lead grows from 5 to 30")
 

@@ -45,7 +45,7 @@ def _dot_products_grow() -> Evidence:
 
 @SOURCE.claim("wider-is-worse", "The wider the head, the worse an unscaled softmax fares.", "worse with d_k")
 def _wider_is_worse() -> Evidence:
-    gains = [float(compute.drawn_rows(dim).gradient_gain.mean()) for dim in (4, *DIMS)]
+    gains = [float(compute.drawn_rows(dim).jacobian_trace.mean()) for dim in (4, *DIMS)]
     shown = f"drawn: 1 − Σp² from {gains[0]:.2f} at d_k = 4 to {gains[-1]:.2f} at 512"
     return Evidence(gains == sorted(gains, reverse=True), shown)
 
@@ -105,7 +105,7 @@ def _astronomical() -> Evidence:
 
 @SOURCE.claim("still-learns", "With scores [5, 1, 0.5] every position can still be learned from.", "not zero")
 def _still_learns() -> Evidence:
-    gain = row_statistics([5, 1, 0.5]).gradient_gain.item()
+    gain = row_statistics([5, 1, 0.5]).jacobian_trace.item()
     return Evidence(gain > TINY_GAIN, f"1 − Σp² = {gain:.3f}, of at most 0.667")
 
 
@@ -166,7 +166,7 @@ def _paper() -> Evidence:
 
 
 def _skipping(keys: int) -> Evidence:
-    scaled, raw = (float(compute.drawn_rows(4, divisor, keys).gradient_gain.mean()) for divisor in (2.0, 1.0))
+    scaled, raw = (float(compute.drawn_rows(4, divisor, keys).jacobian_trace.mean()) for divisor in (2.0, 1.0))
     shown = f"over {keys} keys: 1 − Σp² {scaled:.2f} with the scale, {raw:.2f} without"
     return Evidence(scaled - raw < LITTLE * scaled, shown)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LEVEL = 0.05  # probability that anything is reported if nothing changed: over all heads and statistics together
 EXACT = "scale"  # read from the operations, so one sequence is enough
 LEAST_ERROR = 0.001  # shown as a number
-JUDGED = ("spread", "entropy_ratio", "gradient_gain")  # those with a bad end
+JUDGED = ("spread", "entropy_ratio", "jacobian_trace")  # those with a bad end
 LARGEST_LOG = 700.0  # e to more than that is not a float
 
 

@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Compared as ratios; shares, between 0 and 1, as differences.
 RATIOS = ("spread", "scale", "query_norm", "key_norm", "alignment", "query_gradient", "key_gradient")
-SHARES = ("entropy_ratio", "gradient_gain")
+SHARES = ("entropy_ratio", "jacobian_trace")
 COMPARED = (*RATIOS[:5], *SHARES, *RATIOS[5:])
 OF_STATS = ("spread", *SHARES)
 OF_LAYERS = {"scale": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}

@@ -26,7 +26,7 @@ GROWN = 0.1  # of a logarithm: a factor that grew by less is not the cause
 OVER = 2.0  # times a threshold or a floor: an alarm is over when its number is as far on the other side
 FLOORS = {
     "entropy_ratio": "Mean row entropy is {:.2g}% of its maximum (alarm below {:g}%).",
-    "gradient_gain": "The softmax passes {:.2g}% of the gradient (alarm below {:g}%).",
+    "jacobian_trace": "The softmax passes {:.2g}% of the gradient (alarm below {:g}%).",
 }
 # A loss diverges when this many samples in a row lie above the lowest level it had by all of: so many standard
 # deviations of its noise, this share of what training had gained, and this share of the level itself.
@@ -38,7 +38,7 @@ class Thresholds:
     """When to raise an alarm; a limit of None raises none."""
 
     entropy_ratio: float | None = ENTROPY_FLOOR
-    gradient_gain: float | None = DEAD_GAIN
+    jacobian_trace: float | None = DEAD_GAIN
     forecast: bool = True
     loss: bool = True
 
@@ -49,7 +49,7 @@ class Baseline:
 
     max: float
     entropy_ratio: float
-    gradient_gain: float
+    jacobian_trace: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LayerSnapshot:
     max: float  # largest score as far as softmax sees it
     max_head: int
     entropy_ratio: float  # means of its heads
-    gradient_gain: float
+    jacobian_trace: float
     broken_heads: int  # with scores that are NaN or infinite
     ceiling: Ceiling = field(default_factory=Ceiling)
     error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled

@@ -120,7 +120,7 @@ def _is_frozen(head: Verdict) -> bool:
     if not head.is_past_freezing or head.keys < FEW_KEYS:
         return False
     share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
-    return head.gradient_gain + head.gain_error < share * (1 - 1 / head.keys)
+    return head.jacobian_trace + head.gain_error < share * (1 - 1 / head.keys)
 
 
 def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def _frozen(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding
     if frozen and len(frozen) == heads:
         whole = layer_verdict(layer)
         assert whole is not None  # it has heads
-        found, severity = [whole], "error" if whole.gradient_gain < DEAD_GAIN else "warning"
+        found, severity = [whole], "error" if whole.jacobian_trace < DEAD_GAIN else "warning"
     for head in found:
         why = cause(layer, head.head)
         every = "Every head is frozen: t" if head.head is None else "T"
@@ -183,7 +183,7 @@ def _spread_of(found: Verdict) -> str:
     return (
         f"he scores spread by {readable(found.spread)} over {found.keys:.0f} keys, and softmax freezes at "
         f"{found.freezing_point:.3g}; mean row entropy is {found.entropy_ratio:.2g} of its maximum, the largest weight "
-        f"{found.top1:.2f} on average, and the softmax passes {found.gradient_gain:.2g} of the gradient."
+        f"{found.top1:.2f} on average, and the softmax passes {found.jacobian_trace:.2g} of the gradient."
     )
 
 

@@ -21,7 +21,7 @@ from attnscale.watching.layer import Layer
 CONFIRMED = 1.25
 UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
 NUMBERS = (
-    "spread", "keys", "freezing_point", "entropy_ratio", "top1", "gradient_gain", "spread_error", "gain_error",
+    "spread", "keys", "freezing_point", "entropy_ratio", "top1", "jacobian_trace", "spread_error", "gain_error",
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class Verdict:
     freezing_point: float
     entropy_ratio: float
     top1: float
-    gradient_gain: float
+    jacobian_trace: float
     spread_error: float = 0.0  # of these two, where only some rows were measured:
     gain_error: float = 0.0  # 95% of the time they are off by less
 
@@ -50,9 +50,9 @@ class Verdict:
 def head_verdicts(layer: Layer) -> list[Verdict]:
     """Return the verdict on every head that saw any keys."""
     stats = layer.stats
-    columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.gradient_gain])
+    columns = torch.stack([stats.keys, stats.std_within_rows, stats.entropy_ratio, stats.top1, stats.jacobian_trace])
     errors = torch.stack(
-        [NORMAL * stats.stderr(name) for name in ("std_within_rows", "entropy_ratio", "gradient_gain")]
+        [NORMAL * stats.stderr(name) for name in ("std_within_rows", "entropy_ratio", "jacobian_trace")]
     )
     return [
         _verdict(layer.name, head, columns[:, head].tolist(), errors[:, head].tolist())
@@ -90,9 +90,9 @@ def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
 
 
 def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -> Verdict:
-    (keys, spread, entropy_ratio, top1, gradient_gain), (spread_error, entropy_error, gain_error) = numbers, errors
+    (keys, spread, entropy_ratio, top1, jacobian_trace), (spread_error, entropy_error, gain_error) = numbers, errors
     freezes = freezing_point(max(1, round(keys)))
-    if not all(map(math.isfinite, (spread, top1, gradient_gain))):
+    if not all(map(math.isfinite, (spread, top1, jacobian_trace))):
         found = "non_finite"
     elif round(keys) < 2:
         found = "healthy"  # one key takes all, as it must
@@ -106,7 +106,7 @@ def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -
         possible = {_confirmed_regime(*end, round(keys)) for end in ends}
         found = possible.pop() if len(possible) == 1 else "uncertain"
     return Verdict(
-        layer, head, found, spread, keys, freezes, entropy_ratio, top1, gradient_gain, spread_error, gain_error
+        layer, head, found, spread, keys, freezes, entropy_ratio, top1, jacobian_trace, spread_error, gain_error
     )
 
 

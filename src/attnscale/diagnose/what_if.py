@@ -29,11 +29,11 @@ TINY = 1e-300  # in place of a norm of zero
 CLIP = 100.0  # Kimi K2's QK-Clip
 CURRENT = "current"
 AskVisible: TypeAlias = Callable[[], Tensor | None]
-TRIED = ("spread", "entropy", "entropy_ratio", "top1", "gradient_gain", "max")
+TRIED = ("spread", "entropy", "entropy_ratio", "top1", "jacobian_trace", "max")
 # Heading and width, 80 with the name; of a short heading the last line, as the entropy is beside its ratio.
 COLUMNS = (
     {"scale": 8}
-    | {STATISTICS[name].short.split("\n")[-1]: 7 if name in ("top1", "gradient_gain") else 8 for name in TRIED}
+    | {STATISTICS[name].short.split("\n")[-1]: 7 if name in ("top1", "jacobian_trace") else 8 for name in TRIED}
     | {"change": 8}
 )
 NAME_WIDTH = 18  # LearnedTemperature just fits
@@ -57,13 +57,13 @@ class Outcome:
     entropy: float
     entropy_ratio: float
     top1: float
-    gradient_gain: float
+    jacobian_trace: float
     max: float
     change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.gradient_gain))
+        ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.jacobian_trace))
         start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}"
         return (*start, *ratios, _short(self.max), "–" if math.isnan(self.change) else f"{self.change:.3f}")
 
@@ -117,7 +117,7 @@ def what_if(
     computed with `value`; without one with the key, which shows how far the weights move, not in which direction.
 
     >>> table = what_if(4 * torch.randn(1, 2, 32, 64), torch.randn(1, 2, 32, 64))
-    >>> table["calibrated"].gradient_gain > table["current"].gradient_gain
+    >>> table["calibrated"].jacobian_trace > table["current"].jacobian_trace
     True
     """
     heads = query.shape[-3] if query.dim() > 2 else 1

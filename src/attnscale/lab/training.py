@@ -22,7 +22,7 @@ WARM_UP = 0.1  # share of the steps over which the rate rises; half a cosine to 
 LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; recall needs two layers
 HELD_OUT = 64  # examples
 CURVE_POINTS = 20
-SUMMARISED = ("std", "entropy_ratio", "gradient_gain")
+SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
 OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda parameters, rate: Adam(parameters, rate, betas=(0.9, 0.95), fused=True),
     "sgd": lambda parameters, rate: SGD(parameters, rate, momentum=0.9),

@@ -147,7 +147,7 @@ def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
     kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
     features = torch.stack(kept, dim=-1)
     least = torch.zeros_like(features)
-    least[..., SUMS.index("gradient_gain")] = sample.by_stratum(chance_of_participation(rows, sample.length))
+    least[..., SUMS.index("jacobian_trace")] = sample.by_stratum(chance_of_participation(rows, sample.length))
     return sample.of_all_entries().uncertainty_of_totals(features, least)
 
 

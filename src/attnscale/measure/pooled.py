@@ -20,12 +20,12 @@ from attnscale.torch_internals import in_transform
 # What is summed over rows; the first three are moved by a merge, `within` is about each row's own mean.
 SUMS = (
     "scores", "deviations", "squares", "within",
-    "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
+    "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
 FINISHED = (  # what is divided when it is shown, or by a kernel
     "variance", "std", "variance_within_rows", "std_within_rows",
-    "entropy", "entropy_ratio", "top1", "saturated", "gradient_gain", "effective_keys",
+    "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
 )  # fmt: skip
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 

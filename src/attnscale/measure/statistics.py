@@ -88,7 +88,7 @@ class Statistic:
     def one_line(self) -> str:
         """A short heading without line breaks.
 
-        >>> [STATISTICS[name].one_line for name in ("spread", "entropy_ratio", "gradient_gain")]
+        >>> [STATISTICS[name].one_line for name in ("spread", "entropy_ratio", "jacobian_trace")]
         ['spread', 'entropy', 'gain']
         """
         return self.word or self.short
@@ -166,10 +166,10 @@ _ENTRIES = (
         has_error=True, places=Place.LOG | Place.LIVE | Place.CHECK,
     ),
     Statistic(
-        "gradient_gain", "grad.\ngain", "gradient gain",
+        "jacobian_trace", "grad.\ngain", "gradient gain",
         "1 − Σp², the trace of the softmax’s Jacobian: what softmax lets through",
         "near 1: gradients pass; near 0: nothing learns where to look",
-        word="gain", attribute="gradient_gain", bad="small", range=SHARE, format="share", has_error=True,
+        word="gain", attribute="jacobian_trace", bad="small", range=SHARE, format="share", has_error=True,
         places=EVERYWHERE,
     ),
     Statistic(

@@ -18,7 +18,7 @@ from attnscale.measure.statistics import of_scores
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
 
-PER_ROW = ("entropy", "top1", "saturated", "gradient_gain", "effective_keys")
+PER_ROW = ("entropy", "top1", "saturated", "jacobian_trace", "effective_keys")
 DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
     "entropy_ratio": "rows_of_several",
     "mean": "scores",
@@ -140,9 +140,9 @@ class ScoreStats:
         return self._ratio("saturated")
 
     @property
-    def gradient_gain(self) -> Tensor:
+    def jacobian_trace(self) -> Tensor:
         """Mean of 1 − Σp², the trace of a row's softmax Jacobian."""
-        return self._ratio("gradient_gain")
+        return self._ratio("jacobian_trace")
 
     @property
     def effective_keys(self) -> Tensor:

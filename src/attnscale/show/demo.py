@@ -17,7 +17,7 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 14  # of a curve, in characters
 SMOOTH = 10  # steps over which a loss is averaged: single batches jump
 TOLD = 50  # steps between two lines where nothing can be redrawn
-FOLLOWED = (STATISTICS["entropy_ratio"], STATISTICS["gradient_gain"])
+FOLLOWED = (STATISTICS["entropy_ratio"], STATISTICS["jacobian_trace"])
 
 
 class LiveTwins:

@@ -53,7 +53,7 @@ def show_prediction(prediction: Prediction, console: Console | None = None) -> N
     for candidate in p.candidates:
         softmax = candidate.softmax
         nats = [] if is_narrow else [f"{softmax.entropy:.2f}"]
-        shares = (f"{share:.3f}" for share in (softmax.entropy_ratio, softmax.top1, softmax.gradient_gain))
+        shares = (f"{share:.3f}" for share in (softmax.entropy_ratio, softmax.top1, softmax.jacobian_trace))
         regime = Text(candidate.regime, style=STYLES[candidate.regime])
         name = FORMULAS.get(candidate.name, candidate.name)
         table.add_row(name, f"{candidate.scale:.4g}", number(candidate.spread), *nats, *shares, regime)

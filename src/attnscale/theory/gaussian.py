@@ -47,7 +47,7 @@ class SoftmaxExpectation:
     keys: int
     entropy: float
     top1: float
-    gradient_gain: float
+    jacobian_trace: float
 
     @property
     def entropy_ratio(self) -> float:
@@ -74,7 +74,7 @@ def expected_softmax(spread: float, keys: int) -> SoftmaxExpectation:
         top1 = 1 - (1 - _top1(FROZEN, keys)) * FROZEN / spread
     else:
         top1 = _top1(spread, keys)
-    return SoftmaxExpectation(spread, keys, row.entropy, top1, row.gradient_gain)
+    return SoftmaxExpectation(spread, keys, row.entropy, top1, row.jacobian_trace)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RowExpectation:
     """Expected entropy (nats), 1 − Σp² and ‖diag(p) − ppᵀ‖² of a row."""
 
     entropy: float
-    gradient_gain: float
+    jacobian_trace: float
     jacobian_norm2: float
 
 
@@ -92,7 +92,7 @@ def expected_row(spread: float, keys: int, head_dim: int | None = None) -> RowEx
     `spread` is a · std(q·k). With `head_dim`, queries have that many components; without, all have the same length.
 
     >>> one_length, four_components = expected_row(4.0, 256), expected_row(4.0, 256, head_dim=4)
-    >>> round(one_length.gradient_gain, 2), round(four_components.gradient_gain, 2)
+    >>> round(one_length.jacobian_trace, 2), round(four_components.jacobian_trace, 2)
     (0.64, 0.69)
     """
     if keys < 2 or not 0 <= spread < math.inf or (head_dim is not None and head_dim < 1):
@@ -106,7 +106,7 @@ def expected_row(spread: float, keys: int, head_dim: int | None = None) -> RowEx
     rows = [_row(spread * float(length), keys) for length in lengths]
     means = {
         name: sum(float(weight) * getattr(row, name) for weight, row in zip(weights, rows, strict=True))
-        for name in ("entropy", "gradient_gain", "jacobian_norm2")
+        for name in ("entropy", "jacobian_trace", "jacobian_norm2")
     }
     return RowExpectation(**means)
 
@@ -117,7 +117,7 @@ def _row(spread: float, keys: int) -> RowExpectation:
         return RowExpectation(math.log(keys), 1 - 1 / keys, (1 - 1 / keys) / keys)
     if spread > FROZEN:
         frozen, shrink = _row(FROZEN, keys), FROZEN / spread
-        return RowExpectation(frozen.entropy * shrink, frozen.gradient_gain * shrink, frozen.jacobian_norm2 * shrink)
+        return RowExpectation(frozen.entropy * shrink, frozen.jacobian_trace * shrink, frozen.jacobian_norm2 * shrink)
     log_normaliser, gain = _log_normaliser_and_gain(spread, keys)
     return RowExpectation(max(log_normaliser - spread**2 * gain, 0.0), gain, _jacobian_norm2(spread, keys, 1 - gain))
 

@@ -82,7 +82,7 @@ class History:
             append(self._series.setdefault(name, []), Sample.of(step, layer))
             if name not in self._first and self.trained:
                 self._baseline[name] = Baseline(
-                    layer.effective_max[0], layer.whole("entropy_ratio"), layer.whole("gradient_gain")
+                    layer.effective_max[0], layer.whole("entropy_ratio"), layer.whole("jacobian_trace")
                 )
             if not all(map(math.isfinite, self._first.get(name, [math.nan]))):  # of a call that was not followed
                 self._first[name] = _factors(layer)
@@ -91,7 +91,7 @@ class History:
                 name,
                 *layer.effective_max,
                 layer.whole("entropy_ratio"),
-                layer.whole("gradient_gain"),
+                layer.whole("jacobian_trace"),
                 layer.broken,
                 found.ceiling,
                 partial(_error, stats.get(name)),

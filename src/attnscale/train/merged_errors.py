@@ -18,7 +18,7 @@ from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import DENOMINATOR, ScoreStats
 from attnscale.measure.uncertainty import Uncertainty, packed_size
 
-KNOWN = ("entropy_ratio", "gradient_gain")  # by which alarms are raised
+KNOWN = ("entropy_ratio", "jacobian_trace")  # by which alarms are raised
 TOLD = (*KNOWN, *(DENOMINATOR[name] for name in KNOWN))  # sums over rows; a merge moves none of them
 ERRORS = packed_size(len(TOLD))
 # An alarm is near below so many times its floor: hardly any rank is above that where the mean of all is under it.

@@ -57,7 +57,7 @@ def run(
     found = trained(model, of, Schedule(steps, rate, seed))
     return {
         "final": found.final, "diverged": found.diverged, "curve": found.curve(steps),
-        "entropy_before": before["entropy_ratio"], "gain_before": before["gradient_gain"],
+        "entropy_before": before["entropy_ratio"], "gain_before": before["jacobian_trace"],
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ TABLES, ROWS, KEYS, VALUE_DIM = 8, 64, 256, 16
 RULES = {"none": "unscaled", "√d_k": "inverse_sqrt", "d_k": "inverse_dim"}
 POWERS = {"none": 0.0, "√d_k": -0.5, "d_k": -1.0}  # of d_k, that multiply q·k
 NAMES = {"none": "without a divisor", "√d_k": "divided by √d_k", "d_k": "divided by d_k"}
-TITLES = {"variance": "Var(scores)", "entropy_ratio": "entropy", "gradient_gain": "1 − Σp²",
+TITLES = {"variance": "Var(scores)", "entropy_ratio": "entropy", "jacobian_trace": "1 − Σp²",
           "passed": "‖diag(p) − ppᵀ‖²"}  # fmt: skip
 NO_QUERY = 0.1  # below this share of output variance due to the query, attention is an average
 STEADY = 0.05  # an exponent of d_k below this counts as zero
@@ -44,7 +44,7 @@ def run(divisor: str, head_dim: int, seed: int) -> Outcome:
     return {
         "variance": stats.variance.mean().item(),
         "entropy_ratio": stats.entropy_ratio.mean().item(),
-        "gradient_gain": stats.gradient_gain.mean().item(),
+        "jacobian_trace": stats.jacobian_trace.mean().item(),
         "passed": (on_scores.square().sum(-1).mean() / VALUE_DIM).item(),
         "query_gradient": sizes.square().mean().sqrt().item(),
         "median_gradient": sizes.median().item(),
@@ -62,7 +62,7 @@ def _expected(scale: float, head_dim: int) -> dict[str, float]:
     return {
         "variance": scale**2 * score_variance(head_dim),
         "entropy_ratio": row.entropy / math.log(KEYS),
-        "gradient_gain": row.gradient_gain,
+        "jacobian_trace": row.jacobian_trace,
         "passed": row.jacobian_norm2,
     }
 
@@ -84,7 +84,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     ])  # fmt: skip
     table = outcomes.table(
         f"Three divisors, {KEYS} keys", {"divisor": "divisor", "head_dim": "d_k"},
-        {"variance": "variance", "entropy_ratio": "entropy (share of max)", "gradient_gain": "1 − Σp²",
+        {"variance": "variance", "entropy_ratio": "entropy (share of max)", "jacobian_trace": "1 − Σp²",
          "follows": "output variance due to query", "query_gradient": "gradient on q",
          "median_gradient": "median query"},
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _on_dim(outcomes: Outcomes, head_dim: int) -> str:
 def _on_none(outcomes: Outcomes, head_dim: int) -> str:
     gain, gradient, median = (
         _against_root(outcomes, measure, "none", head_dim)
-        for measure in ("gradient_gain", "query_gradient", "median_gradient")
+        for measure in ("jacobian_trace", "query_gradient", "median_gradient")
     )
     return (
         f"Without a divisor, against √d_k, 1 − Σp² is {gain}, and the gradient on queries is {gradient} in root mean "

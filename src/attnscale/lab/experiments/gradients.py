@@ -78,7 +78,7 @@ def _drawn_rows(spread: float) -> Outcome:
         "trace": trace.mean().item(),
         "norm2": norm2.mean().item(),
         "off_jacobian": float(np.abs(found.numpy() - closed).max()),
-        "off_trace": float(np.abs(trace.numpy() - rows.gradient_gain).max()),
+        "off_trace": float(np.abs(trace.numpy() - rows.jacobian_trace).max()),
         "off_norm2": float(np.abs(norm2.numpy() - rows.jacobian_norm2).max()),
     }
 
@@ -94,7 +94,7 @@ def _model(layers: int, head_dim: int, scale: str) -> Outcome:
     return {
         "first_query": norms[0],
         "backwards": norms[0] / norms[-1],
-        "gradient_gain": float(np.mean([layer.stats.gradient_gain.mean().item() for layer in seen.layers.values()])),
+        "jacobian_trace": float(np.mean([layer.stats.jacobian_trace.mean().item() for layer in seen.layers.values()])),
         "on_queries": received.root_mean_square,
         "shares": list(received.curve),
         "lower_half": received.lower_half,
@@ -131,7 +131,7 @@ def _row_checks(jacobians: Outcome, drawn: Outcomes) -> list[Check]:
         exact("its trace is 1 − Σp²", "off_trace"),
         exact("its squared Frobenius norm is Σp² − 2Σp³ + (Σp²)²", "off_norm2"),
         drawn.check(f"over {KEYS} Gaussian scores the trace matches theory", "trace",
-                    {spread: row.gradient_gain for spread, row in expected.items()}, "spread", 2),
+                    {spread: row.jacobian_trace for spread, row in expected.items()}, "spread", 2),
         drawn.check(f"over {KEYS} Gaussian scores the squared norm matches theory", "norm2",
                     {spread: row.jacobian_norm2 for spread, row in expected.items()}, "spread", 2),
         Check("weights 0.3, 0.3, 0.2, 0.2 have the derivatives 0.21, 0.21, 0.16, 0.16, as a textbook prints",
@@ -181,7 +181,7 @@ def _tables(traces: dict[str, float], jacobians: Outcome, models: Outcomes) -> t
         models.table(
             "Gradient norms before training", {"layers": "layers", "head_dim": "d_k", "scale": "scale"},
             {"first_query": "first W_q", "backwards": "first / last W_q",
-             "gradient_gain": "1 − Σp²", "on_queries": "on queries", "lower_half": "share of lower half"},
+             "jacobian_trace": "1 − Σp²", "on_queries": "on queries", "lower_half": "share of lower half"},
         ),
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def _plots(jacobians: Outcome, drawn: Outcomes, deep: Outcomes) -> tuple[Plot | 
         *maps,
         Plot(f"Softmax Jacobian over {KEYS} Gaussian scores", "spread σ of the scores", "mean over rows",
              (drawn.curve("trace", "spread", "trace"),
-              expected_curve("trace", spreads, [row.gradient_gain for row in theory]),
+              expected_curve("trace", spreads, [row.jacobian_trace for row in theory]),
               drawn.curve("squared norm", "spread", "norm2"),
               expected_curve("squared norm", spreads, [row.jacobian_norm2 for row in theory])),
              "The norm is largest where a few keys compete.", log_x=True),

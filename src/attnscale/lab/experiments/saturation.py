@@ -17,7 +17,7 @@ TABLES, ROWS = 16, 128  # of a cell
 ONE, MANY = "one large score", "Gaussian scores"
 SATURATED = 0.99
 SCORES = np.linspace(0.0, 20.0, 81)  # of the one large score
-TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "gradient_gain": "1 − Σp²"}
+TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "jacobian_trace": "1 − Σp²"}
 UNSCALED_64 = 8.0  # spread of q·k at d_k = 64
 
 
@@ -71,7 +71,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         Table("Where softmax saturates", ("keys", "x at 99%", "critical spread", "1 − Σp² halved at spread", "±"),
               tuple((keys, at99[keys], freezing_point(keys), half.mean, half.margin) for keys, half in halves.items())),
         many.table("Gaussian scores", {"keys": "keys", "spread": "spread"},
-                   {"entropy_ratio": "entropy (share of max)", "top1": "top-1", "gradient_gain": "1 − Σp²",
+                   {"entropy_ratio": "entropy (share of max)", "top1": "top-1", "jacobian_trace": "1 − Σp²",
                     "saturated": "saturated rows"}),
     )  # fmt: skip
     return Conclusion(text, tuple(checks), tables, _plots(one, many))
@@ -81,7 +81,7 @@ def _halved(many: Outcomes, keys: int) -> Band:
     """Return the spread at which 1 − Σp² is half of its maximum 1 − 1/n, over seeds."""
     own, level, found = many.where(keys=keys), (1 - 1 / keys) / 2, []
     for seed in own.values("seed"):
-        falling = [-gain for gain in own.samples("gradient_gain", seed=seed)]
+        falling = [-gain for gain in own.samples("jacobian_trace", seed=seed)]
         found.append(math.exp(np.interp(-level, falling, np.log(own.values("spread")))))
     return band(found)
 
@@ -89,7 +89,7 @@ def _halved(many: Outcomes, keys: int) -> Band:
 def _unscaled(many: Outcomes, lengths: Sequence[int]) -> str:
     keys = 1024 if 1024 in lengths else lengths[-1]
     gain, top1, saturated = (
-        many.band(name, keys=keys, spread=UNSCALED_64).mean for name in ("gradient_gain", "top1", "saturated")
+        many.band(name, keys=keys, spread=UNSCALED_64).mean for name in ("jacobian_trace", "top1", "saturated")
     )
     return (
         f"At a spread of {UNSCALED_64:g}, as without a scale at d_k = 64, over {keys} keys: 1 − Σp² is {gain:.2f}, the "
@@ -141,7 +141,7 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot, ...]:
              "1: all keys have the same weight. 0: one key has all of it.", log_x=True),
         Plot("Largest weight against spread", "spread σ of the scores", "top-1", many_curves("top1"),
              "The more keys, the larger the spread that saturates.", log_x=True),
-        Plot("1 − Σp² against spread", "spread σ of the scores", "1 − Σp²", many_curves("gradient_gain"),
+        Plot("1 − Σp² against spread", "spread σ of the scores", "1 − Σp²", many_curves("jacobian_trace"),
              "Mean over rows; it is 0 in a row where one key has all the weight.", log_x=True),
     )  # fmt: skip
 

@@ -73,7 +73,7 @@ def _facts(layers: Mapping[str, Layer]) -> Iterator[Note]:
         f"average, softmax freezes at {number(one.freezes)}."
     )
     yield Note("fact", "spread", message, place=where)
-    _, where, least = _extreme({name: -layer.stats.gradient_gain for name, layer in seen.items()})
+    _, where, least = _extreme({name: -layer.stats.jacobian_trace for name, layer in seen.items()})
     message = f"The least that a softmax passes back to its scores is {-least:.2f} (1 − Σp²)."
     yield Note("fact", "gradient", message, place=where)
     _, where, largest = _extreme({name: layer.stats.max for name, layer in seen.items()})

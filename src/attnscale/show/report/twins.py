@@ -27,7 +27,7 @@ def twins_report(twins: Twins) -> Page:
 
 
 def _notes(twins: Twins) -> Iterator[Note]:
-    statistic = STATISTICS["gradient_gain"]
+    statistic = STATISTICS["jacobian_trace"]
     told = []
     for run in twins.runs:
         ends = [formatted(statistic, record.whole(statistic.name)) for record in (*run.records[:1], *run.records[-1:])]

@@ -35,7 +35,7 @@ function showNumbers({ spread, variance, freezing, expected, row, regime: word, 
   byId("verdict").dataset.regime = word;
   byId("verdict-word").textContent = word;
   byId("verdict-text").textContent = `spread ${figure(spread)} over ${whole(n)} keys at dₖ ${whole(d)}; freezing point ${figure(freezing)}`;
-  byId("verdict-more").textContent = `entropy ${figure(expected.entropy_ratio)} · top-1 ${figure(expected.top1)} · gain ${figure(expected.gradient_gain)}`;
+  byId("verdict-more").textContent = `entropy ${figure(expected.entropy_ratio)} · top-1 ${figure(expected.top1)} · gain ${figure(expected.jacobian_trace)}`;
 }
 
 // Bring every control to what the settings say.

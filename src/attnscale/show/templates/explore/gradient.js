@@ -37,7 +37,7 @@ function drawJacobian({ row }) {
   byId("jacobian-groups").textContent = alone
     ? "Keys, heaviest first."
     : "Keys, heaviest first; those after the first few in groups that grow, of which a group’s own entry is the sum.";
-  show("jacobian-trace", row.gradient_gain);
+  show("jacobian-trace", row.jacobian_trace);
   show("jacobian-largest", Math.max(...matrix.map((line, i) => line[i])));
 }
 // Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query with scale ·

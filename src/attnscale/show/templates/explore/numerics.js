@@ -24,7 +24,7 @@ function rowStatistics(weights) {
     if (p > top1) top1 = p;
   }
   const ratio = weights.length > 1 ? entropy / Math.log(weights.length) : NaN;
-  return { entropy, entropy_ratio: ratio, top1, gradient_gain: 1 - square, effective_keys: 1 / square };
+  return { entropy, entropy_ratio: ratio, top1, jacobian_trace: 1 - square, effective_keys: 1 / square };
 }
 
 const scoreVariance = (d, q, k) => d * q * q * k * k;
@@ -45,7 +45,7 @@ function expectedSoftmax(spread, keys, limits, steps = EXACT) {
   if (spread > limits.frozen) {
     const frozen = expectedSoftmax(limits.frozen, keys, limits, steps), shrink = limits.frozen / spread;
     const top1 = 1 - (1 - frozen.top1) * shrink;
-    return expectation(frozen.entropy * shrink, top1, frozen.gradient_gain * shrink, logKeys);
+    return expectation(frozen.entropy * shrink, top1, frozen.jacobian_trace * shrink, logKeys);
   }
   const sharpness = Math.sqrt(2 * logKeys + 1); // the largest of n scores varies by spread / sharpness
   const step = Math.min(steps.score, steps.gaussian * spread / sharpness);
@@ -68,8 +68,8 @@ function expectedSoftmax(spread, keys, limits, steps = EXACT) {
   return expectation(entropy, Math.min(1, outer * step * top), gain, logKeys);
 }
 
-function expectation(entropy, top1, gradient_gain, logKeys) {
-  return { entropy, entropy_ratio: entropy / logKeys, top1, gradient_gain };
+function expectation(entropy, top1, jacobian_trace, logKeys) {
+  return { entropy, entropy_ratio: entropy / logKeys, top1, jacobian_trace };
 }
 
 function gaussianGrid(spread, step, reach) {

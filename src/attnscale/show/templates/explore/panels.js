@@ -63,7 +63,7 @@ function drawWeights({ settings, row }) {
 }
 // The same statistics along d_k, from 1 to 1024, under the chosen rule and beside another.
 
-const STATISTICS = { entropy_ratio: "first", top1: "second", gradient_gain: "third" };
+const STATISTICS = { entropy_ratio: "first", top1: "second", jacobian_trace: "third" };
 const DIMENSIONS = Array.from({ length: 17 }, (_, i) => 2 ** (i * 0.625));
 
 function drawAlong(shown) {
@@ -142,8 +142,8 @@ function drawOwn({ settings, rule }) {
   byId("own-table").replaceChildren(...scores.map((score, i) => html("tr", {},
     cell(score, figureOf(score)), bar(raw[i], "second"), cell(score * scale, figure(score * scale)), bar(scaled[i], "first"))));
   const [before, after] = [rowStatistics(raw), rowStatistics(scaled)];
-  show("own-gain-raw", before.gradient_gain);
-  show("own-gain-scaled", after.gradient_gain);
+  show("own-gain-raw", before.jacobian_trace);
+  show("own-gain-scaled", after.jacobian_trace);
   show("own-scale", scale);
   byId("own-rule").textContent = rule.name;
   const notes = [];
