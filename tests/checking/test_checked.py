@@ -26,7 +26,7 @@ from tests.checking.broken import D_MODEL, HEADS
 BROKEN = "tests.checking.broken:"
 
 
-def finding(layer, code="saturated", severity="warning", head=None):
+def finding(layer, code="sharp", severity="warning", head=None):
     return Finding(layer, head, code, severity, "It is so.", None, None, "Do this.")
 
 
@@ -42,7 +42,7 @@ def test_findings_that_say_the_same_are_told_once_the_worst_first():
         ]
     )
     assert [(group.first.code, group.first.severity, len(group.findings)) for group in groups] == [
-        ("unscaled", "error", 1), ("diluted", "warning", 2), ("saturated", "warning", 2), ("saturated", "note", 1),
+        ("unscaled", "error", 1), ("diluted", "warning", 2), ("sharp", "warning", 2), ("sharp", "note", 1),
     ]  # fmt: skip
     assert [place(group) for group in groups] == [
         "blocks.0", "blocks.*, * = 3–4", "blocks.1, heads 2, 5", "blocks.2, head 5",
@@ -84,9 +84,9 @@ def test_warnings_alone_are_no_errors():
 
 def test_a_layer_is_called_what_was_found_else_what_its_heads_are():
     layer: Layer = check_model(Request(f"{BROKEN}unscaled")).audit.layers["layers.0"]
-    assert line_of(layer, []).judgement == "saturated"
+    assert line_of(layer, []).judgement == "sharp"
     assert line_of(layer, [finding("layers.0", "unscaled", "error")]).judgement == "unscaled"
-    assert line_of(layer, [finding("layers.0", "saturated", "note")]).judgement == "saturated"
+    assert line_of(layer, [finding("layers.0", "sharp", "note")]).judgement == "sharp"
 
 
 def test_checking_leaves_no_trace():

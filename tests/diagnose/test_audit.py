@@ -130,17 +130,17 @@ def test_a_layer_is_not_judged_by_rows_of_padding_alone(normalised):
 
 
 def test_a_finding_is_what_the_contract_says():
-    finding = Finding("a.b", 3, "saturated", "note", "It is sharp.", 4.0, 2.0, "Look.")
+    finding = Finding("a.b", 3, "sharp", "note", "It is sharp.", 4.0, 2.0, "Look.")
     assert list(finding.to_dict()) == [
         "layer", "head", "code", "severity", "message", "measured", "expected", "advice",
     ]  # fmt: skip
-    assert str(finding) == "note: a.b, head 3: saturated: It is sharp. Look."
+    assert str(finding) == "note: a.b, head 3: sharp: It is sharp. Look."
     assert SEVERITIES == ("note", "warning", "error")
     assert set(CODES) >= {
         "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
         "softmax_wrong_axis", "weights_not_normalised", "softmax_twice", "dropout_before_softmax", "undefined_rows",
         "attends_to_future", "softcap_before_scale", "heads_mispaired", "no_gradient", "qk_norm_freezes",
-        "inert_qk_norm", "inert_softcap", "inert_mask", "diluted", "saturated", "exploding", "non_finite",
+        "inert_qk_norm", "inert_softcap", "inert_mask", "diluted", "sharp", "exploding", "non_finite",
     }  # fmt: skip
 
 
@@ -249,11 +249,11 @@ def test_a_trained_sharp_head_is_a_note_until_no_gradient_reaches_it():
             block.qkv.weight[:132] *= 3
         model.blocks[1].qkv.weight[:44] *= 1e6  # two heads of the second layer: one key takes all, exactly
     found = audit(model, x, loss=lambda out: out.square().mean())
-    severities = {(each.layer, each.head): each.severity for each in found.findings if each.code == "saturated"}
+    severities = {(each.layer, each.head): each.severity for each in found.findings if each.code == "sharp"}
     assert severities["blocks.1", 0] == severities["blocks.1", 1] == "warning"
     assert severities.get(("blocks.1", 2), "note") == "note"
     without = audit(model, x)
-    assert {each.severity for each in without.findings if each.code == "saturated"} == {"note"}
+    assert {each.severity for each in without.findings if each.code == "sharp"} == {"note"}
 
 
 def test_queries_computed_without_a_gradient_are_found_by_a_backward_pass():

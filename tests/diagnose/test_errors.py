@@ -39,7 +39,7 @@ def test_a_head_within_its_error_of_a_limit_is_uncertain():
     assert "uncertain" not in {head.verdict for head in head_verdicts(exact)}
 
 
-@pytest.mark.parametrize(("times", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (30.0, "saturated")])
+@pytest.mark.parametrize(("times", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (30.0, "sharp")])
 def test_a_head_far_from_every_limit_is_judged_by_a_sample_too(times, verdict):
     query, key = times * torch.randn(2, 3, 211, 16), torch.randn(2, 3, 211, 16)
     assert {head.verdict for head in head_verdicts(sampled(query, key, rows=32))} == {verdict}

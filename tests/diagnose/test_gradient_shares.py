@@ -29,7 +29,7 @@ def test_a_healthy_model_with_sharp_heads_is_not_accused_and_they_are_told_apart
     assert {finding.severity for finding in audit(model, tokens).findings} == {"note"}
     found = audit(model, tokens, loss=lambda out: out.pooler_output.square().mean())
     shares = gradient_shares(found.layers)
-    sharp = [float(shares[each.layer][each.head]) for each in found.findings if each.code == "saturated"]
+    sharp = [float(shares[each.layer][each.head]) for each in found.findings if each.code == "sharp"]
     assert {finding.severity for finding in found.findings} == {"note"}
     assert len(sharp) == 11
     assert min(sharp) == pytest.approx(0.0155, rel=0.1)  # of the median head's: far above where one is dead

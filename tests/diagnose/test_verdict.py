@@ -51,13 +51,13 @@ def test_a_verdict_has_the_measured_numbers_beside_it():
     for verdict, spread, gain in zip(
         head_verdicts(layer), layer.stats.std_within_rows.tolist(), layer.stats.jacobian_trace.tolist(), strict=True
     ):
-        assert verdict.verdict == "saturated"
+        assert verdict.verdict == "sharp"
         assert (verdict.spread, verdict.jacobian_trace) == (spread, gain)
         assert verdict.keys == 128
         assert verdict.freezing_point == pytest.approx(math.sqrt(2 * math.log(128)))
 
 
-@pytest.mark.parametrize(("spread", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (5.0, "saturated")])
+@pytest.mark.parametrize(("spread", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (5.0, "sharp")])
 def test_a_layer_has_the_verdict_its_heads_agree_on(spread, verdict):
     assert layer_verdict(random_layer(length=64, query_std=spread)).verdict == verdict
 
@@ -81,16 +81,16 @@ def test_one_visible_key_is_healthy():
 
 def test_a_frozen_head_is_a_warning_at_initialisation_and_a_note_when_trained():
     layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
-    findings = [finding for finding in score_findings(layer, trained=False) if finding.code == "saturated"]
+    findings = [finding for finding in score_findings(layer, trained=False) if finding.code == "sharp"]
     assert [(finding.head, finding.severity) for finding in findings] == [(1, "warning")]
     assert "norms" in findings[0].message
-    assert ("saturated", "note") in found(layer, trained=True)
+    assert ("sharp", "note") in found(layer, trained=True)
 
 
 def test_a_layer_that_passes_no_gradient_is_an_error_at_initialisation_alone():
     layer = random_layer(length=32, query_std=100.0)
-    assert ("saturated", "error") in found(layer)
-    notes = [finding for finding in score_findings(layer, trained=True) if finding.code == "saturated"]
+    assert ("sharp", "error") in found(layer)
+    notes = [finding for finding in score_findings(layer, trained=True) if finding.code == "sharp"]
     assert {finding.severity for finding in notes} == {"note"}
     assert all(finding.advice.startswith("A backward pass shows") for finding in notes)
     assert [finding.head for finding in notes] == [0, 1, 2]
@@ -100,21 +100,21 @@ def test_a_layer_that_passes_no_gradient_is_an_error_at_initialisation_alone():
 def test_a_sharp_head_of_a_trained_model_is_judged_by_the_gradient_that_reached_it(reached, severity):
     layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
     findings = score_findings(layer, True, torch.tensor([1.0, reached, 1.0]))
-    (finding,) = (finding for finding in findings if finding.code == "saturated")
+    (finding,) = (finding for finding in findings if finding.code == "sharp")
     assert (finding.head, finding.severity) == (1, severity)
     assert ("hardly learns" in finding.advice) == (severity == "warning")
 
 
 def test_a_layer_with_a_frozen_head_is_not_healthy():
     layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
-    assert [verdict.verdict for verdict in head_verdicts(layer)] == ["healthy", "saturated", "healthy"]
-    assert layer_verdict(layer).verdict == "saturated"
+    assert [verdict.verdict for verdict in head_verdicts(layer)] == ["healthy", "sharp", "healthy"]
+    assert layer_verdict(layer).verdict == "sharp"
 
 
-@pytest.mark.parametrize(("keys", "expected"), [(2, []), (3, []), (5, ["saturated"]), (64, ["saturated"])])
+@pytest.mark.parametrize(("keys", "expected"), [(2, []), (3, []), (5, ["sharp"]), (64, ["sharp"])])
 def test_two_or_three_keys_cannot_tell_a_frozen_layer(keys, expected):
     layer = layer_of(30 * torch.randn(2, 3, 8, 11), torch.randn(2, 3, keys, 11))
-    assert [code for code, _ in found(layer) if code == "saturated"] == expected
+    assert [code for code, _ in found(layer) if code == "sharp"] == expected
 
 
 def test_a_wrong_multiplier_is_the_cause_of_dilution():
@@ -173,7 +173,7 @@ def test_scores_that_are_no_numbers_are_an_error_and_nothing_else_is_said(value)
 
 def test_a_softmax_over_another_axis_has_no_saturated_rows():
     layer = random_layer(length=32, query_std=30.0, mixes_along_softmax=False)
-    assert "saturated" not in codes(score_findings(layer, trained=False))
+    assert "sharp" not in codes(score_findings(layer, trained=False))
 
 
 def test_sampled_rows_tell_the_keys_that_all_rows_see():

@@ -34,8 +34,8 @@ def test_the_scaled_model_learns_and_the_unscaled_one_does_not(tmp_path):
     assert unscaled > 1.2
     assert found["verdict"].startswith("With 1/√d_k the model learned the task")
     codes = [{finding["code"] for finding in run["findings"]} for run in found["runs"]]
-    assert "saturated" not in codes[0]
-    assert "saturated" in codes[1]
+    assert "sharp" not in codes[0]
+    assert "sharp" in codes[1]
 
 
 def test_both_start_from_the_same_weights_and_see_the_same_batches():

@@ -66,7 +66,7 @@ def compared(names=("blocks.0.attention", "blocks.1.attention"), title="a model"
     for factor in (1.0, 2.0):
         layers = {name: {each: random.normal(1.0, 0.01, (8, 3)) for each in COMPARED} for name in names}
         layers[names[0]]["spread"][:, 1] *= factor
-        came = [Finding(names[0], 1, "saturated", "warning", f"{title} spreads.", 2.0, 1.0, "Look at it.")]
+        came = [Finding(names[0], 1, "sharp", "warning", f"{title} spreads.", 2.0, 1.0, "Look at it.")]
         portraits = {name: LayerPortrait(samples) for name, samples in layers.items()}
         sides.append(Portrait(title, "eight sequences", portraits, tuple(came if factor > 1 else ())))
     return compare_portraits(*sides)

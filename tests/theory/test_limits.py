@@ -42,9 +42,9 @@ def test_the_entropy_floor_starts_at_ln_n_and_falls_to_zero():
 
 def test_the_regime_depends_on_spread_and_keys():
     assert [regime(s, 1024) for s in (0.125, 0.307, 1.0, 2.5, 3.72, 8.0)] == [
-        "diluted", "healthy", "healthy", "healthy", "saturated", "saturated",
+        "diluted", "healthy", "healthy", "healthy", "sharp", "sharp",
     ]  # fmt: skip
-    assert regime(2.5, 8) == "saturated"
+    assert regime(2.5, 8) == "sharp"
 
 
 @pytest.mark.parametrize("keys", [0, 1])

@@ -44,11 +44,11 @@ def test_a_score_that_shifts_its_whole_row_raises_no_alarm():
 def test_a_trained_model_at_its_first_step_is_a_baseline_and_no_alarm():
     sharp = layer(1500.0, entropy=0.03, gain=0.02)
     assert raised([sharp] * 9, trained=True) == []
-    assert [alarm.code for _, alarm in raised([sharp] * 9)] == ["exploding", "saturated"]
+    assert [alarm.code for _, alarm in raised([sharp] * 9)] == ["exploding", "sharp"]
     assert [
         (step, alarm.code, alarm.severity)
         for step, alarm in raised([sharp, layer(1600.0, entropy=0.029, gain=0.019), layer(10_500.0, gain=0.001)], True)
-    ] == [(20, "exploding", "error"), (20, "saturated", "warning")]
+    ] == [(20, "exploding", "error"), (20, "sharp", "warning")]
 
 
 def test_a_trained_model_that_monitor_is_given_is_judged_from_where_it_begins(caplog):

@@ -81,7 +81,7 @@ def test_what_follows_from_a_wrong_scale_is_no_second_alarm():
             projection.weight.mul_(2)  # spread 6 with the scale 1, over 19 keys; 1.3 with 1/√d_k
     found = audit(model, torch.randn(2, 19, WIDTH)).findings
     assert (found[0].code, found[0].severity) == ("unscaled", "error")
-    symptoms = [each for each in found if each.code == "saturated"]
+    symptoms = [each for each in found if each.code == "sharp"]
     assert symptoms
     assert {each.severity for each in symptoms} == {"note"}
     assert {each.advice for each in symptoms} == {"This follows from unscaled: correct the scale first."}

@@ -39,7 +39,7 @@ def test_minilm_is_healthy_and_has_heads_that_look_at_one_token(minilm, how):
     assert first.stats.std.max() > 10  # a head of the first layer, spread 17, top-1 0.89: trained to be sharp
     assert first.stats.top1.max() > 0.8
     assert last.stats.entropy_ratio.min() > 0.6  # none of the last
-    sharp = [finding for finding in audit.findings if finding.code == "saturated"]
+    sharp = [finding for finding in audit.findings if finding.code == "sharp"]
     assert {finding.severity for finding in sharp} <= {"note"}
 
 

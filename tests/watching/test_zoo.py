@@ -18,7 +18,7 @@ from tests.zoo import BUGS, CORRECT, ENTRIES, recording
 pytestmark = OTHERS_MAY_WARN  # torch's own: nested tensors, TorchScript, FlexAttention
 
 SHIFTED = {"mean", "variance", "std", "max"}  # what a constant added to a row changes
-CONSEQUENCES = {"saturated", "diluted", "exploding"}  # what a wrong scale may do on top of being wrong
+CONSEQUENCES = {"sharp", "diluted", "exploding"}  # what a wrong scale may do on top of being wrong
 
 
 @pytest.fixture(autouse=True)

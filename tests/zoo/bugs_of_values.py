@@ -32,12 +32,12 @@ class Exploding(AsPrinted):
     """Scores beyond 10,000, after which no published run recovered."""
 
 
-@bug("saturated", 57, 3, init=6.0)
+@bug("sharp", 57, 3, init=6.0)
 class Saturated(AsPrinted):
     """Projections six times too wide: a spread of 36, one key a row."""
 
 
-@bug("saturated", 69, 3, init=5.0)
+@bug("sharp", 69, 3, init=5.0)
 class SaturatedBmm(SelfAttention):
     """The same behind other code."""
 

@@ -22,11 +22,11 @@ from attnscale.watching import Layer
 
 WHAT_IF_ROWS = 256  # per head and candidate: enough for a table, quick at any length
 MEANINGS = {
-    "saturated": "a few keys take most of the weight",
+    "sharp": "a few keys take most of the weight",
     "diluted": "the weights of a row are nearly equal, as small initial projections leave them",
     "uncertain": "too close to a limit for the rows that were sampled; more rows (--rows) would tell",
 }
-NORMAL_IF_TRAINED = "saturated"
+NORMAL_IF_TRAINED = "sharp"
 # Shares of unknown tokens: above the first it is noted, above the second the scores of a trained model are not judged.
 NOTED_UNKNOWN, MAX_UNKNOWN = 0.05, 0.30
 

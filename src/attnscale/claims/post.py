@@ -202,7 +202,7 @@ def _three_regimes() -> Evidence:
     regimes = [regime(float((compute.drawn_scores(DIM) / divisor).std()), KEYS) for divisor in divisors.values()]
     entropies = ", ".join(f"{name} {_entropy(DIM, divisor):.1%}" for name, divisor in divisors.items())
     shown = f"{', '.join(regimes)}; entropy, of its maximum: {entropies}"
-    return Evidence(regimes == ["saturated", "healthy", "diluted"], shown)
+    return Evidence(regimes == ["sharp", "healthy", "diluted"], shown)
 
 
 @SOURCE.claim("introduced-2017", "The Transformer of 2017 introduced the division by √d_k.", "2017")

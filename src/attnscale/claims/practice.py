@@ -70,7 +70,7 @@ def _trained_indifferent() -> Evidence:
 def _scale_healthy() -> Evidence:
     spread = compute.drawn_spread(DIM)
     raw, scaled = regime(spread.std, KEYS), regime(spread.over(math.sqrt(DIM)).std, KEYS)
-    return Evidence((raw, scaled) == ("saturated", "healthy"), f"drawn at d_k = {DIM}: {raw} without, {scaled} with")
+    return Evidence((raw, scaled) == ("sharp", "healthy"), f"drawn at d_k = {DIM}: {raw} without, {scaled} with")
 
 
 def _scale_t5() -> Evidence:
@@ -113,7 +113,7 @@ def add_claims(source: Source) -> None:
 
     @source.claim("high-dim-critical", "For wide heads scaling is critical.", "critical")
     def _high_dim() -> Evidence:
-        holds = all(regime(compute.drawn_spread(dim).std, KEYS) == "saturated" for dim in DIMS)
+        holds = all(regime(compute.drawn_spread(dim).std, KEYS) == "sharp" for dim in DIMS)
         return Evidence(holds, f"1 − Σp² falls by {_lost(64):.0%} without it at d_k = 64, by {_lost(512):.0%} at 512")
 
     @source.claim("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical")

@@ -57,7 +57,7 @@ SOURCE.number(
 )  # fmt: skip
 def _saturates() -> Evidence:
     found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), float(compute.drawn_rows(DIM).top1.mean())
-    return Evidence(found == "saturated", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
+    return Evidence(found == "sharp", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
 
 
 @SOURCE.claim("saturated-gradients-vanish", "As softmax saturates its derivatives tend to zero.", "→ 0")

@@ -146,7 +146,7 @@ def alarms_with_reasons(snapshot: LayerSnapshot, outlook: Outlook | None, limits
         return
     yield from _exploding(snapshot, outlook if limits.forecast and snapshot.scale_error is None else None)
     if snapshot.scale_error is None:
-        yield from _saturated(snapshot, limits)
+        yield from _sharp(snapshot, limits)
 
 
 def is_standing(reason: str, snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> bool:
@@ -247,7 +247,7 @@ def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
     return snapshot.baseline is None or not snapshot.max < WORSE * snapshot.baseline.max
 
 
-def _saturated(snapshot: LayerSnapshot, limits: Thresholds) -> Iterator[Alarm]:
+def _sharp(snapshot: LayerSnapshot, limits: Thresholds) -> Iterator[Alarm]:
     """Entropy and gradient that are below their floors beyond doubt, as one alarm."""
     low = [name for name in FLOORS if _is_below(snapshot, name, getattr(limits, name))]
     if low:
@@ -257,7 +257,7 @@ def _saturated(snapshot: LayerSnapshot, limits: Thresholds) -> Iterator[Alarm]:
         )
         message = f"{snapshot.cause}{' '.join(sentences)}"
         yield Alarm(
-            Finding(snapshot.layer, None, "saturated", "warning", message, *numbers[0], _advice(snapshot)), tuple(low)
+            Finding(snapshot.layer, None, "sharp", "warning", message, *numbers[0], _advice(snapshot)), tuple(low)
         )
 
 

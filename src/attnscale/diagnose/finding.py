@@ -34,7 +34,7 @@ CODES = {
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
     "inert_mask": "a mask sets scores to a number that hides nothing",
     "diluted": "the multiplier leaves the scores so close that all keys weigh the same",
-    "saturated": "the scores of a row lie so far apart that a few keys take all the weight",
+    "sharp": "the scores of a row lie so far apart that a few keys take all the weight",
     "exploding": "the largest score is beyond what published runs have survived",
     "non_finite": "scores are NaN or infinite",
     "loss_diverges": "the loss diverges while the scores of all layers are in range",

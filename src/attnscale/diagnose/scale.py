@@ -25,7 +25,7 @@ CLOSER = 0.1
 WRONG_SCALE = (
     "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
 )  # fmt: skip
-SYMPTOMS = ("diluted", "saturated", "exploding", "qk_norm_freezes")
+SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")
 
 
 @dataclass(frozen=True)

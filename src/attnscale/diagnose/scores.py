@@ -1,4 +1,4 @@
-"""Findings from the scores themselves: `non_finite`, `exploding`, `saturated`, `diluted`, `qk_norm_freezes`.
+"""Findings from the scores themselves: `non_finite`, `exploding`, `sharp`, `diluted`, `qk_norm_freezes`.
 
 - At initialisation a frozen head is a warning: nobody has taught it to be sharp. A layer of which every head is frozen
   and hardly any gradient passes is an error.
@@ -153,7 +153,7 @@ def _frozen(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding
         why = cause(layer, head.head)
         every = "Every head is frozen: t" if head.head is None else "T"
         message = f"{why.sentence} {every}{_spread_of(head)}"
-        yield _saturated(layer, head, severity, message, _advice(layer, why))
+        yield _sharp_finding(layer, head, severity, message, _advice(layer, why))
 
 
 def _sharp(layer: Layer, frozen: list[Verdict], gradient_share: Tensor | None) -> Iterator[Finding]:
@@ -172,11 +172,11 @@ def _sharp(layer: Layer, frozen: list[Verdict], gradient_share: Tensor | None) -
             advice = f"It learns: its queries and keys get {share:.2g} of the gradient of the median head."
         pattern = pattern_of(layer, head.head)
         message = f"A sharp head{'' if pattern is None else f': {pattern}'}. T{_spread_of(head)}"
-        yield _saturated(layer, head, "warning" if share < UNREACHED else "note", message, advice)
+        yield _sharp_finding(layer, head, "warning" if share < UNREACHED else "note", message, advice)
 
 
-def _saturated(layer: Layer, found: Verdict, severity: str, message: str, advice: str) -> Finding:
-    return Finding(layer.name, found.head, "saturated", severity, message, found.spread, found.freezing_point, advice)
+def _sharp_finding(layer: Layer, found: Verdict, severity: str, message: str, advice: str) -> Finding:
+    return Finding(layer.name, found.head, "sharp", severity, message, found.spread, found.freezing_point, advice)
 
 
 def _spread_of(found: Verdict) -> str:

@@ -1,7 +1,7 @@
 """Judge each head by the spread of its scores: a verdict from theory, confirmed by what the softmax really did.
 
 Theory: over n visible keys, softmax freezes at a spread of √(2 ln n), the spread being that within rows, which is all
-that softmax sees. It also counts a key nobody looks at, so a head is `saturated` only where its measured entropy is as
+that softmax sees. It also counts a key nobody looks at, so a head is `sharp` only where its measured entropy is as
 low as theory says.
 """
 
@@ -17,7 +17,7 @@ from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import FREEZING_MARGIN, freezing_point, regime
 from attnscale.watching.layer import Layer
 
-# Of the entropy at the edge of saturation: a head this much above it is not frozen, whatever its spread.
+# Of the entropy at the edge of sharpness: a head this much above it is not frozen, whatever its spread.
 CONFIRMED = 1.25
 UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
 NUMBERS = (
@@ -31,7 +31,7 @@ class Verdict:
 
     layer: str
     head: int | None
-    verdict: str  # "diluted", "healthy", "saturated", "non_finite"; "uncertain": several are within the error
+    verdict: str  # "diluted", "healthy", "sharp", "non_finite"; "uncertain": several are within the error
     spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
     freezing_point: float
@@ -44,7 +44,7 @@ class Verdict:
     @property
     def is_past_freezing(self) -> bool:
         """True if the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
-        return self.verdict == "saturated" and self.spread - self.spread_error > self.freezing_point
+        return self.verdict == "sharp" and self.spread - self.spread_error > self.freezing_point
 
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
@@ -67,7 +67,7 @@ def layer_verdict(layer: Layer) -> Verdict | None:
     if not heads:
         return None
     found = {head.verdict for head in heads}
-    worst = next((verdict for verdict in ("non_finite", "saturated", "uncertain") if verdict in found), None)
+    worst = next((verdict for verdict in ("non_finite", "sharp", "uncertain") if verdict in found), None)
     agreed = worst or ("diluted" if found == {"diluted"} else "healthy")
 
     def mean(name: str) -> float:
@@ -111,11 +111,11 @@ def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -
 
 
 def _confirmed_regime(spread: float, entropy_ratio: float, keys: int) -> str:
-    """Return the regime of a spread in theory, `saturated` only where the entropy is as low as that."""
+    """Return the regime of a spread in theory, `sharp` only where the entropy is as low as that."""
     found = regime(spread, keys)
-    return "healthy" if found == "saturated" and entropy_ratio > CONFIRMED * _edge_of_saturation(keys) else found
+    return "healthy" if found == "sharp" and entropy_ratio > CONFIRMED * _edge_of_sharpness(keys) else found
 
 
-def _edge_of_saturation(keys: int) -> float:
-    """Entropy ratio at the spread from which regime() says `saturated`."""
+def _edge_of_sharpness(keys: int) -> float:
+    """Entropy ratio at the spread from which regime() says `sharp`."""
     return expected_softmax(FREEZING_MARGIN * freezing_point(keys), keys).entropy_ratio

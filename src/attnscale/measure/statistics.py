@@ -89,7 +89,7 @@ class Statistic:
         """A short heading without line breaks.
 
         >>> [STATISTICS[name].one_line for name in ("spread", "entropy_ratio", "jacobian_trace")]
-        ['spread', 'entropy', 'gain']
+        ['spread', 'entropy (% of max)', '1−Σp²']
         """
         return self.word or self.short
 
@@ -150,10 +150,10 @@ _ENTRIES = (
         attribute="entropy", unit="nats", bad="small", has_error=True,
     ),
     Statistic(
-        "entropy_ratio", "entropy\nof ln n", "entropy of ln n",
+        "entropy_ratio", "entropy\n% of max", "entropy (% of max)",
         "entropy of a row’s weights over that of uniform weights, ln n",
         "comparable across lengths and causal rows: 1 uniform, 0 one-hot. Rows that see one key are left out",
-        word="entropy", attribute="entropy_ratio", bad="small", range=SHARE, format="share", has_error=True,
+        word="entropy (% of max)", attribute="entropy_ratio", bad="small", range=SHARE, format="share", has_error=True,
         places=EVERYWHERE,
     ),
     Statistic(
@@ -161,15 +161,14 @@ _ENTRIES = (
         attribute="top1", range=SHARE, format="share", has_error=True, places=EVERYWHERE & ~Place.RUN,
     ),
     Statistic(
-        "saturated", "satu-\nrated", "saturated", "share of rows that give one key more than 0.99",
-        "rows that pass almost no gradient", word="saturated", attribute="saturated", range=SHARE, format="share",
+        "saturated", "saturated\nrows", "saturated rows", "share of rows that give one key more than 0.99 of their weight",
+        "these rows pass almost no gradient", word="saturated rows", attribute="saturated", range=SHARE, format="share",
         has_error=True, places=Place.LOG | Place.LIVE | Place.CHECK,
     ),
     Statistic(
-        "jacobian_trace", "grad.\ngain", "gradient gain",
-        "1 − Σp², the trace of the softmax’s Jacobian: what softmax lets through",
-        "near 1: gradients pass; near 0: nothing learns where to look",
-        word="gain", attribute="jacobian_trace", bad="small", range=SHARE, format="share", has_error=True,
+        "jacobian_trace", "1−Σp²", "1−Σp²", "trace of the softmax Jacobian, 1 − Σp²",
+        "0 if one key has all the weight of a row; near 1 if many keys share it",
+        word="1−Σp²", attribute="jacobian_trace", bad="small", range=SHARE, format="share", has_error=True,
         places=EVERYWHERE,
     ),
     Statistic(

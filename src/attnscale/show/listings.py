@@ -10,7 +10,7 @@ from attnscale.rules.listing import Entry
 from attnscale.show.text import number
 from attnscale.theory import Prediction
 
-STYLES = {"healthy": "green", "saturated": "red", "diluted": "yellow"}
+STYLES = {"healthy": "green", "sharp": "red", "diluted": "yellow"}
 FORMULAS = {"unscaled": "none", "inverse_sqrt": "1/√d_k", "inverse_dim": "1/d_k", "calibrated": "calibrated"}
 NARROW = 72  # columns of a terminal: with fewer, columns would break words
 

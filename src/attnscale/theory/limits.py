@@ -19,10 +19,10 @@ def freezing_point(keys: int) -> float:
 
 
 def regime(spread: float, keys: int) -> str:
-    """Return `diluted`, `healthy` or `saturated` for a spread over this many keys."""
+    """Return `diluted`, `healthy` or `sharp` for a spread over this many keys."""
     if spread < DILUTED_SPREAD:
         return "diluted"
-    return "healthy" if spread < FREEZING_MARGIN * freezing_point(keys) else "saturated"
+    return "healthy" if spread < FREEZING_MARGIN * freezing_point(keys) else "sharp"
 
 
 def entropy_floor(spectral_bound: float, keys: int) -> float:

@@ -129,7 +129,7 @@ def _head_dim(d_model: int, heads: int) -> int:
 def _advice(candidates: tuple[Candidate, ...], projected_std: float) -> str:
     unscaled, standard, _, calibrated = candidates
     without = {
-        "saturated": f"without a scale the spread would be {unscaled.spread:.2g} and softmax starts saturated",
+        "sharp": f"without a scale the spread would be {unscaled.spread:.2g} and softmax starts sharp",
         "healthy": f"even without a scale the spread, {unscaled.spread:.2g}, stays under the freezing point",
         "diluted": f"even without a scale the spread is only {unscaled.spread:.2g}",
     }[unscaled.regime]
@@ -142,7 +142,7 @@ def _advice(candidates: tuple[Candidate, ...], projected_std: float) -> str:
             f"{projected_std:.2g} and not 1; {calibrated.scale:.3g} instead of {standard.scale:.3g} would make it one; "
             f"{without}."
         )
-    found = "too sharp to learn from" if standard.regime == "saturated" else "nearly uniform attention"
+    found = "too sharp to learn from" if standard.regime == "sharp" else "nearly uniform attention"
     return (
         f"1/√d_k is not the right constant here: it starts with a spread of {standard.spread:.2g}, {found}, since q "
         f"and k start at {projected_std:.2g}, not 1; use {calibrated.scale:.3g} (or the rule 'calibrated'); {without}."

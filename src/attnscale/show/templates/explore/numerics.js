@@ -32,7 +32,7 @@ const freezingPoint = (keys) => Math.sqrt(2 * Math.log(keys));
 
 function regime(spread, keys, limits) {
   if (spread < limits.diluted) return "diluted";
-  return spread < limits.margin * freezingPoint(keys) ? "healthy" : "saturated";
+  return spread < limits.margin * freezingPoint(keys) ? "healthy" : "sharp";
 }
 
 // Expected entropy, largest weight and gradient gain of softmax over independent N(0, spread²) scores.

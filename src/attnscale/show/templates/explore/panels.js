@@ -110,12 +110,12 @@ function drawFreezing({ data, settings, spread, spreadAt, freezing, regime: word
   const edge = (share) => LENGTHS.map((keys) => [px(keys), py(share * freezingPoint(keys))]);
   const region = (upper, lower) => `${path(upper)}${path([...lower].reverse()).replace("M", "L")}Z`;
   const ceiling = [[left, top], [right, top]], floor = [[left, py(diluted)], [right, py(diluted)]];
-  svg.append(element("path", { class: "region saturated", d: region(ceiling, edge(1)) }));
+  svg.append(element("path", { class: "region sharp", d: region(ceiling, edge(1)) }));
   svg.append(element("path", { class: "region healthy", d: region(edge(margin), floor) }));
   svg.append(element("path", { class: "line limit-curve", d: path(edge(1)) }));
   const levels = [0.3, 0.6].map((share) => py(share * freezingPoint(last))), line = py(spreadAt({ n: last }));
   const clear = Math.abs(levels[0] - line) > Math.abs(levels[1] - line) ? levels[0] : levels[1];
-  svg.append(element("text", { class: "region-name", x: left + 10, y: line < top + 24 ? top + 40 : top + 18 }, "saturated"));
+  svg.append(element("text", { class: "region-name", x: left + 10, y: line < top + 24 ? top + 40 : top + 18 }, "sharp"));
   svg.append(element("text", { class: "region-name end", x: right - 10, y: clear }, "healthy"));
   svg.append(element("path", { class: "line first", d: path(LENGTHS.map((keys) => [px(keys), py(spreadAt({ n: keys }))])) }));
   svg.append(element("line", { class: "chosen", x1: px(n), x2: px(n), y1: top, y2: bottom }));
@@ -128,7 +128,7 @@ function drawFreezing({ data, settings, spread, spreadAt, freezing, regime: word
 const lengthName = (keys) => (keys >= 2 ** 20 ? "1M" : keys >= 1024 ? `${Math.round(keys / 1024)}k` : String(keys));
 
 const WORDS = {
-  saturated: "Saturated: a few keys take most of the weight.",
+  sharp: "Sharp: a few keys take most of the weight.",
   diluted: "Diluted: the weights hardly differ.",
   healthy: "Healthy: many keys share the weight, and they differ.",
 };
