@@ -153,7 +153,6 @@ def scaled_call(
     dropout_p: float = 0.0,
 ) -> Call:
     """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
-
     visibility = visibility.within(query.shape[-2], key.shape[-2])
 
     def counts() -> Tensor | None:

@@ -30,7 +30,7 @@ def attention_scores(
     mask: ArrayLike | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """softcap · tanh(scale · QKᵀ / softcap) + mask; a boolean mask is True where a key is visible."""
+    """Softcap · tanh(scale · QKᵀ / softcap) + mask; a boolean mask is True where a key is visible."""
     Q, K = np.asarray(Q, dtype=np.float64), np.asarray(K, dtype=np.float64)
     scale = Q.shape[-1] ** -0.5 if scale is None else np.asarray(scale, dtype=np.float64)
     scores = scale * (Q @ np.swapaxes(K, -1, -2))

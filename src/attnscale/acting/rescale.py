@@ -77,7 +77,7 @@ class RescaleReport:
 
 
 def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
-    """Make every attention of the model apply a rule's scale: `inverse_sqrt`, `constant(0.1)`, `0.1`, `"unscaled"`, …
+    """Make every attention of the model apply the scale of a rule: `inverse_sqrt`, `constant(0.1)`, 0.1, `"unscaled"`.
 
     Where the module keeps its scale as a number, that is set; else the ratio is folded into what makes queries and
     keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to multiply again.

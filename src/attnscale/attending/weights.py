@@ -29,7 +29,7 @@ def row_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, s
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """left (batch, heads, rows, n) @ right (batch, kv_heads, n, m), where consecutive heads share a kv head."""
+    """Left (batch, heads, rows, n) @ right (batch, kv_heads, n, m), where consecutive heads share a kv head."""
     batch, heads, rows, _ = left.shape
     if heads == right.shape[1]:
         return left @ right

@@ -19,7 +19,7 @@ class Setting:
 
     @property
     def relative(self) -> float:
-        """multiplier · √head_dim: 1 for 1/√d_k, √d_k for no scale, 1/√d_k for division by d_k."""
+        """Multiplier · √head_dim: 1 for 1/√d_k, √d_k for no scale, 1/√d_k for division by d_k."""
         return self.multiplier * math.sqrt(self.head_dim)
 
     @property

@@ -100,7 +100,8 @@ def usage_sentence(message: str, context: Any, parameter: Any, arguments: Sequen
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """
+    """Return the value that follows an option, or None.
+
     >>> _value_of("--heads", ["predict", "--heads", "many"]), _value_of("--heads", ["predict", "--heads=few"])
     ('many', 'few')
     """

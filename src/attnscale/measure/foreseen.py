@@ -62,7 +62,7 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
 
 
 def _row_means(call: Call) -> Rows:
-    """scale · q·k̄, the mean score of each row that sees every key: (batch, heads, q_len)."""
+    """Scale · q·k̄, the mean score of each row that sees every key: (batch, heads, q_len)."""
     query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
     usual = key.mean(-2).mul_(call.scale)
     usual = usual if call.group == 1 else usual.repeat_interleave(call.group, dim=1)

@@ -34,7 +34,7 @@ class RowSums:
 
     @property
     def lse(self) -> Tensor:
-        """ln Σ e^s."""
+        """Ln Σ e^s."""
         return self.max + torch.log(self.total)
 
     def merge_keys(self, other: "RowSums") -> "RowSums":

@@ -161,7 +161,8 @@ _ENTRIES = (
         attribute="top1", range=SHARE, format="share", has_error=True, places=EVERYWHERE & ~Place.RUN,
     ),
     Statistic(
-        "saturated", "saturated\nrows", "saturated rows", "share of rows that give one key more than 0.99 of their weight",
+        "saturated", "saturated\nrows", "saturated rows",
+        "share of rows that give one key more than 0.99 of their weight",
         "these rows pass almost no gradient", word="saturated rows", attribute="saturated", range=SHARE, format="share",
         has_error=True, places=Place.LOG | Place.LIVE | Place.CHECK,
     ),

@@ -68,7 +68,7 @@ def about_rule(rule: object) -> About | None:
 
 
 def multiply(query: Tensor, factor: Tensor) -> Tensor:
-    """query · factor, in float32 at least and rounded once to the query's dtype."""
+    """Return query · factor, in float32 at least and rounded once to the query's dtype."""
     wide = wide_dtype(query)
     return (query.to(wide) * factor.to(wide)).to(query.dtype)
 

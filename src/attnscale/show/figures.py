@@ -16,7 +16,7 @@ POINTS = 300  # of a curve
 
 @dataclass(frozen=True)
 class Axis:
-    """Title and range of an axis; `ticks` names positions 0, 1, 2, …"""
+    """Title and range of an axis; `ticks` names the positions from 0 on."""
 
     title: str
     log: bool = False

@@ -105,9 +105,9 @@ def ranges(numbers: Iterable[str]) -> str:
 def at_dots(text: str, width: int) -> str:
     """Break words that are longer than a line behind a dot, or else behind an underscore.
 
-    >>> print(at_dots("in encoder.layer.0.attention", 16))
+    >>> print(at_dots("in encoder.layer.0.linear", 16))
     in encoder.layer.0.
-    attention
+    linear
     """
     return " ".join("\n".join(_pieces(word, width)) for word in text.split(" "))
 
