@@ -111,7 +111,7 @@ def test_the_table_fits_a_terminal_and_json(tensors):
     lines = str(table).splitlines()
     assert len(lines) == 4
     assert {len(line) for line in lines} == {80}
-    assert lines[0].split() == ["scale", "spread", "entropy", "of", "ln", "n", "top-1", "gain", "max", "change"]
+    assert lines[0].split() == ["scale", "spread", "entropy", "%", "of", "max", "top-1", "1−Σp²", "max", "change"]
     assert json.loads(json.dumps(table.to_dict()))["rows"][2]["name"] == "unscaled"
 
 

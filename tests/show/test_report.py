@@ -99,7 +99,7 @@ def test_heads_that_are_far_above_the_others_are_coloured_by_their_logarithm():
     page = check_report(Checked("t", "f", "cpu", None, (), diagnose(layers, trained=False)))
     views = figure(page, "head-map").views
     assert views["spread"].log
-    assert not views["entropy of ln n"].log
+    assert not views["entropy (% of max)"].log
     assert views["spread"].low == min(min(row) for row in views["spread"].values)
 
 

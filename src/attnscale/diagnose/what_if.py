@@ -30,12 +30,9 @@ CLIP = 100.0  # Kimi K2's QK-Clip
 CURRENT = "current"
 AskVisible: TypeAlias = Callable[[], Tensor | None]
 TRIED = ("spread", "entropy", "entropy_ratio", "top1", "jacobian_trace", "max")
+WIDTHS = {"entropy_ratio": 9, "top1": 7, "jacobian_trace": 7}
 # Heading and width, 80 with the name; of a short heading the last line, as the entropy is beside its ratio.
-COLUMNS = (
-    {"scale": 8}
-    | {STATISTICS[name].short.split("\n")[-1]: 7 if name in ("top1", "jacobian_trace") else 8 for name in TRIED}
-    | {"change": 8}
-)
+COLUMNS = {"scale": 8} | {STATISTICS[name].short.split("\n")[-1]: WIDTHS.get(name, 8) for name in TRIED} | {"change": 7}
 NAME_WIDTH = 18  # LearnedTemperature just fits
 
 
@@ -63,9 +60,14 @@ class Outcome:
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        ratios = (f"{number:.3f}" for number in (self.entropy_ratio, self.top1, self.jacobian_trace))
-        start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}"
-        return (*start, *ratios, _short(self.max), "–" if math.isnan(self.change) else f"{self.change:.3f}")
+        start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
+        return (
+            *start,
+            f"{self.top1:.3f}",
+            f"{self.jacobian_trace:.3f}",
+            _short(self.max),
+            "–" if math.isnan(self.change) else f"{self.change:.3f}",
+        )
 
 
 def _short(value: float) -> str:

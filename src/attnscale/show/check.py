@@ -29,7 +29,7 @@ from attnscale.show.text import (
 from attnscale.watching.seen import padding_told
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
-DROPPABLE = ("entropy", "top-1", "max", "gain")  # columns of a what-if, the first to go where there is no room
+DROPPABLE = ("entropy", "top-1", "max", "1−Σp²")  # columns of a what-if, the first to go where there is no room
 SHOWN = 10  # changed heads that are listed; JSON and the report have all
 
 
