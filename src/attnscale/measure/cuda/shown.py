@@ -77,7 +77,7 @@ def stats_of_sample(sums: Tensor, sample: Sample, table: Tensor) -> ScoreStats:
 
 def rows_of(sums: Tensor) -> RowSums:
     """What the pass has left of each row."""
-    return RowSums(sums[6].long(), *sums[:6].double())
+    return RowSums(sums[6].long(), *sums[:6].double(), first=torch.full_like(sums[0], -torch.inf))
 
 
 def _errors(sums: Tensor, sample: Sample, table: Tensor) -> Uncertainty:
