@@ -17,8 +17,7 @@ from attnscale.acting.replicas import Axis, Floats, device_of
 from attnscale.module_paths import root_name
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
-from attnscale.probes.placement import Placement, Structure
-from attnscale.probes.unprobed import Fallback
+from attnscale.probes.placement import Fallback, Placement, Structure
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
