@@ -42,6 +42,7 @@ class Placement:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan, self.all_modules = model, plan, modules_by_path(model)
+        self.root_name = type(self.all_modules[""]).__name__
         self._is_found = all(path in self.all_modules for path in plan.attending)
         found = {path: self.all_modules[path] for path in sorted(plan.attending) if path in self.all_modules}
         self.modules = {path: found[path] for path in plan.modules if path in found and can_install(found[path])}
@@ -195,20 +196,19 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        held = list(map(held_by, modules))
+        held = held_by(modules)
         number = {id(None): len(modules)} | {id(module): number for number, module in enumerate(modules)}
         self._modules = [weakref.ref(module) for module in modules]
         self._counts = list(map(len, held))
-        self._held = [number[id(module)] for module in chain.from_iterable(held)]
+        self._held = [number[id(module)] for each in held for module in each.values()]
 
     def matches(self, model: nn.Module) -> bool:
-        """Return True if the model holds the same modules in the same order; compared as whole lists, as it is hot."""
-        modules = [reference() for reference in self._modules]
-        if modules[0] is not model:
+        """Return True if the model holds the same modules in the same order; called at every step, so no Python loop."""
+        modules: list[nn.Module | None] = list(map(operator.call, self._modules))
+        if modules[0] is not model or None in modules:
             return False
-        held = [held_by(module) for module in modules if module is not None]
+        held = held_by(modules)
         if list(map(len, held)) != self._counts:
             return False
-        by_number = [*modules, None]
-        expected = (by_number[number] for number in self._held)
-        return all(map(operator.is_, chain.from_iterable(held), expected))
+        expected = map([*modules, None].__getitem__, self._held)
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, held)), expected))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.measure.sampling import same_rows
-from attnscale.module_paths import root_name
 from attnscale.numerics import without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
 from attnscale.probes.intercept import AttentionCall, WrittenScores
@@ -60,7 +59,7 @@ def probed_step(placement: Placement, settings: Settings) -> Iterator[Seen]:
 
 class _ProbedStep:
     def __init__(self, placement: Placement, settings: Settings) -> None:
-        model, root = placement.model, root_name(placement.model)
+        model, root = placement.model, placement.root_name
         plan = self.plan = placement.plan
         self.settings = settings
         self.seen = Seen(

@@ -14,7 +14,6 @@ from attnscale.acting.clip_state import WriteCheck
 from attnscale.acting.head_rows import HeadRows
 from attnscale.acting.parameters import Frozen
 from attnscale.acting.replicas import Axis, Floats, device_of
-from attnscale.module_paths import root_name
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Fallback, Placement, Structure
@@ -88,7 +87,7 @@ class ProbedClip:
     def _trace_fallbacks(self) -> None:
         if not self._placement.fallbacks:
             return
-        root = root_name(self._model)
+        root = self._placement.root_name
         declare = partial(self._placement.plan.declared, self._model)
         self._seen = Seen(lambda path: path or root, declare, lambda _: ())
         fallback = Fallback(self._model, Settings(None, training=True, may_be_empty=True), self._seen)
