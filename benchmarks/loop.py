@@ -179,7 +179,11 @@ class Loop:
         return loss.detach()
 
     def timed_step(self) -> tuple[float, float]:
-        """Milliseconds of one step with a synchronisation behind it, and those of the host before that."""
+        """Milliseconds of one step with a synchronisation behind it, and those of the host before that.
+
+        A step comes before it, whose record is made in the one that is timed.
+        """
+        self.step()
         self.wait()
         start = time.perf_counter()
         self.step()

@@ -203,7 +203,7 @@ class Structure:
         self._held = [number[id(module)] for each in held for module in each.values()]
 
     def matches(self, model: nn.Module) -> bool:
-        """Return True if the model holds the same modules in the same order; called at every step, so no Python loop."""
+        """Return True if the model holds the same modules in the same order; without a Python loop, as it is hot."""
         modules: list[nn.Module | None] = list(map(operator.call, self._modules))
         if modules[0] is not model or None in modules:
             return False
