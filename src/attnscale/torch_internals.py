@@ -5,10 +5,11 @@ tests/test_torch_internals.py reports names that are missing.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from importlib import import_module
+from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -284,10 +285,9 @@ def _each(
         apart(tensor, other)
 
 
-def held_by(module: torch.nn.Module) -> Collection[torch.nn.Module | None]:
-    """Return the direct children of a module in order; several times faster than children()."""
-    held: dict[str, torch.nn.Module | None] = module._modules
-    return held.values()
+def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
+    """Return the modules that each module holds itself, by name; children() takes several times as long."""
+    return list(map(attrgetter("_modules"), modules))
 
 
 def current_stream(device: int | None = None) -> int:

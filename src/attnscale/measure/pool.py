@@ -53,13 +53,6 @@ def with_sinks(stats: ScoreStats, sinks: Tensor | None) -> ScoreStats:
     return replace(stats, pool=replace(stats.pool, known=None, sinks=sinks.detach().double().clone()))
 
 
-def tables_of(many: Sequence[ScoreStats]) -> list[Table] | None:
-    """What kernels have pooled of each; None where they have not of all."""
-    pools = [stats.pool.known if isinstance(stats.pool, Unpooled) else stats.pool for stats in many]
-    tables = [pool for pool in pools if isinstance(pool, Table)]
-    return tables if len(tables) == len(pools) else None
-
-
 def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
     """The sums of several statistics, without what standard errors are told from; alike ones are pooled at once.
 
