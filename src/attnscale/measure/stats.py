@@ -17,6 +17,7 @@ from attnscale.measure.pooled import FINAL, FINISHED, NUMBERS, SUMS, Known, Pool
 from attnscale.measure.statistics import of_scores
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
+from attnscale.results import Result
 
 PER_ROW = ("entropy", "top1", "saturated", "jacobian_trace", "effective_keys", "sink")
 DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
@@ -38,8 +39,8 @@ def table_of(pooled: Pooled) -> Tensor:
     return torch.cat([torch.stack(numbers, -1), pooled.sums, torch.stack(shown, -1), whole], dim=-1)
 
 
-@dataclass(frozen=True)
-class ScoreStats:
+@dataclass(frozen=True, repr=False)
+class ScoreStats(Result):
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
 
     They are final: nothing of the caller's tensors is kept, and nothing of them is read again. What a CUDA graph

@@ -19,6 +19,7 @@ from attnscale.diagnose.alarm import ScaleError
 from attnscale.diagnose.scale import WRONG_SCALE, correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.measure.stats import ScoreStats
+from attnscale.results import PlottedResult
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -51,7 +52,7 @@ def _close_all() -> None:
         monitor._merging.close()
 
 
-class Monitor:
+class Monitor(PlottedResult):
     """Watch every `every`-th training step of a model, and raise alarms when its scores run away.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so

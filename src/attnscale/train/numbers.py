@@ -35,7 +35,7 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     query_gradient, key_gradient = (added[:, :2].sqrt() / added[:, 2:]).unbind(-1)
     size = (stats.variance + stats.mean.square()).sqrt()
     of_layer = {
-        "scale": scale,
+        "scale_applied": scale,
         "query_norm": query_norm,
         "key_norm": key_norm,
         "alignment": torch.where(

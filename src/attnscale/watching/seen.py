@@ -14,6 +14,7 @@ from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
+from attnscale.results import PlottedResult
 from attnscale.watching.call import NotedCall, Reading, SeenCall
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
@@ -38,7 +39,7 @@ class Layers(dict[str, Layer]):
         raise KeyError(f"{path}: expected the path of one attention, one of: {known}")
 
 
-class Seen:
+class Seen(PlottedResult):
     """The attentions of a watched model, as they were computed."""
 
     def __init__(
@@ -174,7 +175,7 @@ class Seen:
         return table(self.layers.values())
 
     def __dir__(self) -> list[str]:
-        return ["calls", "layers"]  # the rest is for other rooms of the package
+        return ["calls", "layers", "plot", "to_pandas"]  # the rest is for other rooms of the package
 
 
 class LayerFacts(NamedTuple):
@@ -295,7 +296,10 @@ def _counted(call: SeenCall, device: torch.device) -> Tensor:
 
 def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
-    statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
+    statistics = [
+        (entry.factor * entry.whole(layer.stats), entry.factor * entry.error(layer.stats))
+        for entry in in_place(Place.SEEN)
+    ]
     numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
     shown = ("–" if math.isnan(number) else f"{readable(number)}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown
