@@ -193,7 +193,7 @@ def test_what_is_seen_offers_its_public_names_alone():
     model = Block(24, Plain(24, 2))
     with attnscale.watch(model) as seen:
         model(torch.randn(1, 5, 24))
-    assert [name for name in dir(seen) if not name.startswith("_")] == ["calls", "layers"]
+    assert [name for name in dir(seen) if not name.startswith("_")] == ["calls", "layers", "plot", "to_pandas"]
     assert seen.calls == 1
 
 
