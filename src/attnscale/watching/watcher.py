@@ -162,6 +162,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             )
         if not self.seen.calls and not (self._settings.may_be_empty and self.stack.called):
             raise InputError(self._why_nothing())
+        if not self.seen.calls:
+            warnings.warn(f"Saw no attention: {self._nothing}.", NotFollowedWarning, stacklevel=4)
         self.seen.missed = MissedAttention(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
