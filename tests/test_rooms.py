@@ -35,7 +35,7 @@ inputs               1    170
 attending           19  1,580   1,100 with operator
 operator             1    170
 modules              1    250
-measure             70  7,810   4,000
+measure             70  7,870   4,000
 declared             5    520
 tracing             11  2,230   2,000
 watching            25  3,970

@@ -183,6 +183,18 @@ _ENTRIES = (
         attribute="effective_keys", unit="keys", bad="small", range=(1.0, math.inf), has_error=True,
     ),
     Statistic(
+        "sink", "sink", "weight on the first key", "mean weight on the first visible key of a row",
+        "near 1: the head attends to the start of its sequence, an attention sink, and passes on little else",
+        attribute="sink", range=SHARE, format="share", has_error=True, places=Place.LOG | Place.CHECK | Place.MAP,
+    ),
+    Statistic(
+        "learned_sink", "learned\nsink", "weight of the learned sink",
+        "mean weight that a learned sink logit takes from the keys of a row",
+        "known where a model has such a logit in the denominator of its softmax",
+        word="learned sink", attribute="learned_sink", range=SHARE, format="share", may_be_unknown=True,
+        places=Place.LOG,
+    ),
+    Statistic(
         "scale_applied", "scale", "scale", "slope of the softmax’s real input on q·k",
         "1/√d_k is expected where the model’s configuration names none", places=Place.LOG,
     ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -130,6 +131,33 @@ def fingerprint(vectors: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)).mul(ODD).sum()
 
 
+class NotedCall(Protocol):
+    """A call as it is noted while a model runs: a SeenCall, or what one can be made of later."""
+
+    depth: int
+    key_len: int
+    softcap: float | None
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+
+    @property
+    def seen(self) -> "SeenCall":
+        """All that is known of it."""
+
+    def settle(self) -> None:
+        """Wait for no further backward pass."""
+
+
 @dataclass(eq=False)
 class SeenCall:
     """One attention call: the fields of Layer, before calls are merged."""
@@ -170,6 +198,21 @@ class SeenCall:
     depth: int = 0  # runs of its module before this one, in the same forward
     reading: Reading = field(default_factory=Reading)
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
+
+    @property
+    def seen(self) -> "SeenCall":
+        """The call itself; one that a probe measured is made only when it is asked for."""
+        return self
+
+    def settle(self) -> None:
+        """Wait for no further backward pass."""
+        if self.gradients is not None:
+            self.gradients.settle()
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+        return self.reading.rescaled
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.results import PlottedResult
-from attnscale.watching.call import Reading, SeenCall
+from attnscale.watching.call import NotedCall, Reading, SeenCall
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.missed import MissedAttention
@@ -59,10 +59,10 @@ class Seen(PlottedResult):
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
         self.missed = MissedAttention()  # known when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
-        self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
+        self._sites: dict[tuple[object, ...], list[NotedCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
+    def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
         site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
@@ -70,9 +70,8 @@ class Seen(PlottedResult):
 
     def settle(self) -> None:
         """Wait for no further backward pass."""
-        for seen in (seen for calls in self._sites.values() for seen in calls):
-            if seen.gradients is not None:
-                seen.gradients.settle()
+        for call in (call for calls in self._sites.values() for call in calls):
+            call.settle()
 
     @property
     def calls(self) -> int:
@@ -94,24 +93,26 @@ class Seen(PlottedResult):
         """
         self.settle()
         if self._built[0] != self.calls:
-            layers = {name: self._layer(name, path, calls) for name, (path, calls) in self._calls_by_layer().items()}
+            by_layer = self.calls_by_layer().items()
+            layers = {name: self._layer(name, path, [call.seen for call in calls]) for name, (path, calls) in by_layer}
             self._built = (self.calls, Layers(layers))
         return self._built[1]
 
     def numbers(self) -> "dict[str, LayerNumbers]":
         """Return what a record holds of each layer; a sampled step is recorded without building layers."""
-        return {name: LayerNumbers.of(calls) for name, (_, calls) in self._calls_by_layer().items()}
+        by_layer = self.calls_by_layer().items()
+        return {name: LayerNumbers.of([call.seen for call in calls]) for name, (_, calls) in by_layer}
 
     def facts(self) -> "dict[str, LayerFacts]":
         """Return what a record says of each layer beside its numbers."""
         return {
-            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].reading.rescaled)
-            for name, (path, calls) in self._calls_by_layer().items()
+            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].rescaled)
+            for name, (path, calls) in self.calls_by_layer().items()
         }
 
-    def _calls_by_layer(self) -> dict[str, tuple[str, list[SeenCall]]]:
+    def calls_by_layer(self) -> dict[str, tuple[str, list[NotedCall]]]:
         """Return the path and the calls of each layer, by its name."""
-        found: dict[str, tuple[str, list[SeenCall]]] = {}
+        found: dict[str, tuple[str, list[NotedCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
             name = self._shown(path)
@@ -225,9 +226,9 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
     return "\n".join([*(line.rstrip() for line in lines), *padding_told(layers)])
 
 
-def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
+def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
     """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
-    depths: dict[int, list[SeenCall]] = {}
+    depths: dict[int, list[NotedCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
     keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
