@@ -19,7 +19,7 @@ REPORT = {"width": 900, "height": 900}
 
 
 def explore(browser: Browser, folder: Path) -> None:
-    """The upper part of what `attnscale explore` opens, for unscaled scores of 24 dimensions."""
+    """Return the upper part of what `attnscale explore` opens, for unscaled scores of 24 dimensions."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "explore.html"
         path.write_text(explore_page(), encoding="utf-8")
@@ -34,7 +34,7 @@ def explore(browser: Browser, folder: Path) -> None:
 
 
 def report(browser: Browser, folder: Path) -> None:
-    """The upper part of the report of the bundled model, as `attnscale check --html` writes it."""
+    """Return the upper part of the report of the bundled model, as `attnscale check --html` writes it."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "report.html"
         path.write_text(report_page(check_model(Request())), encoding="utf-8")

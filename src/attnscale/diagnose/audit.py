@@ -10,6 +10,7 @@ from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, ve
 from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
+from attnscale.results import PlottedResult
 from attnscale.watching.layer import Layer
 from attnscale.watching.missed import MissedAttention
 from attnscale.watching.seen import table
@@ -17,8 +18,8 @@ from attnscale.watching.seen import table
 NOTHING_READ = "No attention could be read, so nothing was judged."
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(PlottedResult):
     """The attention layers of a model, and the findings about them."""
 
     layers: Mapping[str, Layer]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.diagnose.audit import Audit, diagnose, in_order, unchecked
-from attnscale.diagnose.checks import evaluation_findings, mode_findings
-from attnscale.diagnose.scale import SYMPTOMS
+from attnscale.diagnose.checks import SYMPTOMS, evaluation_findings, mode_findings
 from attnscale.diagnose.trained import is_trained
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer

@@ -22,7 +22,7 @@ from attnscale.measure.cuda.layout import (
     layout_key,
     on_hopper,
 )
-from attnscale.measure.cuda.sampled import SampledRows, sample_plain
+from attnscale.measure.cuda.sampled import SampledRows, own_logits, sample_plain
 from attnscale.measure.cuda.sdpa import attend_with_lse, attention_gradients, attention_rows_backward, is_cast
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
@@ -109,16 +109,20 @@ def sample_planned(
     return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
 
 
-def measure(call: Call, rows: int | None) -> ScoreStats:
-    """Measure every row, or about this many a head; the sums of rows are kept, for who sees only some of the keys."""
+def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
+    """Measure every row, or about this many a head; the sums of rows are kept, for who sees only some of the keys.
+
+    `sinks`, (heads,), are learned logits that join the denominators.
+    """
     (batch, heads, q_len, _), is_causal = call.query.shape, call.visibility.is_causal
     planned = None if rows is None else design(rows, q_len, batch, is_causal)
     with torch.no_grad():
+        sinks = own_logits(sinks)
         if planned is not None:
-            return sample_plain(call, planned, None)
+            return sample_plain(call, planned, None, sinks)
         choice = _choice(layout_key(call.query), layout_key(call.key), None, is_causal)
         if choice is KernelChoice.SPLIT_KEYS:
-            return _over_spans(call.query, call.key, call.scale).stats(capturing(), exact=True)
+            return _over_spans(call.query, call.key, call.scale, sinks).stats(capturing(), exact=True)
         from attnscale.measure.cuda import triton
 
         query, key, kv_len = call.query, call.key, call.key.shape[2]
@@ -127,8 +131,8 @@ def measure(call: Call, rows: int | None) -> ScoreStats:
             sums = triton.score_rows(rows, key, call.scale, False, cut=_decoding_tiles(rows)).view(-1, batch, heads, 1)
         else:
             sums = triton.score_rows(query, key, call.scale, is_causal)
-        table = triton.finish_rows(sums, kv_len, is_causal)
-    pool = Unpooled(partial(_rows, sums, kv_len, is_causal), known=Table(table))
+        table = triton.finish_rows(sums, kv_len, is_causal, sinks)
+    pool = Unpooled(partial(_rows, sums, kv_len, is_causal), known=Table(table), sinks=sinks)
     return ScoreStats(heads, exact=True, pool=pool, refreshed=capturing())
 
 
@@ -198,16 +202,16 @@ def _decoding_tiles(query: Tensor) -> Any:
     return triton.decoding_tiles(query.shape[-1], query.dtype, triton.capability(query.device.index))
 
 
-def _over_spans(query: Tensor, key: Tensor, scale: float) -> SampledRows:
+def _over_spans(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None = None) -> SampledRows:
     """Measure one query of few heads over spans of keys that fill a GPU."""
     from attnscale.measure.cuda import triton
 
     position, weight = _first_row(len(query), query.device)
     span, kv_len = key_span(query, key), key.shape[2]
     sums, norms = triton.sample_rows(query, key, position, scale, False, True, span)
-    table = triton.finish_sampled(sums, norms, position, weight, 1, kv_len, span, scale, False)
+    table = triton.finish_sampled(sums, norms, position, weight, 1, kv_len, span, scale, False, sinks)
     table[:, 4].copy_(table[:, 3])  # every row was looked at: the largest score is known
-    return SampledRows(Sample(position, position[0], position[0] + 1), sums, table, span, kv_len, False)
+    return SampledRows(Sample(position, position[0], position[0] + 1), sums, table, span, kv_len, False, sinks)
 
 
 @cache

@@ -15,6 +15,8 @@ HOPPER = (9, 0)  # the compute capability that the Hopper kernel is written for
 LEAST_SPAN = 128  # keys of one program, where the keys of sampled rows are split so that few rows still fill a GPU
 SPANS = 264  # of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+SUMS = 7  # planes of sums, as in RowSums: max, total, gap, participation, mean, deviation and first of each row
+SUMS_AND_VISIBLE = 8  # and the number of visible keys, where the position of a row does not tell it
 WIDEST_HEAD = 256  # a tile holds whole heads
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int | None, int]

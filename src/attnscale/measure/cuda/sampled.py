@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.bound import max_bound
-from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
@@ -19,23 +19,24 @@ from attnscale.torch_internals import current_stream
 from attnscale.visibility import Visibility
 
 DRAWS_AHEAD = 256  # at most
-SUMS_AND_VISIBLE = 7  # planes of sums, where a pass counts how many keys a row sees
 
 
 class SampledRows(NamedTuple):
     """What a pass over sampled rows leaves: their sums over each span of keys, and the table of their heads."""
 
     sample: Sample
-    sums: Tensor  # (6 or SUMS_AND_VISIBLE, spans, batch, heads, rows)
+    sums: Tensor  # (7 or SUMS_AND_VISIBLE, spans, batch, heads, rows)
     table: Tensor
     span: int
     kv_len: int
     is_causal: bool
+    sinks: Tensor | None = None  # learned logits, float64 (heads,), that the table has in the denominators
 
     def stats(self, refreshed: bool, exact: bool = False) -> ScoreStats:
         """Return the statistics; what standard errors need is computed from the sums when one is asked for."""
         known = Table(self.table, None if exact else self._errors)
-        pool = Unpooled(self.rows, self._bound, None if exact else self.sample, in_shards=True, known=known)
+        sample = None if exact else self.sample
+        pool = Unpooled(self.rows, self._bound, sample, in_shards=True, known=known, sinks=self.sinks)
         return ScoreStats(self.sums.shape[3], exact=exact, pool=pool, refreshed=refreshed)
 
     def rows(self) -> RowSums:
@@ -51,15 +52,17 @@ class SampledRows(NamedTuple):
         return self.table[:, NUMBERS.index("max_bound")]
 
     def _errors(self) -> Uncertainty:
-        return uncertainty_of(self.rows().over_shards(), self.sample, self.table[:, NUMBERS.index("mean")])
+        rows = self.rows().over_shards()
+        rows = rows if self.sinks is None else rows.with_sinks(self.sinks)
+        return uncertainty_of(rows, self.sample, self.table[:, NUMBERS.index("mean")])
 
 
 def rows_of(sums: Tensor) -> RowSums:
     """Return sums with the number of visible keys as RowSums."""
-    return RowSums(sums[6].long(), *sums[:6].double())
+    return RowSums(sums[7].long(), *sums[:7].double())
 
 
-def sample_plain(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
+def sample_plain(call: Call, planned: Design, lse: Tensor | None, sinks: Tensor | None = None) -> ScoreStats:
     """Measure a draw of rows that see every key or those before them.
 
     The lse of all rows bounds the maximum of those not looked at; without it, the norms of queries and keys do.
@@ -71,8 +74,8 @@ def sample_plain(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
     sample = drawn_ahead(planned, len(query), query.device).next()
     sums, norms = triton.sample_rows(query, key, sample.positions, scale, is_causal, lse is None, span)
     bounds, weights = norms if lse is None else lse, weights_of(planned, query.device)
-    table = triton.finish_sampled(sums, bounds, sample.positions, weights, q_len, kv_len, span, scale, is_causal)
-    return SampledRows(sample, sums, table, span, kv_len, is_causal).stats(capturing())
+    table = triton.finish_sampled(sums, bounds, sample.positions, weights, q_len, kv_len, span, scale, is_causal, sinks)
+    return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks).stats(capturing())
 
 
 def measures_masked(call: Call) -> bool:
@@ -80,13 +83,14 @@ def measures_masked(call: Call) -> bool:
     return kernels_take(call) and not is_intercepted(call.query, call.key)
 
 
-def measure_masked(call: Call, rows: int | None) -> ScoreStats:
+def measure_masked(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """Measure every row, or about this many a head; what the mask hides is False or −∞."""
     (batch, heads, q_len, _), device = call.query.shape, call.query.device
     planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
     with torch.no_grad():
+        sinks = own_logits(sinks)
         if planned is None:
-            return _every_masked_row(call)
+            return _every_masked_row(call, sinks)
         from attnscale.measure.cuda import triton
 
         kv_len, span = call.key.shape[2], key_span(call.query, call.key)
@@ -94,17 +98,22 @@ def measure_masked(call: Call, rows: int | None) -> ScoreStats:
         sums = triton.score_masked_rows(call, sample.positions, span)
         bound = max_bound(call).float().view(1, heads, 1).expand(batch, -1, -1)
         weights = weights_of(planned, device)
-        table = triton.finish_sampled(sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False)
-        return SampledRows(sample, sums, table, span, kv_len, False).stats(capturing())
+        table = triton.finish_sampled(sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, sinks)
+        return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing())
 
 
-def _every_masked_row(call: Call) -> ScoreStats:
+def _every_masked_row(call: Call, sinks: Tensor | None) -> ScoreStats:
     from attnscale.measure.cuda import triton
 
     kv_len = call.key.shape[2]
     sums = triton.score_masked_rows(call, None, kv_len)[:, 0]
-    pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, kv_len, False)))
+    pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, kv_len, False, sinks)), sinks=sinks)
     return ScoreStats(call.query.shape[1], exact=True, pool=pool, refreshed=capturing())
+
+
+def own_logits(sinks: Tensor | None) -> Tensor | None:
+    """Return a copy of learned sinks as the kernels take them."""
+    return None if sinks is None else sinks.detach().to(torch.float64, copy=True)
 
 
 @cache

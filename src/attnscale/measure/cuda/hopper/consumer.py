@@ -153,8 +153,11 @@ def consume(
         mean = largest - ahead + from_base
         gl.store(to + 4 * plane, mean * LN2, mask=inside)
         gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
+        is_first = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)) == 0  # the last block begins with it
+        first_score = full_sum(partial_sum(gl.where(is_first[None, :], scores, 0.0)))
+        gl.store(to + 6 * plane, gl.minimum(first_score - ahead, 0.0) * LN2, mask=inside)
         if SEQUENCES:
-            gl.store(to + 6 * plane, number, mask=inside)
+            gl.store(to + 7 * plane, number, mask=inside)
         gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))

@@ -19,9 +19,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnscale.measure.cuda.hopper.consumer import consume
 from attnscale.measure.cuda.hopper.tiles import CONSUMERS, ROWS, produce
-from attnscale.measure.cuda.layout import Layout, layout_key
+from attnscale.measure.cuda.layout import SUMS, SUMS_AND_VISIBLE, Layout, layout_key
 from attnscale.measure.cuda.triton.launch import Launch, positive_scale
-from attnscale.measure.cuda.triton.rows import LOG2_E, SUMS, SUMS_AND_VISIBLE, AttendedRows
+from attnscale.measure.cuda.triton.rows import LOG2_E, AttendedRows
 from attnscale.measure.cuda.triton.sequence_tiles import most_tiles, tiles_of
 from attnscale.measure.cuda.triton.tiles import Tiles
 from attnscale.numerics import HALF_DTYPES

@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.bound import BOUND_SLACK
-from attnscale.measure.cuda.layout import Layout, layout_key
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key
 from attnscale.measure.cuda.triton.launch import Launch, counters
-from attnscale.measure.cuda.triton.rows import SUMS_AND_VISIBLE
 from attnscale.measure.cuda.triton.tiles import Tiles
 from attnscale.measure.pooled import TABLE
 from attnscale.theory.limits import SATURATED_TOP1
 
-FIELDS: tl.constexpr = tl.constexpr(16)  # numbers that a program leaves: 12 sums, 2 maxima, and room
-HIGHEST: tl.constexpr = tl.constexpr(12)
-ABOVE: tl.constexpr = tl.constexpr(13)
+FIELDS: tl.constexpr = tl.constexpr(16)  # numbers that a program leaves: 14 sums and 2 maxima
+HIGHEST: tl.constexpr = tl.constexpr(14)
+ABOVE: tl.constexpr = tl.constexpr(15)
+VANISHED: tl.constexpr = tl.constexpr(-1e4)  # e to this is zero; a logit of −∞ times zero is NaN
 COLUMNS: tl.constexpr = tl.constexpr(TABLE)
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
@@ -35,13 +35,14 @@ SAMPLED_ROWS, BOUNDS = 64, 4096  # at a time, of a sampled head's rows and of wh
 
 @triton.jit(
     do_not_specialize=["batch", "heads", "count", "q_len", "kv_len", "spans", "span", "rows_each", "bound_places"],
-    do_not_specialize_on_alignment=["rows_at", "bounds_at", "table_at"],  # parts of larger tensors
+    do_not_specialize_on_alignment=["rows_at", "bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
 )
 def finish_kernel(
     sums_at: tl.tensor,
     rows_at: tl.tensor,
     weights_at: tl.tensor,
     bounds_at: tl.tensor,
+    sinks_at: tl.tensor,
     left_at: tl.tensor,
     arrived_at: tl.tensor,
     table_at: tl.tensor,
@@ -63,6 +64,7 @@ def finish_kernel(
     GIVEN_VISIBLE: tl.constexpr,
     SAMPLED: tl.constexpr,
     GIVEN_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SLACK: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUND_BLOCK: tl.constexpr,
@@ -83,6 +85,8 @@ def finish_kernel(
     saturated = tl.zeros([BLOCK], tl.float64)
     trace = tl.zeros([BLOCK], tl.float64)
     keys = tl.zeros([BLOCK], tl.float64)
+    sink = tl.zeros([BLOCK], tl.float64)
+    learned = tl.zeros([BLOCK], tl.float64)
     highest = tl.full([BLOCK], float("-inf"), tl.float64)
     above = tl.full([BLOCK], float("-inf"), tl.float64)
     step = tl.cast(batch, tl.int64) * heads * count  # from span to span
@@ -102,11 +106,11 @@ def finish_kernel(
         if GIVEN_VISIBLE:
             visible = tl.zeros_like(position)
             for number in range(spans):
-                visible += tl.load(at + number * step + 6 * plane, mask=kept, other=0.0).to(tl.int32)
+                visible += tl.load(at + number * step + 7 * plane, mask=kept, other=0.0).to(tl.int32)
             kept = kept & (visible > 0)
         if SAMPLED:
             weight = tl.where(kept, tl.load(weights_at + place), 0.0)
-            largest, total, gap, participation, mean, deviation = _merge_spans(
+            largest, total, gap, participation, mean, deviation, row_first = _merge_spans(
                 at, visible, kept, step, plane, spans, span, GIVEN_VISIBLE, BLOCK
             )
         else:
@@ -117,10 +121,23 @@ def finish_kernel(
             participation = tl.load(at + 3 * plane, mask=kept, other=1.0)
             mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
             deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
+            row_first = tl.load(at + 6 * plane, mask=kept, other=0.0)
+        outcomes = visible
+        if HAS_SINKS:  # one more key, as RowSums.with_sinks() adds it
+            logit = tl.load(sinks_at + head)
+            beyond = tl.where(kept, logit - largest.to(tl.float64), 0.0)
+            raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
+            of_keys, own = total * tl.exp(-raised), tl.exp(below)
+            total = of_keys + own
+            gap = (of_keys * (gap + raised) - own * below) / total
+            participation = (participation * of_keys * of_keys + own * own) / (total * total)
+            row_first = row_first - raised
+            learned += weight * (own / total)
+            outcomes = visible + 1
         row_entropy = tl.log(total) + gap
         row_top1 = 1.0 / total
-        some = kept & (visible > 1)
-        row_ratio = row_entropy / tl.log(tl.maximum(visible, 2).to(total.dtype))
+        some = kept & (outcomes > 1)
+        row_ratio = row_entropy / tl.log(tl.maximum(outcomes, 2).to(total.dtype))
         seen = visible.to(tl.float64)
         highest = tl.maximum(highest, largest.to(tl.float64), propagate_nan=tl.PropagateNan.ALL)
         beyond = tl.where(kept, largest.to(tl.float64) - mean, float("-inf"))
@@ -139,6 +156,7 @@ def finish_kernel(
         saturated += tl.where(row_top1 > SATURATED, weight, 0.0)
         trace += weight * (1.0 - tl.minimum(participation, 1.0, propagate_nan=tl.PropagateNan.ALL)).to(tl.float64)
         keys += weight * (1.0 / participation).to(tl.float64)
+        sink += weight * (tl.exp(row_first) * row_top1).to(tl.float64)
 
     table_at += head * COLUMNS
     if SAMPLED:
@@ -152,7 +170,7 @@ def finish_kernel(
             tl.maximum(bound, largest, propagate_nan=tl.PropagateNan.ALL), _largest(above), tl.sum(rows, 0),
             tl.sum(scores, 0), tl.sum(first, 0), tl.sum(second, 0), tl.sum(within, 0), tl.sum(entropy, 0),
             tl.sum(several, 0), tl.sum(ratio, 0), tl.sum(top1, 0), tl.sum(saturated, 0), tl.sum(trace, 0),
-            tl.sum(keys, 0),
+            tl.sum(keys, 0), tl.sum(sink, 0), tl.sum(learned, 0),
         )  # fmt: skip
     else:
         left_at += (head * slots).to(tl.int64) * FIELDS
@@ -169,6 +187,8 @@ def finish_kernel(
         tl.store(to + 9, tl.sum(saturated, 0))
         tl.store(to + 10, tl.sum(trace, 0))
         tl.store(to + 11, tl.sum(keys, 0))
+        tl.store(to + 12, tl.sum(sink, 0))
+        tl.store(to + 13, tl.sum(learned, 0))
         tl.store(to + HIGHEST, _largest(highest))
         tl.store(to + ABOVE, _largest(above))
         tl.debug_barrier()
@@ -184,6 +204,7 @@ def finish_kernel(
                 table_at, all_rows, all_scores, largest, largest, _highest(left_at + ABOVE, slots), all_rows,
                 all_scores, _field(sums, 2), _field(sums, 3), _field(sums, 4), _field(sums, 5), _field(sums, 6),
                 _field(sums, 7), _field(sums, 8), _field(sums, 9), _field(sums, 10), _field(sums, 11),
+                _field(sums, 12), _field(sums, 13),
             )  # fmt: skip
             tl.store(arrived_at + head, 0)  # for the next launch
 
@@ -204,7 +225,7 @@ def _merge_spans(
     largest = tl.full([BLOCK], float("-inf"), tl.float64)
     for number in range(spans):
         here = at + number * step
-        shown = kept & (_visible_in(here + 6 * plane, visible - number * span, span, kept, GIVEN_VISIBLE) > 0)
+        shown = kept & (_visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE) > 0)
         score = tl.load(here, mask=shown, other=float("-inf")).to(tl.float64)
         largest = tl.maximum(largest, score, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(kept, largest, 0.0)
@@ -213,10 +234,13 @@ def _merge_spans(
     square = tl.zeros([BLOCK], tl.float64)
     first = tl.zeros([BLOCK], tl.float64)
     second = tl.zeros([BLOCK], tl.float64)
+    first_key = tl.zeros([BLOCK], tl.float64)
+    seen = tl.zeros([BLOCK], tl.int32)
     for number in range(spans):
         here = at + number * step
-        there = _visible_in(here + 6 * plane, visible - number * span, span, kept, GIVEN_VISIBLE)
+        there = _visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE)
         shown = kept & (there > 0)
+        is_earliest, seen = shown & (seen == 0), seen + tl.where(shown, there, 0)
         there = tl.where(shown, there, 0).to(tl.float64)
         below = tl.where(shown, base - tl.load(here, mask=shown, other=0.0).to(tl.float64), 0.0)
         share = tl.load(here + plane, mask=shown, other=0.0).to(tl.float64) * tl.exp(-below)
@@ -224,13 +248,15 @@ def _merge_spans(
         gap += share * (tl.load(here + 2 * plane, mask=shown, other=0.0).to(tl.float64) + below)
         square += share * share * tl.load(here + 3 * plane, mask=shown, other=0.0).to(tl.float64)
         mean = tl.load(here + 4 * plane, mask=shown, other=0.0).to(tl.float64)
+        own_first = tl.load(here + 6 * plane, mask=shown, other=0.0).to(tl.float64) - below
+        first_key = tl.where(is_earliest, own_first, first_key)
         first += there * mean
         second += tl.load(here + 5 * plane, mask=shown, other=0.0).to(tl.float64) + there * mean * mean
     total = tl.where(kept, total, 1.0)
     participation = tl.where(kept, square / (total * total), 1.0)
     mean = first / tl.maximum(visible.to(tl.float64), 1.0)
     deviation = tl.maximum(second - first * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return largest, total, gap / total, participation, mean, deviation
+    return largest, total, gap / total, participation, mean, deviation, first_key
 
 
 @triton.jit
@@ -297,6 +323,8 @@ def _write_row(
     saturated: tl.tensor,
     trace: tl.tensor,
     keys: tl.tensor,
+    sink: tl.tensor,
+    learned: tl.tensor,
 ) -> None:
     """The row of a head: its sums, and the statistics as they are read."""
     mean = first / tl.maximum(scores, 1.0)
@@ -319,17 +347,20 @@ def _write_row(
     tl.store(to + 15, saturated)
     tl.store(to + 16, trace)
     tl.store(to + 17, keys)
-    tl.store(to + 18, squares / scores)
-    tl.store(to + 19, tl.sqrt(squares / scores))
-    tl.store(to + 20, within / scores)
-    tl.store(to + 21, tl.sqrt(within / scores))
-    tl.store(to + 22, entropy / rows)
-    tl.store(to + 23, tl.where(several > 0, ratio / several, float("nan")))
-    tl.store(to + 24, top1 / rows)
-    tl.store(to + 25, saturated / rows)
-    tl.store(to + 26, trace / rows)
-    tl.store(to + 27, keys / rows)
-    whole = (to + 28).to(tl.pointer_type(tl.int64))
+    tl.store(to + 18, sink)
+    tl.store(to + 19, learned)
+    tl.store(to + 20, squares / scores)
+    tl.store(to + 21, tl.sqrt(squares / scores))
+    tl.store(to + 22, within / scores)
+    tl.store(to + 23, tl.sqrt(within / scores))
+    tl.store(to + 24, entropy / rows)
+    tl.store(to + 25, tl.where(several > 0, ratio / several, float("nan")))
+    tl.store(to + 26, top1 / rows)
+    tl.store(to + 27, saturated / rows)
+    tl.store(to + 28, trace / rows)
+    tl.store(to + 29, keys / rows)
+    tl.store(to + 30, sink / rows)
+    whole = (to + 31).to(tl.pointer_type(tl.int64))
     tl.store(whole, looked_rows.to(tl.int64))
     tl.store(whole + 1, looked_scores.to(tl.int64))
 
@@ -357,34 +388,39 @@ def _largest(values: tl.tensor) -> tl.tensor:
     return tl.where(bad, float("nan"), tl.max(values, 0))
 
 
-def finish_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
-    """Return the table of the heads whose rows have these sums, (SUMS or SUMS_AND_VISIBLE, batch, heads, q_len)."""
+def finish_rows(sums: Tensor, kv_len: int, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
+    """Return the table of the heads whose rows have these sums, (SUMS or SUMS_AND_VISIBLE, batch, heads, q_len).
+
+    `sinks`, float64 (heads,), are learned logits that join the denominators.
+    """
     planes, batch, heads, q_len = sums.shape
     parts, rows_each = _parts_of(batch * q_len, heads)
     left = torch.empty(heads * parts * FIELDS.value, dtype=torch.float64, device=sums.device)
     table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
-    launch = _launch(sums.device.index, is_causal, planes == SUMS_AND_VISIBLE)
-    launch(
+    _launch(sums.device.index, is_causal, planes == SUMS_AND_VISIBLE, sinks is not None)(
         (parts, heads),
-        *(sums, sums, sums, sums, left, counters(sums.device, heads), table, 0, 0, 0, 0, 0),
+        *(sums, sums, sums, sums, left if sinks is None else sinks, left, counters(sums.device, heads), table),
+        *(0, 0, 0, 0, 0),
         *(batch, heads, q_len, q_len, kv_len, 1, kv_len, rows_each, 0.0),
     )
     return table
 
 
 @lru_cache(maxsize=64)
-def _launch(device: int | None, is_causal: bool, given_visible: bool) -> Launch:
-    return Launch(
-        finish_kernel, device, _constants(is_causal, given_visible, False, False), Tiles(POOLED_ROWS, 0, 1, 1)
-    )
+def _launch(device: int | None, is_causal: bool, given_visible: bool, has_sinks: bool) -> Launch:
+    constants = _constants(is_causal, given_visible, False, False, has_sinks)
+    return Launch(finish_kernel, device, constants, Tiles(POOLED_ROWS, 0, 1, 1))
 
 
-def _constants(is_causal: bool, given_visible: bool, is_sampled: bool, given_lse: bool) -> dict[str, object]:
+def _constants(
+    is_causal: bool, given_visible: bool, is_sampled: bool, given_lse: bool, has_sinks: bool
+) -> dict[str, object]:
     return {
         "CAUSAL": is_causal,
         "GIVEN_VISIBLE": given_visible,
         "SAMPLED": is_sampled,
         "GIVEN_LSE": given_lse,
+        "HAS_SINKS": has_sinks,
         "SLACK": BOUND_SLACK,
         "BLOCK": SAMPLED_ROWS if is_sampled else POOLED_ROWS,
         "BOUND_BLOCK": BOUNDS,
@@ -401,6 +437,7 @@ def finish_sampled(
     span: int,
     scale: float,
     is_causal: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the table of heads of which rows were sampled, (planes, spans, batch, heads, rows), with their weights.
 
@@ -409,10 +446,9 @@ def finish_sampled(
     _, spans, batch, heads, count = sums.shape
     given_lse = bounds.dim() == 3
     table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
-    launch = finish_sample_launch(layout_key(bounds), sums.shape, is_causal)
-    launch(
+    finish_sample_launch(layout_key(bounds), sums.shape, is_causal, sinks is not None)(
         (1, heads),
-        *(sums, rows, weights, bounds, sums, sums, table),
+        *(sums, rows, weights, bounds, table if sinks is None else sinks, sums, sums, table),
         *(*(bounds.stride()[:2] if given_lse else (heads, 1)), batch * heads, spans, spans * batch * heads),
         *(batch, heads, count, q_len, kv_len, spans, span, batch * count, abs(scale) * (1 + BOUND_SLACK)),
     )
@@ -420,9 +456,9 @@ def finish_sampled(
 
 
 @lru_cache(maxsize=256)
-def finish_sample_launch(bounds: Layout, sums: tuple[int, ...], is_causal: bool) -> Launch:
+def finish_sample_launch(bounds: Layout, sums: tuple[int, ...], is_causal: bool, has_sinks: bool = False) -> Launch:
     """Return the launch for sums of this shape; `bounds` has three axes where it is the lse of all rows."""
-    constants = _constants(is_causal, sums[0] == SUMS_AND_VISIBLE, True, len(bounds[0]) == 3)
+    constants = _constants(is_causal, sums[0] == SUMS_AND_VISIBLE, True, len(bounds[0]) == 3, has_sinks)
     return Launch(finish_kernel, bounds[3], constants, Tiles(SAMPLED_ROWS, 0, 4, 1))
 
 

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import Layout, layout_key, mask_strides
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key, mask_strides
 from attnscale.measure.cuda.triton.launch import Launch, capability, precision, unit_stride
-from attnscale.measure.cuda.triton.rows import SUMS_AND_VISIBLE, VANISHED, key_tile
+from attnscale.measure.cuda.triton.rows import VANISHED, key_tile
 from attnscale.measure.cuda.triton.tiles import (
     LEAST_WIDTH,
     Tiles,
@@ -150,6 +150,7 @@ def masked_kernel(
     first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
     mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # to begin near the scores
     deviation = tl.zeros([TILE_ROWS], tl.float32)
+    first_score = tl.zeros([TILE_ROWS], tl.float32)  # of the first key that a row sees
     for here in range(start, stop, TILE_KEYS):
         column = here + offset
         key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
@@ -176,6 +177,9 @@ def masked_kernel(
             highest = tl.maximum(highest, tl.max(tl.where(visible, scores, float("-inf")), 1))
         else:
             scores = tl.where(visible, scores, float("-inf"))
+            earliest = tl.min(tl.where(visible, column[None, :], kv_len), 1)
+            first_here = tl.sum(tl.where(column[None, :] == earliest[:, None], scores, 0.0), 1)
+            first_score = tl.where(number == 0.0, first_here, first_score)
             # moments about the mean so far, then about that of both (Chan et al. 1979)
             away = tl.where(visible, scores - mean[:, None], 0.0)
             total_away = tl.sum(away, 1)
@@ -208,7 +212,9 @@ def masked_kernel(
         tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(square, some), some), mask=kept)
         tl.store(to + 4 * plane, mean, mask=kept)
         tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
-        tl.store(to + 6 * plane, number, mask=kept)
+        below = tl.minimum(first_score - highest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(to + 6 * plane, tl.where(number == 0.0, 0.0, below), mask=kept)
+        tl.store(to + 7 * plane, number, mask=kept)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.layout import Layout, layout_key, token_layout_key
+from attnscale.measure.cuda.layout import SUMS, SUMS_AND_VISIBLE, Layout, layout_key, token_layout_key
 from attnscale.measure.cuda.triton.launch import Launch, capability, positive_scale, precision, unit_stride
 from attnscale.measure.cuda.triton.sequence_tiles import FIELDS, most_tiles, tiles_of
 from attnscale.measure.cuda.triton.tiles import LEAST_WIDTH, Tiles, padded_width, tiles
@@ -19,8 +19,6 @@ LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
 TILE_FIELDS: tl.constexpr = FIELDS
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
-SUMS = 6  # planes of sums: max, total, gap, participation, mean and deviation of each row, as in RowSums
-SUMS_AND_VISIBLE = 7  # and the number of visible keys, where the position of a row does not tell it
 
 
 class AttendedRows(NamedTuple):
@@ -166,8 +164,10 @@ def rows_kernel(
     tl.store(sums_at + 4 * plane, (pivot + mean_away) * scale, mask=kept)
     deviation = tl.maximum(away_square - away * mean_away, 0.0)
     tl.store(sums_at + 5 * plane, deviation * (scale * scale), mask=kept)
+    first = tl.minimum((pivot - highest) * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(sums_at + 6 * plane, first, mask=kept)
     if SEQUENCES:
-        tl.store(sums_at + 6 * plane, visible.to(tl.float32), mask=kept)
+        tl.store(sums_at + 7 * plane, visible.to(tl.float32), mask=kept)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.layout import Layout, layout_key
+from attnscale.measure.cuda.layout import SUMS, Layout, layout_key
 from attnscale.measure.cuda.triton.launch import Launch, capability, positive_scale, precision, unit_stride
-from attnscale.measure.cuda.triton.rows import LN_2, LOG2_E, SUMS, key_tile
+from attnscale.measure.cuda.triton.rows import LN_2, LOG2_E, key_tile
 from attnscale.measure.cuda.triton.tiles import LEAST_WIDTH, Tiles, padded_width, sample_tiles
 
 STREAMED: tl.constexpr = tl.constexpr(128)  # queries at a time of a program that looks for the longest
@@ -135,6 +135,8 @@ def sample_kernel(
         tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(row_square, some), some), mask=kept)
         tl.store(to + 4 * plane, (pivot + mean_away) * scale, mask=kept)
         tl.store(to + 5 * plane, deviation * (scale * scale), mask=kept)
+        first = tl.minimum((pivot - peak) * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(to + 6 * plane, first, mask=kept)
 
         if BOUNDS:  # noqa: SIM102  # known when it is compiled; the other when it runs
             if tl.program_id(2) == 0:
