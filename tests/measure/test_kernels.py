@@ -248,8 +248,9 @@ def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
     mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
     scores = reference.attention_scores(q, k, scale, mask)
     sums = kernels.score_rows(query, key, scale, is_causal, cut=SMALL_TILES)
-    table = kernels.finish_rows(sums, key.shape[2], is_causal)
-    assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
+    for sinks in (None, torch.randn(query.shape[1], dtype=torch.float64) + 2.0):
+        table = kernels.finish_rows(sums, key.shape[2], is_causal, sinks)
+        assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5, sinks=sinks)
 
 
 @pytest.mark.parametrize("given_lse", [False, True])
@@ -261,15 +262,17 @@ def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, given_lse):
     weights, span = torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
     sums, norms = kernels.sample_rows(query, key, rows, 0.4, is_causal, True, span, SAMPLE_TILES)
     bounds = torch.randn(2, 3, 97) if given_lse else norms
-    found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal)
-    wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, 0.4, is_causal)
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    for sinks in (None, torch.tensor([-torch.inf, 0.7, 30.0], dtype=torch.float64)):
+        found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, sinks)
+        wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, 0.4, is_causal, sinks)
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
 
 
-def on_a_cpu(sums, bounds, rows, weights, kv_len, span, scale, is_causal):
+def on_a_cpu(sums, bounds, rows, weights, kv_len, span, scale, is_causal, sinks):
     visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
     shown = (visible - torch.arange(sums.shape[1]).mul(span).view(-1, 1, 1, 1)).clamp(min=0, max=span)
     merged = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
+    merged = merged if sinks is None else merged.with_sinks(sinks)
     if bounds.dim() == 3:
         highest = bounds.amax((0, 2)).double()
         highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)

@@ -14,7 +14,7 @@ from attnscale.visibility import Visibility
 from tests.others import OTHERS_MAY_WARN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
+SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "first", "visible")
 LENGTHS = [(5, 0, 300, 1, 129), (128, 256), (700, 64, 65, 63), (1,) * 70, (333,)]
 HEADS = [(2, 2, 64), (4, 2, 128), (2, 1, 256), (3, 3, 80)]
 CASES = [

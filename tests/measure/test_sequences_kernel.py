@@ -18,7 +18,7 @@ if UNFIT:
 from attnscale.measure.cuda import triton as kernels
 from attnscale.measure.cuda.triton import sequence_tiles
 
-SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
+SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "first", "visible")
 CUT = kernels.Tiles(16, 16, 4, 1)
 
 
