@@ -1,109 +1,145 @@
-"""Device time of every kernel behind a call: `python benchmarks/kernels.py`."""
+"""Attention with statistics over plain SDPA on a GPU, shape by shape: `python benchmarks/kernels.py`.
+
+Every statistic is read, and every ratio is over SDPA's best backend, timed in turns. `--kernels` prints the device time
+of each kernel behind a call instead.
+"""
 
 import argparse
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from attnscale import attention_with_stats
-from attnscale.bench.dense import H200 as SHAPES
-from attnscale.measure.cuda import hopper, triton
+from attnscale import attention_with_stats, score_stats
+from attnscale.bench.dense import BACKENDS, H200, Case, backend_name, read, sdpa
 
-CALLS = 9
-BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+ROUNDS = 9
+TIMED = 15.0  # milliseconds of one timing, or one call
+TRACED = 9  # calls whose kernels are timed
+SHAPES = [*H200, (16, 12, 12, 1024, 1024, 64, "float16")]
+Call = Callable[[], object]
 
 
-def kernels(call: Callable[[], object]) -> dict[str, float]:
-    """Median microseconds of each kernel of a call, by name."""
-    for _ in range(3):
+def with_stats(case: Case, rows: int | None, qkv: list[Tensor]) -> Tensor:
+    """Run attention with every statistic read."""
+    options = {"is_causal": case.is_causal, "enable_gqa": case.heads != case.kv_heads}
+    output, stats = attention_with_stats(*qkv, **options, rows=rows)
+    read(stats)
+    return output
+
+
+def stats_alone(case: Case, qkv: list[Tensor]) -> None:
+    """Measure scores without an output."""
+    read(score_stats(*qkv[:2], is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads))
+
+
+def trained(run: Callable[[], Tensor], grad: Tensor, qkv: list[Tensor]) -> None:
+    """Run forward and backward."""
+    torch.autograd.grad(run(), qkv, grad)
+
+
+def elapsed(call: Call, times: int) -> float:
+    """Return the milliseconds of a call from Python, one of so many in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
         call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(CALLS):
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
+
+
+def milliseconds(calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Return the milliseconds of each call, timed in turns; calls that fail are left out."""
+    times: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
             call()
-        torch.cuda.synchronize()
-    times = defaultdict(list)
-    for event in seen.events():
-        if event.device_type == DeviceType.CUDA:
-            times[event.name[:40]].append(event.time_range.elapsed_us())
-    return {name: statistics.median(each) * len(each) / CALLS for name, each in times.items()}
-
-
-def host(call: Callable[[], object], calls: int = 200) -> float:
-    """Microseconds of the host for a call, the least of five rounds."""
-    found = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
             call()
-        found.append((time.perf_counter() - start) / calls * 1e6)
+            times[name] = max(1, round(TIMED / elapsed(call, 2)))
+        except RuntimeError as error:
+            print(f"  {name}: {str(error)[:200]}")
+    found: dict[str, list[float]] = {name: [] for name in times}
+    for _ in range(ROUNDS):
+        for name, count in times.items():
+            found[name].append(elapsed(calls[name], count))
+    return found
+
+
+def ratios(plain: dict[str, Call], ours: dict[str, Call]) -> tuple[float, dict[str, float]]:
+    """Return the milliseconds of the fastest plain call, and of our calls how many times that they take."""
+    first = {name: statistics.median(each) for name, each in milliseconds(plain).items()}
+    best = min(first, key=first.__getitem__)
+    found = milliseconds({best: plain[best]} | ours)
+    base = found.pop(best)
+    taken = {name: statistics.median(a / b for a, b in zip(each, base, strict=True)) for name, each in found.items()}
+    return statistics.median(base), taken
+
+
+def compare(case: Case, backward: bool) -> None:
+    """Print a row of the table."""
+    dtype, grouped = getattr(torch, case.dtype), (case.batch, case.kv_heads, case.kv_len, case.head_dim)
+    qkv = [torch.randn(case.batch, case.heads, case.q_len, case.head_dim, device="cuda", dtype=dtype)]
+    qkv += [torch.randn(grouped, device="cuda", dtype=dtype) for _ in range(2)]
+    plain = {backend_name(backend): partial(sdpa, backend, case, *qkv) for backend in BACKENDS["cuda"]}
+    ours = {
+        "exact": partial(with_stats, case, None, qkv),
+        "64 rows": partial(with_stats, case, 64, qkv),
+        "alone": partial(stats_alone, case, qkv),
+    }
+    base, taken = ratios(plain, ours)
+    shape = f"{case.batch},{case.heads}/{case.kv_heads},{case.q_len}×{case.kv_len},{case.head_dim} {case.dtype}"
+    line = f"{shape} {'causal' if case.is_causal else 'full'} | SDPA {base:.3f} ms"
+    if backward:
+        learned, grad = [x.requires_grad_() for x in qkv], torch.randn_like(qkv[0])
+        plain = {name: partial(trained, call, grad, learned) for name, call in plain.items()}
+        _, both = ratios(plain, {"exact, fwd+bwd": partial(trained, ours["exact"], grad, learned)})
+        taken |= both
+    print(line, *(f"| {name} {ratio:.2f}" for name, ratio in taken.items()), flush=True)
+
+
+def device_times(case: Case) -> None:
+    """Print the median microseconds of each kernel of a call."""
+    dtype = getattr(torch, case.dtype)
+    shapes = [(case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
+    qkv = [torch.randn(case.batch, *shape, case.head_dim, device="cuda", dtype=dtype) for shape in shapes]
+    print(case, flush=True)
+    for name, call in {
+        "every row": partial(with_stats, case, None, qkv),
+        "64 rows": partial(with_stats, case, 64, qkv),
+        "alone": partial(stats_alone, case, qkv),
+    }.items():
+        call()
         torch.cuda.synchronize()
-    return min(found)
-
-
-def plain(qkv: list[Tensor], is_causal: bool, backend: SDPBackend) -> Tensor:
-    """SDPA on one backend."""
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*qkv, is_causal=is_causal, enable_gqa=qkv[0].shape[1] != qkv[1].shape[1])
-
-
-def show(label: str, call: Callable[[], object]) -> None:
-    """Print the kernels of a call, or why it does not run."""
-    try:
-        found = kernels(call)
-        parts = "  ".join(f"{name} {taken:.1f}" for name, taken in found.items())
-        print(f"  {label:28} {sum(found.values()):8.1f} µs | {parts}", flush=True)
-    except Exception as error:
-        print(f"  {label:28} {type(error).__name__}: {str(error)[-300:]}", flush=True)
-
-
-def look(shape: tuple[int, int, int, int, int, int, str], is_causal: bool, tune: bool) -> None:
-    """One shape."""
-    batch, heads, kv_heads, q_len, kv_len, head_dim, name = shape
-    dtype = getattr(torch, name)
-    q = torch.randn(batch, heads, q_len, head_dim, device="cuda", dtype=dtype)
-    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim, device="cuda", dtype=dtype) for _ in range(2))
-    options = {"is_causal": is_causal, "enable_gqa": heads != kv_heads}
-    scale = head_dim**-0.5
-    print(f"{shape} {'causal' if is_causal else 'full'}", flush=True)
-    for backend in BACKENDS:
-        show(f"plain {backend.name.lower()[:9]}", partial(plain, [q, k, v], is_causal, backend))
-    show("every row", lambda: attention_with_stats(q, k, v, **options))
-    show("64 rows", lambda: attention_with_stats(q, k, v, **options, rows=64))
-    if batch * heads * q_len * kv_len < 2**28:
-        for rows in (None, 64):
-            taken = host(lambda rows=rows: attention_with_stats(q, k, v, **options, rows=rows))
-            print(f"  host, {rows or 'every'} rows: {taken:.0f} µs", flush=True)
-    if not tune:
-        return
-    if hopper.supported(q, k, v):
-        for moments in (False, True):
-            call = partial(hopper.attend_rows, q, k, v, scale, is_causal, moments)
-            show(f"Hopper, moments {moments}", call)
-    _, _, sums = triton.attend_rows(q, k, v, scale, is_causal, moments=True)
-    show("pooling", partial(triton.finish_scored, sums, kv_len, is_causal))
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(TRACED):
+                call()
+            torch.cuda.synchronize()
+        times = defaultdict(list)
+        for event in seen.events():
+            if event.device_type == DeviceType.CUDA:
+                times[event.name[:40]].append(event.time_range.elapsed_us())
+        parts = (f"{kernel} {statistics.median(each) * len(each) / TRACED:.1f}" for kernel, each in times.items())
+        print(f"  {name:10}", *parts, sep="  ", flush=True)
 
 
 def main() -> None:
     """Look at every shape, or at some."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))))
-    parser.add_argument("--tune", action="store_true", help="also the kernels behind it")
+    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="by their number")
+    parser.add_argument("--no-backward", action="store_true", help="leave out forward and backward together")
+    parser.add_argument("--kernels", action="store_true", help="device time of each kernel instead")
     arguments = parser.parse_args()
     for number in arguments.shapes:
-        for is_causal in (False, True):
-            if not (is_causal and SHAPES[number][3] == 1):
-                look(SHAPES[number], is_causal, arguments.tune)
+        *sizes, dtype = SHAPES[number]
+        for is_causal in (False, True) if sizes[3] > 1 else (False,):
+            case = Case(*sizes, is_causal, False, dtype)
+            device_times(case) if arguments.kernels else compare(case, not arguments.no_backward)
 
 
 if __name__ == "__main__":

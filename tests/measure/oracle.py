@@ -75,7 +75,7 @@ def assert_stats(stats, scores, rtol=2e-5, atol=2e-6, sinks=None):
         np.testing.assert_allclose(found, expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-ROW_NAMES = ("max", "total", "gap", "participation", "mean", "deviation")
+ROW_NAMES = ("max", "total", "gap", "participation", "mean", "deviation", "first")
 
 
 def expected_rows(scores):
@@ -92,11 +92,12 @@ def expected_rows(scores):
         "participation": rows.participation,
         "mean": mean,
         "deviation": (deviation**2).sum(-1),
+        "first": np.take_along_axis(scores, seen.argmax(-1)[..., None], -1)[..., 0] - rows.max,
     }
 
 
 def assert_rows(found, wanted, tolerance):
-    """The first four of RowSums, or all six, relative to the wanted value where that is above one."""
+    """The first four of RowSums, or all, relative to the wanted value where that is above one."""
     for name, tensor in zip(ROW_NAMES[: len(found)], found, strict=True):
         assert tensor.shape == wanted[name].shape
         error = np.abs(tensor.detach().double().cpu().numpy() - wanted[name]) / np.maximum(1.0, np.abs(wanted[name]))

@@ -135,13 +135,13 @@ def test_a_replayed_graph_refreshes_them(device, way, rows):
 @on_gpu
 @pytest.mark.parametrize("rows", [None, 29])
 def test_autocast_changes_nothing_where_everything_is_bfloat16_already(device, rows, monkeypatch):
-    from attnscale.measure.cuda import attention_op, row_ops
+    from attnscale.measure.cuda import attention
 
     tensors = qkv(device, torch.bfloat16)
     wanted = shown(_seeded("with the output", tensors, rows))
     seen = []
-    room, kernel = (attention_op, attention_op.attend_directly) if rows is None else (row_ops, row_ops.sample_stats)
-    monkeypatch.setattr(room, kernel.__name__, lambda *given: seen.append(1) or kernel(*given))
+    kernel = attention._attended if rows is None else attention.sample_plain
+    monkeypatch.setattr(attention, kernel.__name__, lambda *given: seen.append(1) or kernel(*given))
     with torch.autocast("cuda", torch.bfloat16):
         stats = _seeded("with the output", tensors, rows)
     assert seen == [1]

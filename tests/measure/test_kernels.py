@@ -8,9 +8,13 @@ import torch
 
 from attnscale import reference
 from attnscale.measure import RowSums, ScoreStats
-from attnscale.measure.cuda.row_ops import pooled_sample
+from attnscale.measure.bound import BOUND_SLACK
+from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table
+from attnscale.measure.sampling import Sample
+from attnscale.measure.stats import table_of
 from attnscale.numerics import KERNEL_DTYPES
+from attnscale.visibility import Visibility
 
 from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
@@ -44,7 +48,7 @@ def expected(query, key, value, scale, is_causal):
 def attend(query, key, value, scale, is_causal):
     """The output, and of each row max, total, gap, participation and lse."""
     output, lse, sums = kernels.attend_rows(query, key, value, scale, is_causal, cut=SMALL_TILES)
-    return output, torch.stack([*sums, lse])
+    return output, torch.stack([*sums[:4], lse])
 
 
 def assert_statistics(found, wanted, tolerance=EXACT):
@@ -84,48 +88,31 @@ def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
     assert_attended(found, wanted)
 
 
-@pytest.mark.parametrize("given_lse", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", ["one query", "more queries than keys", "groups", "odd head_dim"])
-def test_sampled_rows_see_what_they_see_among_all_rows(shape, is_causal, given_lse):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_rows_are_measured_without_values(shape, is_causal):
     query, key, value = qkv(**SHAPES[shape])
-    _, wanted = expected(query, key, value, 0.4, is_causal)
-    lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float() if given_lse else None
-    rows = torch.randperm(query.shape[2])[: 1 + query.shape[2] // 2]
-    found = kernels.score_rows(query, key, lse, rows, 0.4, is_causal, SMALL_TILES)
-    assert_statistics(found, {name: values[:, :, rows.numpy()] for name, values in wanted.items()})
-
-
-@pytest.mark.parametrize("given_lse", [False, True])
-def test_all_rows_are_measured_without_values(given_lse):
-    query, key, value = qkv(q_len=41, kv_len=61)
-    _, wanted = expected(query, key, value, -0.4, True)
-    lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float() if given_lse else None
-    assert_statistics(kernels.score_rows(query, key, lse, None, -0.4, True, SMALL_TILES), wanted)
+    _, wanted = expected(query, key, value, -0.4, is_causal)
+    assert_statistics(kernels.score_rows(query, key, -0.4, is_causal, cut=SMALL_TILES), wanted)
+    assert_statistics(kernels.attend_rows(query, key, value, -0.4, is_causal, cut=SMALL_TILES).sums, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy stands in for the GPU here
 def test_past_1e19_kernels_find_the_maximum_and_no_finite_deviation():
     query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=29, kv_len=47))
     _, wanted = expected(query, key, value, 1e20, True)
-    found = kernels.score_rows(query, key, None, None, 1e20, True, SMALL_TILES)
-    assert not found[-1][:, :, 1:].isfinite().any()  # squares are summed in float32: said, not wrong
+    found = kernels.score_rows(query, key, 1e20, True, cut=SMALL_TILES)
+    assert not found[5][:, :, 1:].isfinite().any()  # squares are summed in float32: said, not wrong
     assert_rows(found[:1], wanted, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("given_lse", [False, True])
 @pytest.mark.parametrize("factor", [1e4, 1e-4])
-def test_statistics_survive_scores_of_any_size(factor, given_lse):
+def test_statistics_survive_scores_of_any_size(factor):
     query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=29, kv_len=47))  # so that q·k itself is exact
-    scale = factor / 4
-    exact, wanted = expected(query, key, value, scale, True)
-    if given_lse:
-        lse = torch.from_numpy(wanted["max"] + np.log(wanted["total"])).float()
-        assert_statistics(kernels.score_rows(query, key, lse, None, scale, True, SMALL_TILES), wanted)
-    else:
-        output, found = attend(query, key, value, scale, True)
-        assert np.abs(output.double().numpy() - exact).max() < EXACT
-        assert_attended(found, wanted)
+    exact, wanted = expected(query, key, value, factor / 4, True)
+    output, found = attend(query, key, value, factor / 4, True)
+    assert np.abs(output.double().numpy() - exact).max() < EXACT
+    assert_attended(found, wanted)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -185,11 +172,18 @@ def test_strides_do_not_matter(layout):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_every_element_is_written_and_none_beyond(is_causal):
+def test_every_element_is_written_and_none_beyond(is_causal, monkeypatch):
     query, key, value = qkv(heads=3, kv_heads=1, q_len=43, kv_len=19, head_dim=11)
-    pages = [torch.full((2, *shape), math.nan) for shape in (query.shape, (6, 1, 3, 43), (1, 3, 43))]
-    output, sums, lse = (page[0] for page in pages)  # what lies behind is not the kernel's
-    kernels.fill(output, sums, query, key, value, lse, None, 0.3, is_causal, SMALL_TILES)
+    pages = []
+
+    def page(shape, dtype, device):  # what lies behind is not the kernel's
+        pages.append(torch.full((2, *shape), math.nan))
+        return pages[-1][0]
+
+    monkeypatch.setattr(torch, "empty", page)
+    kernels.attend_rows(query, key, value, 0.3, is_causal, cut=SMALL_TILES)
+    monkeypatch.undo()
+    assert len(pages) == 3
     assert all(page[0].isfinite().all() for page in pages)
     assert all(page[1].isnan().all() for page in pages)
 
@@ -198,7 +192,7 @@ def test_every_element_is_written_and_none_beyond(is_causal):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
     room = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) * 1024
-    for head_dim in range(1, kernels.WIDEST + 1):
+    for head_dim in range(1, 257):
         cut = kernels.tiles(head_dim, dtype, capability)
         width = 1 << (head_dim - 1).bit_length()
         assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room
@@ -246,24 +240,17 @@ FINISHED = {
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", FINISHED)
 def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
-    query, key, value = qkv(**FINISHED[shape])
+    query, key, _ = qkv(**FINISHED[shape])
     query, key = query + offset * torch.randn(query.shape[-1]), key + offset * torch.randn(query.shape[-1])
     scale = 0.3 / (1 + offset)  # so that rows are not one-hot
     group = query.shape[1] // key.shape[1]
     q, k = (x.double().numpy() for x in (query, key.repeat_interleave(group, 1)))
     mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
     scores = reference.attention_scores(q, k, scale, mask)
-    _, _, beside = kernels.attend_rows(query, key, value, scale, is_causal, moments=True, cut=SMALL_TILES)
-    for sums in (beside, kernels.score_rows(query, key, None, None, scale, is_causal, SMALL_TILES)):
-        table = kernels.finish_scored(sums, key.shape[2], is_causal)
-        assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5)
-
-
-def test_moments_beside_an_output_are_those_of_the_rows():
-    query, key, value = qkv(q_len=41, kv_len=61)
-    _, wanted = expected(query, key, value, 0.4, True)
-    _, _, sums = kernels.attend_rows(query, key, value, 0.4, True, moments=True, cut=SMALL_TILES)
-    assert_statistics(sums, wanted)
+    sums = kernels.score_rows(query, key, scale, is_causal, cut=SMALL_TILES)
+    for sinks in (None, torch.randn(query.shape[1], dtype=torch.float64) + 2.0):
+        table = kernels.finish_rows(sums, key.shape[2], is_causal, sinks)
+        assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5, sinks=sinks)
 
 
 @pytest.mark.parametrize("given_lse", [False, True])
@@ -275,6 +262,22 @@ def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, given_lse):
     weights, span = torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
     sums, norms = kernels.sample_rows(query, key, rows, 0.4, is_causal, True, span, SAMPLE_TILES)
     bounds = torch.randn(2, 3, 97) if given_lse else norms
-    found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, 1e-5)
-    wanted = pooled_sample(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal)
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    for sinks in (None, torch.tensor([-torch.inf, 0.7, 30.0], dtype=torch.float64)):
+        found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, sinks)
+        wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, 0.4, is_causal, sinks)
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+
+
+def on_a_cpu(sums, bounds, rows, weights, kv_len, span, scale, is_causal, sinks):
+    visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
+    shown = (visible - torch.arange(sums.shape[1]).mul(span).view(-1, 1, 1, 1)).clamp(min=0, max=span)
+    merged = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
+    merged = merged if sinks is None else merged.with_sinks(sinks)
+    if bounds.dim() == 3:
+        highest = bounds.amax((0, 2)).double()
+        highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
+    else:
+        queries, keys = bounds.double().amax(1).sqrt()
+        highest = (abs(scale) * (1 + BOUND_SLACK) * queries * keys).amax(0)
+    each = torch.arange(rows.shape[1])
+    return table_of(pool_rows(merged, highest, Sample(rows, each, weights), errors=False))

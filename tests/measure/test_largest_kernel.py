@@ -10,7 +10,7 @@ if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
 from attnscale.measure.cuda import triton as kernels
-from attnscale.measure.largest import SLACK, _highest_added
+from attnscale.measure.largest import _highest_added
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -21,7 +21,7 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
     limit = float(expected.sort().values[1:3].mean())
     largest = torch.full((4,), -torch.inf)
     added, calls = _highest_added(call), torch.zeros(1)
-    kernels.raise_largest_(largest, torch.tensor([limit]), calls, call, added, SLACK, kernels.Tiles(16, 16, 4, 1))
+    kernels.raise_largest_(largest, torch.tensor([limit]), calls, call, added, kernels.Tiles(16, 16, 4, 1))
     over = expected > limit
     assert torch.allclose(largest[over], expected[over].float(), rtol=1e-5)
     assert (largest[~over] <= limit).all()
@@ -29,14 +29,15 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
 
 
 def test_keys_in_many_chunks(monkeypatch):
-    from attnscale.measure.cuda.triton import showing
+    from attnscale.measure.cuda.triton import masked_rows
 
-    monkeypatch.setattr(showing, "CHUNK", 4)
-    monkeypatch.setattr(showing, "LENGTHS_AT_ONCE", 16)
+    masked_rows.bind_longest.cache_clear()
+    monkeypatch.setattr(masked_rows, "CHUNK", 4)
+    monkeypatch.setattr(masked_rows, "LENGTHS_AT_ONCE", 16)
     call, largest = made("everything"), torch.full((4,), -torch.inf)
     call.key[1, 1, 28] *= 50  # the last of all, without which no row of these heads passes
     limit = torch.tensor([float(full_matrix(call)[:, :2].amax()) + 1])
-    kernels.raise_largest_(largest, limit, torch.zeros(1), call, None, SLACK, kernels.Tiles(16, 16, 4, 1))
+    kernels.raise_largest_(largest, limit, torch.zeros(1), call, None, kernels.Tiles(16, 16, 4, 1))
     expected = full_matrix(call).amax((0, 2, 3))
     assert largest[2:] == pytest.approx(expected[2:].float(), rel=1e-5)
     assert (largest[:2] <= limit).all()
@@ -46,5 +47,5 @@ def test_a_score_that_is_no_number_counts_as_infinite():
     call = made("causal")
     call.query[1, 1, 5, 0] = torch.nan
     largest = torch.full((4,), -torch.inf)
-    kernels.raise_largest_(largest, torch.tensor([1e4]), torch.zeros(1), call, None, SLACK, kernels.Tiles(16, 16, 4, 1))
+    kernels.raise_largest_(largest, torch.tensor([1e4]), torch.zeros(1), call, None, kernels.Tiles(16, 16, 4, 1))
     assert largest.tolist() == [-torch.inf, torch.inf, -torch.inf, -torch.inf]

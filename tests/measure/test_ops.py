@@ -1,4 +1,4 @@
-"""attention_rows and score_rows as operators: exact, differentiable, compiled; on a GPU, the kernels themselves."""
+"""Attention with exact statistics on a CUDA device: its kernels, its gradients, and the operator around them."""
 
 import subprocess
 import sys
@@ -9,18 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnscale import reference
-from attnscale.measure import ScoreStats
-from attnscale.measure.cuda import backward
-from attnscale.measure.cuda.attended import attended_rows
-from attnscale.measure.cuda.attention_op import attention_rows
-from attnscale.measure.cuda.row_ops import sample_rows, score_rows
-from attnscale.measure.cuda.ways import way_of
-from attnscale.measure.pooled import Table
+from attnscale import attention_with_stats, reference, score_stats
+from attnscale.measure.cuda import sdpa as fused
+from attnscale.measure.cuda.attention import attention_rows
 from attnscale.torch_internals import sdpa_backward
 
 from ..precision import assert_as_exact_as_sdpa, worst
-from .oracle import assert_rows, assert_stats, expected_rows
+from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 
 gpu = [
     pytest.mark.gpu,
@@ -34,11 +29,6 @@ on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def qkv(device, dtype=torch.float32, heads=6, kv_heads=2, q_len=13, kv_len=17, head_dim=16, grad=False, batch=2):
     shapes = (heads, q_len, head_dim), (kv_heads, kv_len, head_dim), (kv_heads, kv_len, head_dim)
     return tuple(torch.randn(batch, *shape, device=device, dtype=dtype, requires_grad=grad) for shape in shapes)
-
-
-def of_each(query, rows):
-    """These positions of every batch entry."""
-    return torch.tensor(rows, device=query.device).repeat(len(query), 1)
 
 
 def scores(query, key, scale, is_causal, rows=slice(None)):
@@ -60,107 +50,22 @@ def sdpa(query, key, value, scale, is_causal):
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
 
 
-def attended(query, key, value, scale, is_causal):
-    """The output, and max, total, gap, participation and lse of each row, as the kernels leave them."""
-    way = way_of(query, key, value, scale, is_causal)
-    output, lse, sums = attended_rows(query, key, value, scale, is_causal, way)
-    return output, torch.stack([*sums[:4], lse])
-
-
-def assert_attended(found, wanted, tolerance):
-    """The statistics beside an output: the first four of RowSums, and the lse."""
-    assert_rows(found[:4], wanted, tolerance)
-    lse = wanted["max"] + np.log(wanted["total"])
-    assert worst(found[4], lse) <= tolerance * max(1.0, np.abs(lse).max())
-
-
-CPU_TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-13}
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
-def test_rows_on_a_cpu_are_those_of_the_full_matrix(dtype, is_causal):
-    query, key, value = qkv("cpu", dtype)
-    output, lse, table = attention_rows(query, key, value, 0.3, is_causal)
-    tolerance = 10 * CPU_TOLERANCE[dtype]
-    assert_stats(ScoreStats(6, True, Table(table)), scores(query, key, 0.3, is_causal), tolerance, tolerance)
-    wanted = exact_rows(query, key, 0.3, is_causal)
-    assert worst(lse, wanted["max"] + np.log(wanted["total"])) < tolerance
-    assert output.dtype == lse.dtype == dtype
-    weights = reference.softmax(scores(query, key, 0.3, is_causal))
-    assert worst(output, weights @ value.double().numpy().repeat(3, axis=1)) < CPU_TOLERANCE[dtype]
-    assert_rows(
-        score_rows(query, key, None, None, 0.3, is_causal),
-        exact_rows(query, key, 0.3, is_causal),
-        CPU_TOLERANCE[dtype],
-    )
-
-
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("device", DEVICES)
-def test_sampled_rows_keep_their_own_prefix(device, index):
-    query, key, _ = qkv(device, q_len=23, kv_len=19)
-    rows = torch.tensor([22, 0, 7, 7], device=device, dtype=index)
-    found = score_rows(query, key, None, rows, 0.3, True)
-    assert_rows(found, exact_rows(query, key, 0.3, True, [22, 0, 7, 7]), 4e-6)
-
-
-OPTIONS = {
-    "plain": dict(heads=3, kv_heads=3),
-    "groups": dict(),
-    "odd head_dim": dict(head_dim=11),
-    "more queries than keys": dict(q_len=19, kv_len=7),
-    "one query": dict(q_len=1),
-}
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
-def test_gradients_on_a_cpu_are_those_of_sdpa(dtype, options, is_causal):
-    tensors = qkv("cpu", dtype, grad=True, **OPTIONS[options])
-    output, lse, table = attention_rows(*tensors, 0.3, is_causal)
-    reference_output = sdpa(*tensors, 0.3, is_causal)
-    direction = torch.randn_like(output)
-    found = torch.autograd.grad(output, tensors, direction)
-    wanted = torch.autograd.grad(reference_output, tensors, direction)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours - theirs).abs().max() <= 10 * CPU_TOLERANCE[dtype]
-    assert not lse.requires_grad
-    assert not table.requires_grad
-
-
-def test_gradients_are_the_same_where_torch_gives_no_backward_away():
-    query, key, value = qkv("cpu", kv_heads=1, q_len=13, kv_len=17)
-    output, lse, _ = attention_rows(query, key, value, 0.3, True)
+def test_gradients_are_the_same_where_torch_has_no_backward_of_its_own():
+    query, key, value = qkv("cpu", q_len=13, kv_len=17, kv_heads=6)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=0.3)
     grad = torch.randn_like(output)
-    found = backward._recomputed(backward.Pass(grad, query, key, value, output, lse, 0.3, True))
-    wanted = backward.attention_rows_backward(grad, query, key, value, output, lse, 0.3, True)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    found = fused._recomputed(fused.Pass(grad, query, key, value, output, lse, 0.3, True))
+    wanted = fused.attention_rows_backward(grad, query, key, value, output, lse, 0.3, True)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_pass_gradcheck():
-    tensors = qkv("cpu", torch.float64, batch=1, heads=2, kv_heads=1, q_len=3, kv_len=5, head_dim=2, grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attention_rows(*x, 0.7, True)[0], tensors)
-
-
-@pytest.mark.parametrize("backend", backward.BACKWARDS)
+@pytest.mark.parametrize("backend", fused.BACKWARDS)
 def test_every_cuda_backward_is_called_as_this_torch_declares_it(backend):
     query, key, value = qkv("meta", torch.bfloat16, q_len=13, kv_len=13)
     lse = torch.empty(query.shape[:3], device="meta")
     kernel = sdpa_backward(backend, "cuda")
-    gradients = backward.BACKWARDS[backend](kernel, backward.Pass(query, query, key, value, query, lse, 0.3, True))
+    gradients = fused.BACKWARDS[backend](kernel, fused.Pass(query, query, key, value, query, lse, 0.3, True))
     assert [x.shape for x in gradients] == [x.shape for x in (query, key, value)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_expanded_gradient_is_as_good_as_any(device):
-    tensors = qkv(device, grad=True)
-    found = torch.autograd.grad(attention_rows(*tensors, 0.3, True)[0].sum(), tensors)
-    wanted = torch.autograd.grad(sdpa(*tensors, 0.3, True).sum(), tensors)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def transposed(*tensors):
@@ -168,62 +73,26 @@ def transposed(*tensors):
     return tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_gpu
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_attention_rows_passes_opcheck(layout, device):
-    tensors = qkv(device, grad=True)
+def test_the_operator_passes_opcheck_and_its_fake_has_the_strides_of_the_real_one(layout, device):
+    tensors = qkv(device, torch.bfloat16, head_dim=16, q_len=23, kv_len=23, grad=True)
     tensors = transposed(*tensors) if layout == "transposed" else tensors
     torch.library.opcheck(attention_rows, (*tensors, 0.3, True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_score_rows_passes_opcheck(sampled, device):
-    query, key, _ = qkv(device)
-    lse = torch.from_numpy(np.log(np.exp(scores(query, key, 0.3, True)).sum(-1))).float().to(device)
-    rows = torch.tensor([0, 5, 12], device=device) if sampled else None
-    torch.library.opcheck(score_rows, (query, key, lse, rows, 0.3, True))
-
-
-@pytest.mark.parametrize("bounds", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_sample_rows_passes_opcheck(device, bounds):
-    query, key, _ = qkv(device, kv_len=211)
-    rows = of_each(query, [0, 5, 12])
-    torch.library.opcheck(sample_rows, (query, key, rows, 0.3, True, bounds))
-
-
-def test_statistics_alone_have_no_gradient():
-    query, key, _ = qkv("cpu", grad=True)
-    assert not score_rows(query, key, None, None, 0.3, True).requires_grad
-    assert not any(tensor.requires_grad for tensor in sample_rows(query, key, of_each(query, [3]), 0.3, True, True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_fakes_have_the_shapes_dtypes_and_strides_of_the_real_ones(device):
-    real = transposed(*qkv(device, q_len=23, head_dim=11))
-    rows = of_each(real[0], [3, 1])
-
-    def run(tensors, rows):
-        sampled = sample_rows(*tensors[:2], rows, 0.3, True, True)
-        return *attention_rows(*tensors, 0.3, True), score_rows(*tensors[:2], None, rows[0], 0.3, True), *sampled
-
-    wanted = run(real, rows)
+    wanted = attention_rows(*tensors, 0.3, True)
     with FakeTensorMode() as mode:
-        found = run([mode.from_tensor(x) for x in real], mode.from_tensor(rows))
+        found = attention_rows(*(mode.from_tensor(x) for x in tensors), 0.3, True)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=gpu)])
-def test_compiles_in_one_graph_with_its_gradients(device, backend):
+@on_gpu
+def test_it_compiles_in_one_graph_with_its_gradients(device):
     def run(query, key, value):
-        output, _, table = attention_rows(query * 1.5, key, value, 0.3, True)
-        sampled = sample_rows(query, key, rows, 0.3, True, True)
-        return output.square().sum(), table, score_rows(query, key, None, None, 0.3, True), sampled
+        output, stats = attention_with_stats(query * 1.5, key, value, scale=0.3, is_causal=True, enable_gqa=True)
+        return output.square().sum(), stats.entropy, score_stats(query, key, is_causal=True, enable_gqa=True).entropy
 
-    rows = of_each(qkv(device)[0], [2, 11])
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    compiled = torch.compile(run, fullgraph=True)
     for q_len in (13, 29, 31):  # the second makes the length symbolic
         tensors = qkv(device, q_len=q_len, grad=True)
         found, wanted = compiled(*tensors), run(*tensors)
@@ -237,11 +106,11 @@ def test_a_cpu_needs_no_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from attnscale.measure.cuda.attention_op import attention_rows
-print(attention_rows(*torch.zeros(3, 1, 1, 2, 4), 0.5, True)[1].exp().round().tolist())
+from attnscale import attention_with_stats
+print(attention_with_stats(*torch.zeros(3, 1, 1, 2, 4), is_causal=True)[1].top1.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[[[1.0, 2.0]]]"
+    assert done.stdout.strip() == "[0.75]"
 
 
 SIZES = [(1, 1), (1, 63), (63, 63), (200, 200), (200, 71), (131, 1000), (1000, 1000)]
@@ -266,26 +135,16 @@ def test_the_kernel_is_as_exact_as_sdpa(device, dtype, head_dim, is_causal):
     scale = 1.5 * head_dim**-0.5
     for q_len, kv_len in SIZES:
         query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        output, found = attended(query, key, value, scale, is_causal)
-        assert_attended(found, exact_rows(query, key, scale, is_causal), TOLERANCE)
-        weights = reference.softmax(scores(query, key, scale, is_causal))
-        exact = weights @ value.double().cpu().numpy().repeat(3, axis=1)
+        exact = scores(query, key, scale, is_causal)
+        options = {"scale": scale, "is_causal": is_causal, "enable_gqa": True}
+        output, stats = attention_with_stats(query, key, value, **options)
+        alone = score_stats(query, key, **options)
+        assert_stats(stats, exact, 5e-5, 5e-5)
+        assert_stats(alone, exact, 5e-5, 5e-5)
+        rows = alone.pool.rows()
+        assert_rows(torch.stack([getattr(rows, name).float() for name in ROW_NAMES]), expected_rows(exact), TOLERANCE)
+        exact = reference.softmax(exact) @ value.double().cpu().numpy().repeat(3, axis=1)
         assert_as_exact_as_sdpa(output, sdpa(query, key, value, scale, is_causal), exact)
-
-
-@on_gpu
-@pytest.mark.parametrize("given_lse", [False, True])
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float32, 11)])
-def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_dim, sampled, given_lse):
-    scale = head_dim**-0.5
-    for q_len, kv_len in SIZES:
-        query, key, value = qkv(device, dtype, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
-        lse = attention_rows(query, key, value, scale, True)[1]
-        rows = torch.randperm(q_len)[: 1 + q_len // 8]
-        found = score_rows(query, key, lse if given_lse else None, rows.to(device) if sampled else None, scale, True)
-        kept = rows.numpy() if sampled else slice(None)
-        assert_rows(found, exact_rows(query, key, scale, True, kept), TOLERANCE)
 
 
 @on_gpu
@@ -293,17 +152,16 @@ def test_score_rows_on_a_gpu_are_those_of_the_full_matrix(device, dtype, head_di
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_constant_and_one_hot_rows_are_exact_on_a_gpu(device, is_causal, dtype):
     query, key, value = qkv(device, dtype, q_len=613, kv_len=1021, head_dim=64)
-    visible = torch.arange(1.0, 614.0, device=device) if is_causal else torch.full((613,), 1021.0, device=device)
-    _, (_, total, gap, participation, _) = attended(query, key[:, :, :1].expand_as(key), value, 0.3, is_causal)
+    visible = torch.arange(1.0, 614.0) if is_causal else torch.full((613,), 1021.0)
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    _, stats = attention_with_stats(query, key[:, :, :1].expand_as(key).contiguous(), value, scale=0.3, **options)
     rounding = {"rtol": 1e-6, "atol": 1e-6}  # the Hopper kernel scales and shifts a score in one instruction
-    torch.testing.assert_close(total, visible.expand_as(total), **rounding)
-    torch.testing.assert_close(gap, torch.zeros_like(gap), **rounding)
-    torch.testing.assert_close(participation, (1 / visible).expand_as(participation), **rounding)
+    torch.testing.assert_close(stats.effective_keys.cpu(), visible.double().mean().expand(6), **rounding)
+    torch.testing.assert_close(stats.entropy.cpu(), visible.double().log().mean().expand(6), **rounding)
+    torch.testing.assert_close(stats.top1.cpu(), (1 / visible.double()).mean().expand(6), **rounding)
     key = F.normalize(key.float(), dim=-1).to(dtype)
-    _, (_, total, gap, participation, _) = attended(key, key, value, 1e4, False)
-    assert (total >= 1).all()
-    assert (participation <= 1).all()
-    for found, wanted in ((total, 1.0), (gap, 0.0), (participation, 1.0)):
+    _, stats = attention_with_stats(key, key, value, scale=1e4)
+    for found, wanted in ((stats.top1, 1.0), (stats.entropy, 0.0), (stats.effective_keys, 1.0)):
         torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=2e-3, atol=2e-3)
 
 
@@ -350,11 +208,9 @@ def test_gradients_on_a_gpu_are_as_exact_as_sdpas(device, dtype, options, is_cau
 @on_gpu
 def test_a_cuda_graph_replays_the_operators(device):
     tensors = qkv(device, torch.bfloat16, q_len=197, kv_len=211, head_dim=64)
-    rows = of_each(tensors[0], [3, 150])
 
     def run():
-        sampled = sample_rows(*tensors[:2], rows, 0.2, True, True)
-        return *attention_rows(*tensors, 0.2, True), score_rows(*tensors[:2], None, rows[0], 0.2, True), *sampled
+        return attention_rows(*tensors, 0.2, True)
 
     run()  # compiles the kernels
     graph = torch.cuda.CUDAGraph()
@@ -373,13 +229,35 @@ def test_65537_rows_are_as_exact_as_a_few(device, is_causal):
     query, key, value = qkv(
         device, torch.bfloat16, batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length, head_dim=64
     )
-    output, found = attended(query, key, value, 0.125, is_causal)
-    assert output.isfinite().all()
-    assert found.isfinite().all()
+    output, stats = attention_with_stats(query, key, value, scale=0.125, is_causal=is_causal, enable_gqa=True)
+    alone = score_stats(query, key, scale=0.125, is_causal=is_causal, enable_gqa=True)
+    for name in ("mean", "std", "entropy", "top1", "effective_keys"):
+        torch.testing.assert_close(getattr(stats, name), getattr(alone, name), rtol=1e-5, atol=1e-6)
     rows = [0, 1, 127, 128, 30011, length - 129, length - 2, length - 1]
     at = torch.tensor(rows, device=device)
-    wanted = exact_rows(query, key, 0.125, is_causal, rows)
-    assert_attended(found[..., at], wanted, 5e-5)
-    assert_rows(score_rows(query, key, None, at, 0.125, is_causal), wanted, 5e-5)
+    found = alone.pool.rows()
+    found = torch.stack([getattr(found, name).float()[..., at] for name in ROW_NAMES])
+    assert_rows(found, exact_rows(query, key, 0.125, is_causal, rows), 5e-5)
     exact = reference.softmax(scores(query, key, 0.125, is_causal, rows)) @ value.double().cpu().numpy()
     assert worst(output[:, :, at], exact) < 0.01
+
+
+@on_gpu
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_query_of_few_and_of_many_heads(device, kv_heads, is_causal):
+    for batch in (1, 32):
+        query, key, value = qkv(device, torch.bfloat16, 8, kv_heads, 1, 1031, 64, batch=batch)
+        options = {"scale": 0.3, "is_causal": is_causal, "enable_gqa": True}
+        exact = scores(query, key, 0.3, is_causal)
+        output, stats = attention_with_stats(query, key, value, **options)
+        assert_stats(stats, exact, 5e-5, 5e-5)
+        alone = score_stats(query, key, **options)
+        assert alone.exact
+        assert_stats(alone, exact, 5e-5, 5e-5)
+        assert alone.pool.rows().max.shape == (batch, 8, 1)
+        assert_as_exact_as_sdpa(
+            output,
+            sdpa(query, key, value, 0.3, is_causal),
+            reference.softmax(exact) @ value.double().cpu().numpy().repeat(8 // kv_heads, axis=1),
+        )

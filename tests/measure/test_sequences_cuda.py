@@ -14,7 +14,7 @@ from attnscale.visibility import Visibility
 from tests.others import OTHERS_MAY_WARN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
+SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "first", "visible")
 LENGTHS = [(5, 0, 300, 1, 129), (128, 256), (700, 64, 65, 63), (1,) * 70, (333,)]
 HEADS = [(2, 2, 64), (4, 2, 128), (2, 1, 256), (3, 3, 80)]
 CASES = [
@@ -26,13 +26,13 @@ CASES = [
 
 def kernels():
     from attnscale.measure.cuda import triton
-    from attnscale.measure.cuda.ways import on_hopper
+    from attnscale.measure.cuda.layout import on_hopper
 
-    found = {"triton": triton.sequence_rows}
+    found = {"triton": triton.attend_rows}
     if on_hopper(0):
         from attnscale.measure.cuda import hopper
 
-        found["hopper"] = hopper.sequence_rows
+        found["hopper"] = hopper.attend_rows
     return found
 
 
@@ -54,7 +54,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, heads, is_causa
     for name, kernel in kernels().items():
         if name == "hopper" and dtype == torch.float32:
             continue
-        output, lse, sums = kernel(query, key, value, starts.int(), scale, is_causal)
+        output, lse, sums = kernel(query, key, value, scale, is_causal, starts.int())
         for begin, end in pairwise(starts.tolist()):
             own, theirs, values = (each[:, :, begin:end].double().cpu() for each in (query, key, value))
             theirs, values = (each.repeat_interleave(heads[0] // heads[1], 1) for each in (theirs, values))

@@ -16,9 +16,9 @@ if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
 from attnscale.measure.cuda import triton as kernels
-from attnscale.measure.cuda.triton import sequences
+from attnscale.measure.cuda.triton import sequence_tiles
 
-SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "visible")
+SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "first", "visible")
 CUT = kernels.Tiles(16, 16, 4, 1)
 
 
@@ -38,7 +38,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
     query = torch.randn(total, heads, width).transpose(0, 1).unsqueeze(0)
     key, value = (torch.randn(total, kv_heads, width).transpose(0, 1).unsqueeze(0) for _ in range(2))
     offsets = torch.tensor(starts, dtype=torch.int32)
-    output, lse, sums = kernels.sequence_rows(query, key, value, offsets, scale, is_causal, CUT)
+    output, lse, sums = kernels.attend_rows(query, key, value, scale, is_causal, offsets, CUT)
     alone = list(by_sequence(query, key.repeat_interleave(heads // kv_heads, 1), starts, scale, is_causal))
     for place, name in enumerate(SUMS):
         expected = torch.cat([getattr(each, name).double().expand_as(each.max) for each in alone], -1)
@@ -50,16 +50,14 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
         for tensors in zip(*(x.split(lengths, dim=2) for x in (rising, key, value)), strict=True)
     ]
     assert torch.allclose(output.transpose(0, 1).unsqueeze(0), torch.cat(parts, 2), atol=1e-5)
-    nothing, _, again = kernels.sequence_rows(query, key, None, offsets.long(), scale, is_causal, CUT)
-    assert nothing is None
-    assert torch.equal(again, sums)
+    assert torch.equal(kernels.score_rows(query, key, scale, is_causal, offsets.long(), CUT), sums)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of NumPy, which interprets
 def test_what_lies_in_a_neighbour_is_not_seen():
     tokens = torch.randn(1, 2, 30, 8)
     tokens[:, :, 13:] = torch.nan
-    output, lse, sums = kernels.sequence_rows(tokens, tokens, tokens, torch.tensor([0, 13, 30]), 1.0, False, CUT)
+    output, lse, sums = kernels.attend_rows(tokens, tokens, tokens, 1.0, False, torch.tensor([0, 13, 30]), CUT)
     assert output[:13].isfinite().all()
     assert lse[..., :13].isfinite().all()
     assert sums[..., :13].isfinite().all()
@@ -69,7 +67,7 @@ def test_what_lies_in_a_neighbour_is_not_seen():
 def test_tokens_of_no_sequence_see_nothing():
     tokens = torch.randn(1, 2, 30, 8)
     for starts, rows in ((torch.zeros(3, dtype=torch.int32), 0), (torch.tensor([0, 17, 20]), 20)):
-        _, _, sums = kernels.sequence_rows(tokens, tokens, tokens, starts, 1.0, True, CUT)
+        _, _, sums = kernels.attend_rows(tokens, tokens, tokens, 1.0, True, starts, CUT)
         assert sums[-1].gt(0).sum(-1).tolist() == [[rows, rows]]
 
 
@@ -86,10 +84,10 @@ def tiles_by_sequence(starts):
 def test_tiles_are_those_of_each_sequence_and_causal_rows_that_see_most_come_first(
     count, is_causal, most_sorted, monkeypatch
 ):
-    monkeypatch.setattr(sequences, "MOST_SORTED", most_sorted)
+    monkeypatch.setattr(sequence_tiles, "MOST_SORTED", most_sorted)
     lengths = torch.randint(0, 400, (count,))
     starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    tiles = sequences.tiles_of(starts, int(starts[-1]), 16, is_causal)
+    tiles = sequence_tiles.tiles_of(starts, int(starts[-1]), 16, is_causal)
     expected = tiles_by_sequence(starts)
     if is_causal and count <= most_sorted:
         expected.sort(key=lambda tile: -tile[2])

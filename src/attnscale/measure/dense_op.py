@@ -11,7 +11,7 @@ from attnscale.attending.call_op import SCORES, arguments_of, call_of
 from attnscale.attending.gradients import gradients_of
 from attnscale.attending.mapping import entry_by_entry
 from attnscale.measure.cpu import attention as on_cpu
-from attnscale.measure.cuda.backward import attention_rows_backward
+from attnscale.measure.cuda.sdpa import attention_rows_backward
 from attnscale.measure.measuring import looks_at_all, measured
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import SUMS, TABLE, Table

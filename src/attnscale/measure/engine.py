@@ -12,8 +12,7 @@ from attnscale.inputs import check_inputs
 from attnscale.measure import dense_op, nested, plan
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda.ways import way_of
+from attnscale.measure.cuda.layout import is_intercepted
 from attnscale.measure.measuring import check_rows, check_sinks, moments_of
 from attnscale.measure.measuring import measured as measured  # watching asks here for it
 from attnscale.measure.moments import ScoreMoments
@@ -120,11 +119,10 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            chosen = way_of(call.query, call.key, call.value, call.scale, is_causal)
-            way = partial(on_cuda.attend_planned, call.scale, is_causal, chosen)
-    elif rows is not None and on_cuda.measures(call) and not torch.compiler.is_compiling():
-        output, stats = sampled.attend_sampling(call, rows)
-        way = partial(sampled.attend_planned, rows, dropout_p, call.scale, is_causal)
+            way = partial(on_cuda.attend_planned, call.scale, is_causal, on_cuda.choice_of(call))
+    elif rows is not None and on_cuda.measures(call):
+        output, stats = on_cuda.attend_sampling(call, rows)
+        way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)
     elif rows is None and dense_op.attends_unseen(call):
         output, stats = dense_op.attend_unseen(call)
     elif rows is None and on_cpu.serves(call):
@@ -141,7 +139,5 @@ def attention_with_stats(
 
 def _measured(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """By an operator where nothing can be looked at and no kernel is one."""
-    hidden = unseen(call.query) or in_transform()
-    if hidden and not on_cuda.measures(call):
-        return dense_op.measure_unseen(call, rows, sinks)
-    return measured(call, rows, sinks=sinks)
+    hidden = unseen(call.query) or in_transform() or (call.query.is_cuda and is_intercepted(call.query, call.key))
+    return dense_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.taking import kernels_take
-from attnscale.measure.cuda.ways import kind_of
+from attnscale.measure.cuda.layout import kernels_take
 from attnscale.numerics import wide_dtype, without_autocast
 
 SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow
@@ -33,8 +32,7 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) ->
         if kernels_take(call):
             from attnscale.measure.cuda import triton
 
-            kind = "largest", kind_of(call, largest, limit, calls)
-            triton.raise_largest_(largest, limit, calls, call, _highest_added(call), SLACK, kind=kind)
+            triton.raise_largest_(largest, limit, calls, call, _highest_added(call))
         else:
             calls += 1.0
             for entry, head, rows in _rows_that_may_pass(limit, call):

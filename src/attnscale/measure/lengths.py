@@ -6,8 +6,7 @@ On a GPU a kernel reads them once, at the memory's speed.
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.taking import kernels_take_vectors
-from attnscale.measure.cuda.ways import layout_of
+from attnscale.measure.cuda.layout import kernels_take_vectors
 from attnscale.numerics import lengths, wide_dtype
 
 
@@ -20,7 +19,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
     if kernels_take_vectors(vectors):
         from attnscale.measure.cuda import triton
 
-        return triton.head_lengths(vectors.unsqueeze(2), kind=("lengths", layout_of(vectors)))
+        return triton.head_lengths(vectors)
     dtype = wide_dtype(vectors)
     if vectors.is_cuda:  # which adds up in pairs; a CPU, where features are not in a row, one by one
         return torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
@@ -37,8 +36,7 @@ def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     if _kernel_takes_both(query, key):
         from attnscale.measure.cuda import triton
 
-        kind = "lengths of both", layout_of(query), layout_of(key)
-        own, theirs = triton.lengths_of_both(query, key, kind=kind).unbind()
+        own, theirs = triton.lengths_of_both(query, key).unbind()
         return own, theirs
     return head_lengths(query), _shared(head_lengths(key), query)
 
@@ -49,10 +47,6 @@ def lengths_of_sums(copies: Tensor) -> Tensor:
     >>> lengths_of_sums(torch.ones(2, 3, 5, 8, 4)).tolist()
     [40.0, 40.0, 40.0]
     """
-    if kernels_take_vectors(copies):
-        from attnscale.measure.cuda import triton
-
-        return triton.head_lengths(copies, kind=("lengths of sums", layout_of(copies)))
     return head_lengths(copies.sum(2, dtype=wide_dtype(copies)))
 
 
@@ -68,8 +62,7 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     if kernels_take_vectors(vectors):
         from attnscale.measure.cuda import triton
 
-        layouts = layout_of(vectors), None if left_out is None else layout_of(left_out)
-        return triton.mean_lengths(vectors, left_out, kind=("mean lengths", layouts))
+        return triton.mean_lengths(vectors, left_out)
     if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # whose squares may be ∞
         squares = vectors.double().square_().sum((0, 2, 3))
         return squares.div_(vectors.shape[0] * vectors.shape[2]).sqrt_()
@@ -91,8 +84,7 @@ def mean_lengths_of_both(
     if _kernel_takes_both(query, key):
         from attnscale.measure.cuda import triton
 
-        layouts = layout_of(query), layout_of(key), *(None if out is None else layout_of(out) for out in left_out)
-        own, theirs = triton.lengths_of_both(query, key, left_out, True, ("mean lengths of both", layouts)).unbind()
+        own, theirs = triton.lengths_of_both(query, key, left_out, is_mean=True).unbind()
         return own, theirs
     are_alike = query.shape[0::2] == key.shape[0::2] and query.shape[3] == key.shape[3] and query.dtype == key.dtype
     if are_alike and all(positions is None for positions in left_out):
@@ -141,5 +133,5 @@ def longest(vectors: Tensor) -> Tensor:
     if kernels_take_vectors(vectors):
         from attnscale.measure.cuda import triton
 
-        return triton.longest_squared(vectors, kind=("longest", layout_of(vectors))).sqrt_()
+        return triton.longest_squared(vectors).amax(-1).sqrt_()
     return lengths(vectors).amax(-1)

@@ -10,8 +10,8 @@ from attnscale.attending.call import Call
 from attnscale.errors import SettingError, ShapeError
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda import sampled, shown
-from attnscale.measure.cuda.drawn import drawn_ahead
+from attnscale.measure.cuda import sampled
+from attnscale.measure.cuda.layout import capturing
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows, with_sinks
@@ -40,22 +40,22 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None, sinks: Ten
 
     `lse` is what a kernel left of all rows. `sinks`, (heads,), are learned logits that join the denominators.
     """
+    if call.visibility.bias is not None:
+        call = replace(call, visibility=call.visibility.with_infinite_mask())
+    if on_cuda.measures(call):
+        return on_cuda.measure(call, rows, sinks)
+    if sampled.measures_masked(call):
+        return sampled.measure_masked(call, rows, sinks)
     return with_sinks(_measured(call, rows, lse), sinks)
 
 
 def _measured(call: Call, rows: int | None, lse: Tensor | None) -> ScoreStats:
-    if call.visibility.bias is not None:
-        call = replace(call, visibility=call.visibility.with_infinite_mask())
-    if on_cuda.measures(call):
-        return sampled.measure(call, rows)
-    if shown.measures(call):
-        return shown.measure(call, rows)
     sample = None if rows is None else _sample(call, rows, lse)
     found, bound = (look_at_rows(call), None) if sample is None else _look(call, sample, lse)
     if call.query.device.type != "cpu":
         found()  # while its stream, or a graph that is being captured, is the one the scores are on
     pool = Unpooled(found, lambda: bound, sample)
-    refreshed = call.query.is_cuda and on_cuda.capturing()
+    refreshed = call.query.is_cuda and capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
@@ -69,7 +69,7 @@ def _sample(call: Call, rows: int, lse: Tensor | None) -> Sample | None:
     if planned is None:
         return None
     if device.type == "cuda":
-        return drawn_ahead(planned, batch, device).next()
+        return sampled.drawn_ahead(planned, batch, device).next()
     return planned.sample(torch.tensor(planned.draw_each(batch)))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.watched import looked_on
-from attnscale.measure.cuda.ways import layout_of
+from attnscale.measure.cuda.layout import is_intercepted, layout_key
 from attnscale.measure.stats import ScoreStats
 
 Planned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ScoreStats]]
@@ -24,10 +23,10 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hasha
     if not isinstance(query, Tensor):
         return None  # and told so by the checks
     plain = query.is_cuda and key.is_cuda and value.is_cuda and query.dim() == key.dim() == value.dim() == 4
-    if not plain or not (scale is None or type(scale) is float) or looked_on(query, key, value):
+    if not plain or not (scale is None or type(scale) is float) or is_intercepted(query, key, value):
         return None
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return *layout_of(query), *layout_of(key), *layout_of(value), scale, cast, *flags
+    return *layout_key(query), *layout_key(key), *layout_key(value), scale, cast, *flags
 
 
 def keep(kind: Hashable, planned: Planned) -> None:

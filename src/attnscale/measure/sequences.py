@@ -13,8 +13,8 @@ from attnscale.attending.running import joined, run_sequences
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
+from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda import sequences as on_cuda
-from attnscale.measure.cuda import shown
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.measuring import measured
 from attnscale.measure.moments import ScoreMoments
@@ -69,8 +69,8 @@ def _on_device(ragged: Ragged, rows: int | None) -> ScoreStats:
     if rows is None and on_cuda.measures(ragged):
         return on_cuda.measure(ragged)
     documents = ragged.as_documents()
-    if documents is not None and shown.measures(documents):
-        return shown.measure(documents, rows)
+    if documents is not None and sampled.measures_masked(documents):
+        return sampled.measure_masked(documents, rows)
     share = [None if rows is None else _share(rows, length, ragged) for length in ragged.rows.lengths]
     parts = [measured(call, some) for call, some in zip(ragged.calls(), share, strict=True)]
     return merged_when_read(parts or [measured(ragged.row, None)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cpu.one_pass import passed_over, passed_over_in_sight
 from attnscale.measure.cpu.threads import usable
-from attnscale.measure.cuda.backward import attention_rows_backward
+from attnscale.measure.cuda.sdpa import attention_rows_backward
 from attnscale.measure.row_sums import RowSums
 from attnscale.torch_internals import modes_in_place
 

@@ -6,10 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.prepared import Launch, Layout, Longest, mask_strides, no_document, takes
-from attnscale.measure.cuda.ways import ALIGNMENT, layout_of
-
-SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow
+from attnscale.measure.cuda.layout import Layout, kernels_take_as_they_are, layout_key, mask_strides
+from attnscale.measure.cuda.probe import no_document
 
 
 def probe_max(
@@ -27,15 +25,15 @@ def probe_max(
 
     Return False where no kernel takes the call; nothing is written then. The mask is of booleans.
     """
-    if not takes(query, key, mask):
+    if not kernels_take_as_they_are(query, key, mask):
         return False
-    given = (None if each is None else layout_of(each) for each in (mask, padding))
-    alignment = largest.data_ptr() % ALIGNMENT, len(largest)
-    prepared = _prepared(layout_of(query), layout_of(key), *given, alignment, scale, is_causal)
-    longest = prepared.longest(key)
+    given = (None if each is None else layout_key(each) for each in (mask, padding))
+    prepared = _prepared(layout_key(query), layout_key(key), *given, scale, is_causal)
+    longest = torch.empty(prepared.chunks, dtype=torch.float32, device=query.device)
+    prepared.measure_keys(key, longest)
     visible = query if mask is None else mask.view(torch.uint8)
     own, others = (query, query) if padding is None else (padding.view(torch.uint8), no_document(query.device))
-    prepared.launch(query, key, visible, own, others, longest, limit, limit, largest, calls)
+    prepared.launch(query, key, query, visible, own, others, largest, longest, limit, limit, largest, calls)
     return True
 
 
@@ -49,42 +47,23 @@ class _Prepared:
         scale: float,
         is_causal: bool,
     ) -> None:
-        from attnscale.measure.cuda.triton.largest import largest_kernel
-        from attnscale.measure.cuda.triton.launch import LEAST_WIDTH
-        from attnscale.measure.cuda.triton.launching import capability, precision_of
-        from attnscale.measure.cuda.triton.shown import BOOLEAN, NO_MASK
-        from attnscale.measure.cuda.triton.tiles import largest_tiles, padded_width
+        from attnscale.measure.cuda.triton.masked_rows import bind_longest, masked_launch
 
-        (batch, heads, q_len, head_dim), query_strides, dtype, index, _ = query
+        (batch, heads, q_len, _), query_strides, *_ = query
         (_, kv_heads, kv_len, _), key_strides, *_ = key
-        self.longest, strides = Longest(key), mask_strides(mask)
-        cut = largest_tiles(head_dim, dtype, capability(index), strides[2] != 0)
-        self.launch = Launch(
-            largest_kernel,
-            (-(-q_len // cut.rows) * batch * heads,),
-            (
-                *(*query_strides[:3], *key_strides[:3], *strides, *((0, 0) if padding is None else padding[1]), 0, 0),
-                *(heads, heads // kv_heads, q_len, kv_len, 0, 0, scale, 1.0),
-            ),
-            (
-                *(SLACK, self.longest.shape[-1], head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys),
-                *((NO_MASK if mask is None else BOOLEAN).value, strides[2] != 0, False, is_causal),
-                *(padding is not None, False, precision_of(dtype, index)),
-            ),
-            cut.warps,
-            cut.stages,
+        self.chunks, self.measure_keys = bind_longest(key)
+        flags = False, False, is_causal, False
+        launch = masked_launch(query, key, mask, padding, padding, *flags, None, self.chunks[-1])
+        self.launch = launch.bind(
+            (-(-q_len // launch.tiles.rows) * batch * heads, 1),
+            *(*query_strides[:3], *key_strides[:3], *mask_strides(mask)),
+            *((0, 0) if padding is None else padding[1]),
+            *(0, 0, heads, heads // kv_heads, q_len, kv_len, kv_len, 0, 0, scale, 1.0),
         )
 
 
 @lru_cache(maxsize=256)
 def _prepared(
-    query: Layout,
-    key: Layout,
-    mask: Layout | None,
-    padding: Layout | None,
-    written: tuple[int, int],
-    scale: float,
-    is_causal: bool,
+    query: Layout, key: Layout, mask: Layout | None, padding: Layout | None, scale: float, is_causal: bool
 ) -> _Prepared:
-    """`written` is the alignment of what is written, on which the compilation depends as well."""
     return _Prepared(query, key, mask, padding, scale, is_causal)

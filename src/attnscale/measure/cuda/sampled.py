@@ -1,106 +1,166 @@
-"""Statistics of a few rows a head on a CUDA device, beside torch's own attention or alone."""
+"""Statistics of a few rows a head on a CUDA device, and of rows behind masks, by passes of their own."""
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
-from attnscale.measure.cuda import forward, row_ops
-from attnscale.measure.cuda.attention import attend, attends, capturing
-from attnscale.measure.cuda.attention import measure as measure_every_row
-from attnscale.measure.cuda.drawn import drawn_ahead
-from attnscale.measure.cuda.spans import key_span
+from attnscale.measure.bound import max_bound
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Design, Sample, design
+from attnscale.measure.sampling import Design, Sample, design, rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
+from attnscale.torch_internals import current_stream
 from attnscale.visibility import Visibility
 
-
-def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
-    """The output of attention(), bit for bit, and statistics of about this many rows a head."""
-    planned = _design(call, rows)
-    if planned is None:
-        return attend(call) if attends(call) else (run(call), measure(call, None))
-    output, lse = forward.attend(call)
-    with torch.no_grad():
-        return output, _sample(call, planned, None if lse is None else lse.detach())
+DRAWS_AHEAD = 256  # at most
 
 
-def attend_planned(
-    rows: int, dropout_p: float, scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ScoreStats]:
-    """The same for tensors laid out like some that were looked at."""
-    return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
-
-
-def measure(call: Call, rows: int | None) -> ScoreStats:
-    """The statistics alone, of every row or of about this many a head."""
-    with torch.no_grad():
-        planned = None if rows is None else _design(call, rows)
-        return measure_every_row(call) if planned is None else _sample(call, planned, None)
-
-
-def _design(call: Call, rows: int) -> Design | None:
-    batch, _, q_len, _ = call.query.shape
-    return design(rows, q_len, batch, call.visibility.is_causal)
-
-
-def _sample(call: Call, planned: Design, lse: Tensor | None) -> ScoreStats:
-    """Statistics of a draw; the maximum of rows not looked at is bounded by the lse of all rows, or by norms."""
-    query, key = call.query, call.key
-    sample = drawn_ahead(planned, len(query), query.device).next()
-    weights = weights_of(planned, query.device)
-    sums, table = row_ops.sample_stats(
-        query, key, lse, sample.positions, weights, call.scale, call.visibility.is_causal
-    )
-    sampled = Sampled(sample, sums, table, key_span(query, key), key.shape[2], call.visibility.is_causal)
-    return sampled.stats(capturing())
-
-
-@cache
-def weights_of(planned: Design, device: torch.device) -> Tensor:
-    """How many positions each sampled one stands for, on the device."""
-    return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
-
-
-class Sampled(NamedTuple):
-    """What the pass over sampled rows left: their sums over each span of keys, and the table of their heads."""
+class SampledRows(NamedTuple):
+    """What a pass over sampled rows leaves: their sums over each span of keys, and the table of their heads."""
 
     sample: Sample
-    sums: Tensor  # (6, spans, batch, heads, rows)
+    sums: Tensor  # (7 or SUMS_AND_VISIBLE, spans, batch, heads, rows)
     table: Tensor
     span: int
     kv_len: int
     is_causal: bool
+    sinks: Tensor | None = None  # learned logits, float64 (heads,), that the table has in the denominators
 
-    def stats(self, refreshed: bool) -> ScoreStats:
-        """The statistics; what tells standard errors is formed from the sums when one is asked for."""
-        known = Table(self.table, partial(_errors, self))
-        pool = Unpooled(self.rows, self.bound, self.sample, in_shards=True, known=known)
-        return ScoreStats(self.sums.shape[3], exact=False, pool=pool, refreshed=refreshed)
+    def stats(self, refreshed: bool, exact: bool = False) -> ScoreStats:
+        """Return the statistics; what standard errors need is computed from the sums when one is asked for."""
+        known = Table(self.table, None if exact else self._errors)
+        sample = None if exact else self.sample
+        pool = Unpooled(self.rows, self._bound, sample, in_shards=True, known=known, sinks=self.sinks)
+        return ScoreStats(self.sums.shape[3], exact=exact, pool=pool, refreshed=refreshed)
 
     def rows(self) -> RowSums:
-        """What was found, over each span of keys."""
+        """Return the sums of each row over each span of keys."""
+        if len(self.sums) == SUMS_AND_VISIBLE:
+            return rows_of(self.sums)
+        counts = Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len).unsqueeze(1)
         begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
-        shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
-        return RowSums(
-            shown.expand_as(self.sums[0]), *self.sums.double(), first=torch.full_like(self.sums[0], -torch.inf)
-        )
+        visible = (counts - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
+        return RowSums(visible.expand_as(self.sums[0]), *self.sums.double())
 
-    def _visible(self) -> Tensor:
-        counts = Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len)
-        return counts.unsqueeze(1)
-
-    def bound(self) -> Tensor:
-        """No score of a head is above this."""
+    def _bound(self) -> Tensor:
         return self.table[:, NUMBERS.index("max_bound")]
 
+    def _errors(self) -> Uncertainty:
+        rows = self.rows().over_shards()
+        rows = rows if self.sinks is None else rows.with_sinks(self.sinks)
+        return uncertainty_of(rows, self.sample, self.table[:, NUMBERS.index("mean")])
 
-def _errors(sampled: Sampled) -> Uncertainty:
-    return uncertainty_of(sampled.rows().over_shards(), sampled.sample, sampled.table[:, NUMBERS.index("mean")])
+
+def rows_of(sums: Tensor) -> RowSums:
+    """Return sums with the number of visible keys as RowSums."""
+    return RowSums(sums[7].long(), *sums[:7].double())
+
+
+def sample_plain(call: Call, planned: Design, lse: Tensor | None, sinks: Tensor | None = None) -> ScoreStats:
+    """Measure a draw of rows that see every key or those before them.
+
+    The lse of all rows bounds the maximum of those not looked at; without it, the norms of queries and keys do.
+    """
+    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+
+    query, key, scale, is_causal = call.query, call.key, call.scale, call.visibility.is_causal
+    q_len, kv_len, span = query.shape[2], key.shape[2], key_span(query, key)
+    sample = drawn_ahead(planned, len(query), query.device).next()
+    sums, norms = triton.sample_rows(query, key, sample.positions, scale, is_causal, lse is None, span)
+    bounds, weights = norms if lse is None else lse, weights_of(planned, query.device)
+    table = triton.finish_sampled(sums, bounds, sample.positions, weights, q_len, kv_len, span, scale, is_causal, sinks)
+    return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks).stats(capturing())
+
+
+def measures_masked(call: Call) -> bool:
+    """Return True if a kernel takes this call, whatever its rows see; it is no operator."""
+    return kernels_take(call) and not is_intercepted(call.query, call.key)
+
+
+def measure_masked(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
+    """Measure every row, or about this many a head; what the mask hides is False or −∞."""
+    (batch, heads, q_len, _), device = call.query.shape, call.query.device
+    planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
+    with torch.no_grad():
+        sinks = own_logits(sinks)
+        if planned is None:
+            return _every_masked_row(call, sinks)
+        from attnscale.measure.cuda import triton
+
+        kv_len, span = call.key.shape[2], key_span(call.query, call.key)
+        sample = drawn_ahead(planned, batch, device).next()
+        sums = triton.score_masked_rows(call, sample.positions, span)
+        bound = max_bound(call).float().view(1, heads, 1).expand(batch, -1, -1)
+        weights = weights_of(planned, device)
+        table = triton.finish_sampled(sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, sinks)
+        return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing())
+
+
+def _every_masked_row(call: Call, sinks: Tensor | None) -> ScoreStats:
+    from attnscale.measure.cuda import triton
+
+    kv_len = call.key.shape[2]
+    sums = triton.score_masked_rows(call, None, kv_len)[:, 0]
+    pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, kv_len, False, sinks)), sinks=sinks)
+    return ScoreStats(call.query.shape[1], exact=True, pool=pool, refreshed=capturing())
+
+
+def own_logits(sinks: Tensor | None) -> Tensor | None:
+    """Return a copy of learned sinks as the kernels take them."""
+    return None if sinks is None else sinks.detach().to(torch.float64, copy=True)
+
+
+@cache
+def weights_of(planned: Design, device: torch.device) -> Tensor:
+    """Return how many positions each sampled one stands for, on the device."""
+    return planned.sample(planned.stratum).weights.double().to(device, non_blocking=True)
+
+
+class DrawnAhead:
+    """Draws of one design kept on a GPU: the next one costs no copy, which would also stop a graph capture."""
+
+    def __init__(self, planned: Design, batch: int, device: torch.device) -> None:
+        self.planned, self.batch, self.device = planned, batch, device
+        self.stream, self.raw = torch.cuda.current_stream(device), current_stream(device.index)  # of the copies
+        self.drawn: tuple[Tensor, ...] = ()
+        self.used = 0
+
+    def next(self) -> Sample:
+        """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
+        if rows_are_shared():
+            drawn = torch.tensor(self.planned.draw_each(self.batch), dtype=torch.int32)
+            return self.planned.sample(drawn.to(self.device, non_blocking=True))
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if self.used == len(self.drawn):
+            if not is_capturing or not self.drawn:
+                self._draw(min(max(1, 2 * len(self.drawn)), DRAWS_AHEAD))  # few for a length not seen again
+            self.used = 0
+        positions = self.drawn[self.used]
+        self.used += 1
+        if is_capturing:
+            CAPTURED.append(positions)
+        elif current_stream(self.device.index) != self.raw:  # a stream itself takes long to ask for
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self.stream)
+            positions.record_stream(stream)
+        return self.planned.sample(positions)
+
+    def _draw(self, count: int) -> None:
+        draws = torch.from_numpy(self.planned.draws(count * self.batch)).unflatten(0, (count, self.batch))
+        self.drawn = draws.to(self.device, non_blocking=True).unbind()
+        self.stream, self.raw = torch.cuda.current_stream(self.device), current_stream(self.device.index)
+
+
+CAPTURED: list[Tensor] = []  # a graph reads its positions at every replay, for as long as it lives
+
+
+@lru_cache(maxsize=64)
+def drawn_ahead(planned: Design, batch: int, device: torch.device) -> DrawnAhead:
+    """Return the draws of a design for each entry of a batch, on a device."""
+    return DrawnAhead(planned, batch, device)

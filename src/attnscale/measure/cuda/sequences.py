@@ -8,11 +8,9 @@ from torch import Tensor
 
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences import as_one_row, as_tokens
-from attnscale.measure.cuda.attention import as_given, capturing
-from attnscale.measure.cuda.shown import rows_of
-from attnscale.measure.cuda.taking import kernels_take
-from attnscale.measure.cuda.watched import looked_on
-from attnscale.measure.cuda.ways import ALIGNMENT, layout_of, on_hopper
+from attnscale.measure.cuda.attention import takes_as_given
+from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take, layout_key, on_hopper
+from attnscale.measure.cuda.sampled import rows_of
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
@@ -20,22 +18,21 @@ from attnscale.numerics import HALF_DTYPES
 from attnscale.torch_internals import sequences_backward
 
 BACKWARD_WIDTH = 8  # head dimensions that torch's backward takes are multiples of it
-Attended = tuple[Tensor, Tensor, Tensor]
 
 
 def measures(ragged: Ragged) -> bool:
-    """Whether kernels take this: queries and keys of the same positions, all of a sequence seen or what is behind."""
+    """Return True if kernels take this: queries and keys of the same positions, and no mask but a causal one."""
     row, seen = ragged.row, ragged.row.visibility
     plain = seen.mask is None and seen.documents is None and seen.first is None and seen.last in (None, 0)
-    if not plain or row.softcap is not None or not kernels_take(row) or looked_on(row.query, row.key, row.value):
+    if not plain or row.softcap is not None or not kernels_take(row) or is_intercepted(row.query, row.key, row.value):
         return False
     return ragged.rows.count > 0 and ragged.rows.equals(ragged.keys)
 
 
 def attends(ragged: Ragged) -> bool:
-    """Whether one kernel gives the output too, and torch has a backward for it."""
+    """Return True if one kernel gives the output too, and torch has a backward for it."""
     row = ragged.row
-    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not as_given(row) or not measures(ragged):
+    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not takes_as_given(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
         row.query.dtype in HALF_DTYPES
@@ -45,13 +42,13 @@ def attends(ragged: Ragged) -> bool:
 
 
 def attends_for_less(ragged: Ragged) -> bool:
-    """Whether all rows with the output cost less than torch's kernel for sequences and a pass over some: on Hopper."""
+    """Return True on Hopper, where all rows with the output cost less than torch's kernel and a pass over some."""
     row = ragged.row
-    return attends(ragged) and _has_hopper_kernel(row.query, row.key, row.value, row.scale)
+    return attends(ragged) and _has_hopper_kernel(row.query, row.key, row.value)
 
 
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
-    """The output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
+    """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
     row, starts = ragged.row, ragged.rows.offsets
     given = row.query, row.key, row.value, starts, row.scale, row.visibility.last == 0
     if _learns(ragged):
@@ -62,15 +59,13 @@ def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
 
 
 def measure(ragged: Ragged) -> ScoreStats:
-    """The statistics alone; the rows stay at hand."""
+    """Measure every row alone; the sums of rows are kept."""
     from attnscale.measure.cuda import triton
 
-    row, starts = ragged.row, ragged.rows.offsets
-    is_causal = row.visibility.last == 0
-    kind = "sequences", *_layouts(row.query, row.key), is_causal, row.scale > 0.0, row.scale == 0.0
+    row = ragged.row
     with torch.no_grad():
-        _, _, sums = triton.sequence_rows(row.query, row.key, None, starts, row.scale, is_causal, kind=kind)
-        pool = Unpooled(partial(rows_of, sums), known=Table(_table(sums)))
+        sums = triton.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
+        pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, 0, False)))
     return ScoreStats(row.query.shape[1], exact=True, pool=pool, refreshed=capturing())
 
 
@@ -79,43 +74,27 @@ def _learns(ragged: Ragged) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (row.query, row.key, row.value))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, is_causal: bool) -> Attended:
-    """The output, (total, heads, head_dim), the lse, (1, heads, total), and the table of the heads."""
-    from attnscale.measure.cuda import triton
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, (total, heads, head_dim), the lse, (1, heads, total), and the table of the heads."""
+    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
 
-    if _has_hopper_kernel(query, key, value, scale):
+    attend_rows = triton.attend_rows
+    if _has_hopper_kernel(query, key, value):
         from attnscale.measure.cuda import hopper
 
-        output, lse, sums = hopper.sequence_rows(query, key, value, starts, scale, is_causal)
-        return output, lse, _table(sums)
-    kind = "attended", *_layouts(query, key, value), is_causal, scale > 0.0, scale == 0.0
-    made, found, sums = triton.sequence_rows(query, key, value, starts, scale, is_causal, kind=kind)
-    assert made is not None
-    assert found is not None
-    return made, found, _table(sums)
+        attend_rows = hopper.attend_rows
+    output, lse, sums = attend_rows(query, key, value, scale, is_causal, starts)
+    return output, lse, triton.finish_rows(sums, 0, False)
 
 
-def _has_hopper_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    if not on_hopper(query.device.index) or scale == 0.0:
+def _has_hopper_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if not on_hopper(query.device.index):
         return False
-    from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda import hopper
 
-    return hopper.supported(query, key, value)
-
-
-def _layouts(*rows: Tensor) -> tuple[Any, ...]:
-    """All that a kernel's compilation depends on of (1, heads, total, head_dim).
-
-    Not how many tokens there are, but whether strides of what it writes are one, or aligned.
-    """
-    total = rows[0].shape[2]
-    return *(layout_of(row[:, :, :1]) for row in rows), total == 1, total % ALIGNMENT
-
-
-def _table(sums: Tensor) -> Tensor:
-    from attnscale.measure.cuda import triton
-
-    return triton.finish_scored(sums, 0, False, ("sequences", sums.device.index))
+    return hopper.takes(layout_key(query), layout_key(key), layout_key(value))
 
 
 class _Attention(torch.autograd.Function):

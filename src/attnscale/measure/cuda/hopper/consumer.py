@@ -13,38 +13,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnscale.measure.cuda.hopper.registers import (
-    LANES,
-    PAIR,
-    beside_lanes,
-    blank_from,
-    full_sum,
-    partial_sum,
-    rescale,
-)
-from attnscale.measure.cuda.hopper.schedule import ROWS, tile_at, tiles_in
+from attnscale.measure.cuda.hopper.tiles import CONSUMERS, ROWS, tile_at, tiles_in
 
 MASKED = gl.constexpr(-1.0e30)  # finite, because p·x must be 0 and not NaN for a masked key
 LN2 = gl.constexpr(math.log(2))
 SLACK = gl.constexpr(8.0)  # log2; p stays under 2⁸, in range of float16, while the output waits to be rescaled (FA4)
+LANES = gl.constexpr(4)  # threads that share a row of a wgmma accumulator
+PAIR = gl.constexpr(2)  # neighbouring columns each of those threads holds
 
 
 @gluon.jit
 def consume(
     shared,
     CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    LAZY: gl.constexpr,
-    MOMENTS: gl.constexpr,
     SEQUENCES: gl.constexpr,
 ):
     """Attend from 64 rows of each of this program's tiles; scores are in units of log 2.
 
-    MOMENTS: Σ z and Σ z² too, z from the same base as the weights' exponents; moved with it, n z's by the shift δ,
-    they become Σ z + nδ and Σ z² + 2δ Σ z + nδ².
+    Σ z and Σ z² have the same base as the weights' exponents; moved with it, n z's by the shift δ, they become Σ z + nδ
+    and Σ z² + 2δ Σ z + nδ².
 
     SEQUENCES: rows past the end of one are those of the next, so nothing is written there, and no value is read.
     """
@@ -97,11 +87,10 @@ def consume(
         total = partial_sum(weights)
         moment = partial_sum(weights * scores)
         square = partial_sum(weights * weights)
-        if MOMENTS:
-            below = gl.where(visible, scores, 0.0)
-            first = partial_sum(below)
-            second = partial_sum(below * below)
-            counted = gl.sum(visible.to(gl.float32).broadcast_to([ROWS, BLOCK_N]), 1)
+        below = gl.where(visible, scores, 0.0)
+        first = partial_sum(below)
+        second = partial_sum(below * below)
+        counted = gl.sum(visible.to(gl.float32).broadcast_to([ROWS, BLOCK_N]), 1)
         operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
         output = gl.zeros([ROWS, HEAD_DIM], gl.float32, output_layout)
         if SEQUENCES and blocks * BLOCK_N > kv_len:
@@ -121,9 +110,7 @@ def consume(
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(slot))
             row_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
-            new_base = row_max
-            if LAZY:
-                new_base = gl.where(row_max - base > SLACK, row_max, base)
+            new_base = gl.where(row_max - base > SLACK, row_max, base)
             shift = base - new_base
             keep = gl.exp2(shift)
             base = new_base
@@ -133,16 +120,15 @@ def consume(
             moment = lanes_keep * (moment + total * beside_lanes(shift, total)) + partial_sum(weights * scores)
             square = lanes_keep * lanes_keep * square + partial_sum(weights * weights)
             total = lanes_keep * total + partial_sum(weights)
-            if MOMENTS:  # each of the threads of a row takes its part of the keys that were counted
-                lanes_shift = beside_lanes(shift, total)
-                moved = lanes_shift * beside_lanes(counted * (1.0 / (LANES * PAIR)), total)
-                second += lanes_shift * (2.0 * first + moved) + partial_sum(scores * scores)
-                first += moved + partial_sum(scores)
-                counted += BLOCK_N
+            lanes_shift = beside_lanes(shift, total)  # each thread of a row takes its part of the keys counted so far
+            moved = lanes_shift * beside_lanes(counted * (1.0 / (LANES * PAIR)), total)
+            second += lanes_shift * (2.0 * first + moved) + partial_sum(scores * scores)
+            first += moved + partial_sum(scores)
+            counted += BLOCK_N
             output, operand = warpgroup_mma_wait(0, deps=(output, operand))
             mbarrier.arrive(v_empty.index(v_slot))
             operand = gl.convert_layout(weights.to(q_smem.dtype), weights_layout, assert_trivial=True)
-            output = rescale(output, keep, LAZY)
+            output = rescale_if_moved(output, keep)
 
         mbarrier.wait(v_full.index(slot), step // STAGES & 1)
         output = warpgroup_mma(operand, v_smem.index(slot), output, is_async=True)
@@ -161,21 +147,23 @@ def consume(
         gl.store(to + plane, exact_total, mask=inside)
         gl.store(to + 2 * plane, gl.maximum(ahead - full_sum(moment) * inverse, 0.0) * LN2, mask=inside)
         gl.store(to + 3 * plane, gl.minimum(full_sum(square) * inverse * inverse, 1.0), mask=inside)
-        if MOMENTS:
-            number = gl.convert_layout(counted, row_layout, assert_trivial=True)
-            from_base = full_sum(first) / number
-            deviation = gl.maximum(full_sum(second) - full_sum(first) * from_base, 0.0)
-            mean = largest - ahead + from_base
-            gl.store(to + 4 * plane, mean * LN2, mask=inside)
-            gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
-            if SEQUENCES:
-                gl.store(to + 6 * plane, number, mask=inside)
+        number = gl.convert_layout(counted, row_layout, assert_trivial=True)
+        from_base = full_sum(first) / number
+        deviation = gl.maximum(full_sum(second) - full_sum(first) * from_base, 0.0)
+        mean = largest - ahead + from_base
+        gl.store(to + 4 * plane, mean * LN2, mask=inside)
+        gl.store(to + 5 * plane, deviation * (LN2 * LN2), mask=inside)
+        is_first = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)) == 0  # the last block begins with it
+        first_score = full_sum(partial_sum(gl.where(is_first[None, :], scores, 0.0)))
+        gl.store(to + 6 * plane, gl.minimum(first_score - ahead, 0.0) * LN2, mask=inside)
+        if SEQUENCES:
+            gl.store(to + 7 * plane, number, mask=inside)
         gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))
         step += 1
 
-        output = rescale(output, inverse, False)
+        output = output * _beside(inverse, output)
         is_whole = row >= 0  # TMA reads zeros before the first row, but cannot be told to write there
         if SEQUENCES:
             is_whole = row + ROWS <= q_len
@@ -198,3 +186,76 @@ def _write(output, to, begin, row, length, stride, width):
     columns = gl.arange(0, output.shape[1], gl.SliceLayout(0, layout))
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     gl.store(to + ((begin + rows).to(gl.int64) * stride)[:, None] + columns[None, :], output, mask=inside)
+
+
+@gluon.jit
+def partial_sum(values):
+    """Row sums (rows, lanes, pair) that stay inside each thread: no shuffles until the tile is done."""
+    rows: gl.constexpr = values.shape[0]
+    steps: gl.constexpr = values.shape[1] // (LANES * PAIR)
+    return gl.sum(values.reshape([rows, steps, LANES, PAIR]), 1)
+
+
+@gluon.jit
+def full_sum(partial):
+    """The row sums of a (rows, lanes, pair) tensor of partial ones."""
+    return gl.sum(gl.sum(partial, 2), 1)
+
+
+@gluon.jit
+def beside_lanes(row, partial):
+    """A row vector shaped to multiply a (rows, lanes, pair) tensor."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, partial.type.layout))
+    return gl.convert_layout(row, layout, assert_trivial=True).expand_dims(1).expand_dims(2)
+
+
+@gluon.jit
+def blank_from(tile, row):
+    """Zeros in the place of a tile's rows from this one on; those before are written as they were."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    kept = tile.load(layout)
+    tile.store(gl.where((rows < row)[:, None], kept, 0.0).to(tile.dtype))
+
+
+@gluon.constexpr_function
+def _rescale_assembly(elements):
+    """PTX that multiplies by the factors, and jumps over that in warps whose factors are all 1."""
+    tests = " ".join(
+        f"setp.neu.f32 one, ${2 * elements + element}, 0f3F800000; or.pred any, any, one;"
+        for element in (0, PAIR.value)  # a thread holds two rows: its first pair of elements, then its second
+    )
+    products = " ".join(f"mul.f32 ${i}, ${elements + i}, ${2 * elements + i};" for i in range(elements))
+    return (
+        "{ .reg .pred one, any; setp.ne.s32 any, 0, 0; "
+        + tests
+        + " vote.sync.any.pred any, any, 0xffffffff; @!any bra KEPT; "
+        + products
+        + " KEPT: }"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints(elements):
+    """Outputs tied to the first operand, then the factors."""
+    return ",".join(["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements)
+
+
+@gluon.jit
+def rescale_if_moved(output, keep):
+    """Multiply each row of the output by its factor, in warps where one is not 1."""
+    elements: gl.constexpr = output.shape[1] // 2  # 64 rows over the 128 threads of a warpgroup
+    return gl.inline_asm_elementwise(
+        _rescale_assembly(elements),
+        _rescale_constraints(elements),
+        [output, _beside(keep, output).broadcast_to(output.shape)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=elements,
+    )
+
+
+@gluon.jit
+def _beside(row, output):
+    """A row vector shaped to multiply the output."""
+    return gl.convert_layout(row, gl.SliceLayout(1, output.type.layout), assert_trivial=True)[:, None]

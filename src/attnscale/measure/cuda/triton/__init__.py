@@ -1,21 +1,20 @@
-"""Triton: attention that leaves exact statistics of its scores behind, and passes for the statistics alone."""
+"""Triton: passes over rows that leave the sums of their scores behind, and kernels that make statistics of them."""
 
-from attnscale.measure.cuda.triton.finishing import finish_sampled, finish_scored
-from attnscale.measure.cuda.triton.launch import attend_rows, fill, sample_rows, score_rows, sequence_rows
-from attnscale.measure.cuda.triton.launching import capability
+from attnscale.measure.cuda.triton.finish import finish_rows, finish_sampled
+from attnscale.measure.cuda.triton.launch import capability
 from attnscale.measure.cuda.triton.lengths import head_lengths, lengths_of_both, mean_lengths
-from attnscale.measure.cuda.triton.showing import longest_squared, raise_largest_, shown_rows
-from attnscale.measure.cuda.triton.tiles import WIDEST, Tiles, few_tiles, sample_tiles, tiles
+from attnscale.measure.cuda.triton.masked_rows import longest_squared, raise_largest_, score_masked_rows
+from attnscale.measure.cuda.triton.rows import attend_rows, score_rows
+from attnscale.measure.cuda.triton.sampled_rows import sample_rows
+from attnscale.measure.cuda.triton.tiles import Tiles, decoding_tiles, sample_tiles, tiles
 
 __all__ = [
-    "WIDEST",
     "Tiles",
     "attend_rows",
     "capability",
-    "few_tiles",
-    "fill",
+    "decoding_tiles",
+    "finish_rows",
     "finish_sampled",
-    "finish_scored",
     "head_lengths",
     "lengths_of_both",
     "longest_squared",
@@ -23,8 +22,7 @@ __all__ = [
     "raise_largest_",
     "sample_rows",
     "sample_tiles",
+    "score_masked_rows",
     "score_rows",
-    "sequence_rows",
-    "shown_rows",
     "tiles",
 ]

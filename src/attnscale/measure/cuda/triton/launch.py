@@ -1,187 +1,86 @@
-"""The host's side of the Triton kernels."""
-# mypy: disable-error-code="import-untyped"
+"""Launches of Triton kernels that cost the host little: what a kernel was compiled for is not looked up again."""
 
-import math
-from collections.abc import Hashable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.triton.launching import capability, launch, on_device, precision
-from attnscale.measure.cuda.triton.rows import rows_kernel
-from attnscale.measure.cuda.triton.sample import sample_kernel
-from attnscale.measure.cuda.triton.sequences import most_tiles, tiles_of
-from attnscale.measure.cuda.triton.tiles import Tiles, padded_width, sample_tiles, tiles
-
-LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
-LEAST_WIDTH = 16  # the narrowest product of tiles
-ATTENDED, SCORED = 4, 6  # statistics a row: max, total, gap, participation, and mean and deviation
-OF_SEQUENCES = 7  # and the number of visible keys
+from attnscale.measure.cuda.triton.tiles import TENSOR_CORES, Tiles
+from attnscale.torch_internals import current_stream
 
 
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    is_causal: bool,
-    moments: bool = False,
-    cut: Tiles | None = None,
-    kind: Hashable = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(scale · QKᵀ) V, the lse, and max, total, gap and participation of each row, from one pass.
+class Launch:
+    """A kernel with its constants, compiled at its first launch.
 
-    With `moments`, also mean and deviation.
+    Later launches must be alike in all that triton compiles for: dtypes, alignments, and which sizes are 1 or multiples
+    of 16. Whoever makes one therefore caches it by the layout of its tensors.
     """
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    planes = SCORED if moments else ATTENDED
-    sums = torch.empty((planes, *query.shape[:3]), dtype=torch.float32, device=query.device)
-    fill(output, sums, query, key, value, lse, None, scale, is_causal, cut, kind)
-    return output, lse, sums
+
+    def __init__(self, kernel: Any, device: int | None, constants: Mapping[str, Any], tiles: Tiles) -> None:
+        self.tiles = tiles
+        self._kernel, self._device, self._constants = kernel, device, dict(constants)
+        self._options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        self._compiled: Any = None
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Launch so many programs on the current stream of the device."""
+        with _on_device(self._device):
+            if self._compiled is None:  # always so in triton's interpreter
+                self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+            else:
+                self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
+
+    def bind(self, grid: tuple[int, ...], *sizes: Any) -> Callable[..., None]:
+        """Return a launch that takes tensors alone, behind which these sizes are passed."""
+        return lambda *tensors: self(grid, *tensors, *sizes)
 
 
-def score_rows(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor | None,
-    rows: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    cut: Tiles | None = None,
-    kind: Hashable = None,
-) -> Tensor:
-    """The sums of the query rows at these positions (None: all), in the order of RowSums; faster given their lse."""
-    count = query.shape[2] if rows is None else rows.shape[0]
-    sums = torch.empty((SCORED, *query.shape[:2], count), dtype=torch.float32, device=query.device)
-    fill(None, sums, query, key, None, lse, rows, scale, is_causal, cut, kind)
-    return sums
+def _on_device(device: int | None) -> AbstractContextManager[object]:
+    is_current = device is None or device == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
-def sequence_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    is_causal: bool,
-    cut: Tiles | None = None,
-    kind: Hashable = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Of sequences laid end to end, (1, heads, total, head_dim), each of which sees itself: output, lse, and sums.
+def counters(device: torch.device, count: int) -> Tensor:
+    """Return zeros that kernels count with and leave as zeros: one tensor a stream, and a new one for a CUDA graph."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, current_stream(device.index)
+    found = COUNTERS.get(key)
+    if found is None or found.shape[0] < count:
+        found = COUNTERS[key] = torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device)
+    return found
 
-    The output is (total, heads, head_dim), the lse (1, heads, total); without a value both are None. The sums, (7, 1,
-    heads, total), end with how many keys each row sees.
+
+COUNTERS: dict[tuple[int, int], Tensor] = {}
+LEAST_COUNTERS = 256
+
+
+@cache
+def capability(device: int | None) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) in triton's interpreter, which has none."""
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
+
+
+def precision(dtype: torch.dtype, device: int | None) -> str:
+    """Return how operands are multiplied: float32 as three products of tf32 halves, whatever torch allows its own.
+
+    Each half has the 11 bits of tf32, so that both have all but two of float32's.
     """
-    _, heads, total, head_dim = query.shape
-    made = None if value is None else torch.empty((total, heads, head_dim), dtype=query.dtype, device=query.device)
-    lse = None if value is None else torch.empty((1, heads, total), dtype=torch.float32, device=query.device)
-    sums = torch.empty((OF_SEQUENCES, 1, heads, total), dtype=torch.float32, device=query.device)
-    sums[-1].zero_()  # tokens behind the last sequence see nothing
-    fill(made, sums, query, key, value, lse, None, scale, is_causal, cut, kind, starts)
-    return made, lse, sums
-
-
-def fill(
-    output: Tensor | None,
-    sums: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    lse: Tensor | None,
-    rows: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    cut: Tiles | None = None,
-    kind: Hashable = None,
-    starts: Tensor | None = None,
-) -> None:
-    """Write the output, if one is wanted, and the sums: (4 or 6 with an output, 6 without; batch, heads, rows).
-
-    With an output, the lse is written too; without, it is what a forward has found. With the starts of sequences that
-    are laid end to end, they are looked at by themselves.
-    """
-    query, scale = _rising(query, scale)
-    query, key = unit_stride(query), unit_stride(key)
-    value = key if value is None else unit_stride(value)
-    batch, heads, _, head_dim = query.shape
-    count = sums.shape[-1]
-    if cut is None:
-        cut = tiles(head_dim, query.dtype, capability(query.device.index))
-    programs, placed = -(-count // cut.rows) * batch * heads, query
-    if starts is not None:
-        programs = most_tiles(starts, count, cut.rows) * heads
-        placed = tiles_of(starts, count, cut.rows, is_causal)
-    with on_device(query):
-        launch(
-            rows_kernel,
-            (programs,),
-            (
-                *(query, key, value, query if output is None else output, sums, query if lse is None else lse),
-                *(query if rows is None else rows.contiguous(), placed, *query.stride()[:3], *key.stride()[:3]),
-                *(*value.stride()[:3], *((0, 0, 0) if lse is None else lse.stride())),
-                *(heads, heads // key.shape[1], count, key.shape[2], scale, scale * LOG2_E),
-            ),
-            (
-                *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, is_causal, output is not None),
-                *(lse is not None and output is None, rows is not None, sums.shape[0] >= SCORED, starts is not None),
-                precision(query),
-            ),
-            (cut.warps, cut.stages),
-            kind,
-        )
-
-
-def sample_rows(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor,
-    scale: float,
-    is_causal: bool,
-    bounds: bool,
-    span: int,
-    cut: Tiles | None = None,
-    kind: Hashable = None,
-) -> tuple[Tensor, Tensor]:
-    """The sums of the rows at these positions, (batch, rows), over each span of keys: (6, spans, batch, heads, rows).
-
-    With `bounds`, also the largest ‖q‖² and ‖k‖² in each part of the queries and each span of the keys: (2, spans,
-    batch, heads); without, a tensor of none.
-    """
-    query, scale = _rising(query, scale)
-    query, key = unit_stride(query), unit_stride(key)
-    batch, heads, q_len, head_dim = query.shape
-    kv_len, count = key.shape[2], rows.shape[1]
-    spans = -(-kv_len // span)
-    sums = torch.empty((SCORED, spans, batch, heads, count), dtype=torch.float32, device=query.device)
-    norms = torch.empty((2 if bounds else 0, spans, batch, heads), dtype=torch.float32, device=query.device)
-    if cut is None:
-        cut = sample_tiles(count, head_dim, query.dtype, capability(query.device.index))
-    with on_device(query):
-        launch(
-            sample_kernel,
-            (spans, batch * heads, -(-count // cut.rows) + (1 if bounds else 0)),
-            (
-                *(query, key, rows.contiguous(), sums, norms, *query.stride()[:3], *key.stride()[:3]),
-                *(heads, heads // key.shape[1], count, q_len, kv_len, -(-q_len // spans), span, scale, scale * LOG2_E),
-            ),
-            (
-                *(head_dim, padded_width(head_dim, LEAST_WIDTH), cut.rows, cut.keys, is_causal, bounds),
-                precision(query),
-            ),
-            (cut.warps, cut.stages),
-            kind,
-        )
-    return sums, norms
-
-
-def _rising(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """A query and a positive scale with the same scores: inside, the largest product is the largest score."""
-    if scale > 0.0:
-        return query, scale
-    return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    if dtype != torch.float32:
+        return "tf32"  # of no effect on narrower operands
+    return "tf32x3" if capability(device) >= TENSOR_CORES else "ieee"
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """The same, with its last axis in a row."""
+    """Return the tensor, or a copy whose last axis is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a positive scale with the same scores: kernels take maxima before they scale."""
+    if scale > 0.0:
+        return query, scale
+    return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)

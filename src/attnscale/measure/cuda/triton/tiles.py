@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-WIDEST = 256  # a tile holds whole heads
+LEAST_WIDTH = 16  # the narrowest product of tiles
 TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
 SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
 
@@ -30,12 +30,12 @@ FEW_ROWS = 16  # of a decoding step: what a tile of tensor cores holds at least
 
 
 def padded_width(head_dim: int, least: int) -> int:
-    """The power of two a tile is wide."""
+    """Return the power of two that a tile is wide."""
     return max(1 << (head_dim - 1).bit_length(), least)
 
 
 def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiling of a pass over every row."""
+    """Return the tiles of a pass over every row."""
     if capability < TENSOR_CORES:
         table = PLAIN
     elif dtype == torch.float32:
@@ -45,14 +45,14 @@ def tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Til
     return table[padded_width(head_dim, 64)]
 
 
-def few_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiling of a pass over rows so few that reading keys and values is all the work."""
+def decoding_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles of a pass over rows so few that reading keys and values is all the work."""
     cut = tiles(head_dim, dtype, capability)
     return cut if cut.rows < FEW_ROWS else Tiles(FEW_ROWS, 64 if head_dim <= 128 else 32, 4, cut.stages)
 
 
 def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiling of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
+    """Return the tiles of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
     if dtype == torch.float32 or capability < TENSOR_CORES:
         return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
     height = min(padded_width(rows, 16), SAMPLED_ROWS)
@@ -62,10 +62,10 @@ def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple
     return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
 
 
-def shown_sample_tiles(
+def masked_sample_tiles(
     rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool
 ) -> Tiles:
-    """The same where each row is looked up in what it sees; on Hopper some cuts are five times as slow as others.
+    """Return the tiles of a pass over a few rows behind a mask; on Hopper some are five times as slow as others.
 
     `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
     """
@@ -80,14 +80,14 @@ def shown_sample_tiles(
 
 
 def largest_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
-    """The tiling of a pass that looks for the largest score of every row."""
+    """Return the tiles of a pass that looks for the largest score of every row."""
     if mask_by_row and dtype != torch.float32 and head_dim <= 128 and _large(capability):
         return Tiles(64, 64, 4, 3)
     return tiles(head_dim, dtype, capability)
 
 
-def shown_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
-    """The tiling of a pass over every row that looks at what each sees; what does not fit the registers is far slower.
+def masked_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
+    """Return the tiles of a pass over every row behind a mask; what does not fit the registers is far slower.
 
     A mask of each row lies as the keys do where a tile has as many keys as a head is wide: nothing is moved then.
     """
@@ -100,5 +100,5 @@ def shown_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], 
 
 
 def _large(capability: tuple[int, int]) -> bool:
-    """Hopper and data-centre Blackwell, with 227 KB of shared memory."""
+    """Return True for Hopper and data-centre Blackwell, which have 227 KB of shared memory."""
     return capability[0] in (9, 10)

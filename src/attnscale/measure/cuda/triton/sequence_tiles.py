@@ -1,13 +1,16 @@
 """Sequences laid end to end, cut into tiles of rows: which tile lies where, found on the GPU without waiting for it."""
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.triton.launching import launch, on_device
-from attnscale.measure.cuda.ways import ALIGNMENT
+from attnscale.measure.cuda.layout import ALIGNMENT
+from attnscale.measure.cuda.triton.launch import Launch
+from attnscale.measure.cuda.triton.tiles import Tiles
 
 FIELDS: tl.constexpr = tl.constexpr(4)  # of a tile: where its sequence begins, how long that is, the tile's first row
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one
@@ -68,20 +71,21 @@ def _further_along(
 
 
 def tiles_of(starts: Tensor, total: int, tile_rows: int, is_causal: bool) -> Tensor:
-    """How many tiles there are, then FIELDS of each; room for as many as there can be, (1 + tiles, FIELDS)."""
-    count = starts.shape[0] - 1
-    tiles = torch.empty(
-        (1 + most_tiles(starts, total, tile_rows), FIELDS.value), dtype=torch.int32, device=starts.device
-    )
+    """Return how many tiles there are, then FIELDS of each; there is room for as many as there can be."""
+    count, starts = starts.shape[0] - 1, starts.contiguous()
+    shape = 1 + most_tiles(starts, total, tile_rows), FIELDS.value
+    tiles = torch.empty(shape, dtype=torch.int32, device=starts.device)
+    alignment = starts.data_ptr() % ALIGNMENT
     is_sorted = is_causal and count <= MOST_SORTED
-    with on_device(starts):
-        starts = starts.contiguous()
-        kind = tile_rows, is_sorted, starts.dtype, starts.device.index, starts.data_ptr() % ALIGNMENT
-        constants = tile_rows, is_sorted
-        launch(tiles_kernel, (count,), (starts, tiles, count), constants, (4, 1), kind if starts.is_cuda else None)
+    _launch(starts.dtype, starts.device.index, alignment, tile_rows, is_sorted)((count,), starts, tiles, count)
     return tiles
 
 
+@lru_cache(maxsize=64)
+def _launch(dtype: torch.dtype, device: int | None, alignment: int, tile_rows: int, is_sorted: bool) -> Launch:
+    return Launch(tiles_kernel, device, {"TILE_ROWS": tile_rows, "SORTED": is_sorted}, Tiles(tile_rows, 0, 4, 1))
+
+
 def most_tiles(starts: Tensor, total: int, tile_rows: int) -> int:
-    """Every sequence may leave one that it does not fill."""
+    """Return how many tiles there can be: every sequence may leave one that it does not fill."""
     return total // tile_rows + starts.shape[0] - 1

@@ -1,4 +1,8 @@
-"""The backward of attention_rows: torch's own kernels, from the lse that the forward left."""
+"""Torch's own fused kernels, called so that the lse of a forward is kept, and a backward can start from it.
+
+No score of a row lies above its lse, ln Σ eˢ, nor the lse above the largest score by more than ln n: of rows that are
+not looked at, it bounds the maximum better than any norm, and costs nothing.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,31 +12,92 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnscale.attending.call import padded
-from attnscale.torch_internals import sdpa_backend, sdpa_backward
+from attnscale.attending.call import Call, padded
+from attnscale.attending.choosing import run
+from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward
 
-CUDA_ALIGNMENT = 8  # torch's CUDA backwards take head dimensions that are multiples of this
+ALIGNMENT = 8  # head dimensions that torch's CUDA kernels take are multiples of this
 LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
 Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Callable[..., Any]
+
+
+def attend_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return the output of attention(), bit for bit, and the lse (batch, heads, q_len), None where torch has none."""
+    backend = _choice(call) if _takes_as_given(call) else None
+    forward, kernel = FORWARDS.get(backend), sdpa_forward(backend)
+    return (run(call), None) if forward is None or kernel is None else forward(kernel, call)
+
+
+def is_cast(call: Call) -> bool:
+    """Return True if autocast would hand a kernel other tensors."""
+    return torch.is_autocast_enabled("cuda") and call.query.dtype != torch.get_autocast_dtype("cuda")
+
+
+def _takes_as_given(call: Call) -> bool:
+    return (
+        call.visibility.is_plain
+        and call.softcap is None
+        and call.query.shape[-1] == call.value.shape[-1]
+        and call.query.shape[-1] % ALIGNMENT == 0
+        and call.query.dtype == call.key.dtype == call.value.dtype
+        and not is_cast(call)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _choice(call: Call) -> SDPBackend | None:
+    return sdpa_backend(
+        *(call.query, call.key, call.value, None, call.dropout_p, call.visibility.is_causal),
+        scale=call.scale,
+        enable_gqa=call.grouped,
+    )
+
+
+def _cudnn(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = kernel(
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
+    )
+    return output, lse.reshape(call.query.shape[:3])
+
+
+def _flash(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = kernel(
+        *(call.query, call.key, call.value, call.dropout_p, call.visibility.is_causal), scale=call.scale
+    )
+    return output, lse
+
+
+def _efficient(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = kernel(
+        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
+    )
+    return output, lse[..., : call.query.shape[2]]  # what is behind is padding
+
+
+FORWARDS: dict[SDPBackend | None, Callable[[Kernel, Call], tuple[Tensor, Tensor]]] = {
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+}
 
 
 @torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
 def attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     return attention_gradients(grad, query, key, value, output, lse, scale, is_causal)
 
 
 def attention_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> Gradients:
-    """The same on a GPU, by the backward of the kernel that SDPA would choose for them."""
+    """Return them on a GPU, by the backward of the kernel that SDPA would choose."""
     if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
         of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
         return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
-    width = -(-query.shape[-1] // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
+    width = -(-query.shape[-1] // ALIGNMENT) * ALIGNMENT
     back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
     if width != query.shape[-1]:
         back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
@@ -73,7 +138,7 @@ class Pass(NamedTuple):
 
 
 def _sdpa_backend(back: Pass) -> SDPBackend | None:
-    """The kernel F.scaled_dot_product_attention would train with: it knows what each GPU, dtype and shape allow."""
+    # F.scaled_dot_product_attention's choice for training: it knows what each GPU, dtype and shape allow
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
         grouped = query.shape[1] != key.shape[1]
@@ -81,7 +146,7 @@ def _sdpa_backend(back: Pass) -> SDPBackend | None:
 
 
 def _recomputed(back: Pass) -> Gradients:
-    """Where torch does not give its backward away: from an attention that is formed again."""
+    # where torch has no such backward: from an attention that is formed again
     with torch.enable_grad():
         query, key, value = (x.detach().requires_grad_() for x in (back.query, back.key, back.value))
         grouped = query.shape[1] != key.shape[1]
@@ -117,7 +182,7 @@ def _flash_backward(kernel: Kernel, back: Pass) -> Gradients:
 
 
 def _efficient_backward(kernel: Kernel, back: Pass) -> Gradients:
-    """For float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys."""
+    # for float32 and for causal attention of uneven lengths; it takes no groups, so each query head gets its keys
     group = back.query.shape[1] // back.key.shape[1]
     key, value = (x if group == 1 else x.repeat_interleave(group, 1) for x in (back.key, back.value))
     unused = torch.empty((), dtype=torch.int64, device=back.query.device)
@@ -140,7 +205,7 @@ BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
 
 
 def _laid_out(gradients: Gradients, tensors: Gradients) -> Gradients:
-    """The gradients without padding, in the memory layout of the tensors they belong to, as the fake promises."""
+    # without padding, in the memory layout of the tensors they belong to, as the fake promises
     of_query, of_key, of_value = map(_like, gradients, tensors)
     return of_query, of_key, of_value
 

@@ -1,0 +1,401 @@
+"""The pass over rows that see some of the keys, or whose scores are capped: masks, biases, windows, documents.
+
+What a mask costs is reading it; so it is read once, and only for the rows that are looked at. The same pass can find
+the largest score of each head where a row can have one above a limit; tiles of rows that cannot are passed over.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnscale.attending.call import Call
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key, mask_strides
+from attnscale.measure.cuda.triton.launch import Launch, capability, precision, unit_stride
+from attnscale.measure.cuda.triton.rows import VANISHED, key_tile
+from attnscale.measure.cuda.triton.tiles import (
+    LEAST_WIDTH,
+    Tiles,
+    largest_tiles,
+    masked_sample_tiles,
+    masked_tiles,
+    padded_width,
+)
+
+CHUNK, MOST_CHUNKS = 128, 64  # keys whose longest one program looks for, and programs a head
+LENGTHS_AT_ONCE = 128  # keys
+SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # by which rounding may lift a score above what lengths allow
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+NO_MASK: tl.constexpr = tl.constexpr(0)
+BOOLEAN: tl.constexpr = tl.constexpr(1)
+ADDED: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit(
+    do_not_specialize=["heads", "group", "count", "kv_len", "kv_span", "first", "last"],
+    do_not_specialize_on_alignment=["rows_at", "limit_at", "largest_at", "calls_at"],  # parts of larger tensors
+)
+def masked_kernel(
+    query_at: tl.tensor,
+    key_at: tl.tensor,
+    rows_at: tl.tensor,
+    mask_at: tl.tensor,
+    row_documents_at: tl.tensor,
+    key_documents_at: tl.tensor,
+    sums_at: tl.tensor,
+    longest_at: tl.tensor,
+    added_at: tl.tensor,
+    limit_at: tl.tensor,
+    largest_at: tl.tensor,
+    calls_at: tl.tensor,
+    query_batch: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    mask_batch: tl.tensor,
+    mask_head: tl.tensor,
+    mask_row: tl.tensor,
+    mask_key: tl.tensor,
+    row_documents_batch: tl.tensor,
+    row_documents_row: tl.tensor,
+    key_documents_batch: tl.tensor,
+    key_documents_key: tl.tensor,
+    heads: tl.tensor,
+    group: tl.tensor,
+    count: tl.tensor,
+    kv_len: tl.tensor,
+    kv_span: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    GIVEN_ROWS: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_BY_ROW: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """A tile of rows against one span of a head's keys: the sums of each row, and how many keys it sees there.
+
+    With LARGEST, the largest score of the head instead, if one can be above the limit; one that is no number is ∞.
+    """
+    row_tiles = tl.cdiv(count, TILE_ROWS)
+    spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
+    span, both, begins = tl.program_id(1), tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * TILE_ROWS
+    batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
+    query_at += batch * query_batch + head * query_head
+    key_at += batch * key_batch + head // group * key_head
+    row = begins + tl.arange(0, TILE_ROWS)
+    kept = row < count
+    row = tl.minimum(row, count - 1)
+    position = tl.load(rows_at + batch * count + row).to(tl.int32) if GIVEN_ROWS else row
+    dims = tl.arange(0, WIDTH)
+    at = query_at + position[:, None].to(tl.int64) * query_row + dims[None, :]
+    query = tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    offset = tl.arange(0, TILE_KEYS)
+    if MASK != NO_MASK:
+        mask_at += batch * mask_batch + head * mask_head
+    if MASK_BY_ROW and not GIVEN_ROWS:  # 64 bits once, 32 bits an element
+        mask_at += begins.to(tl.int64) * mask_row
+        mask_rows = (row - begins) * mask_row
+    if MASK_BY_ROW and GIVEN_ROWS:
+        mask_rows = position.to(tl.int64) * mask_row
+    if DOCUMENTS:
+        own = tl.load(row_documents_at + batch * row_documents_batch + position * row_documents_row)
+        key_documents_at += batch * key_documents_batch
+
+    begin, end = span * kv_span, tl.minimum(span * kv_span + kv_span, kv_len)
+    start, stop = begin, end
+    if LAST:  # whole tiles that no row sees are left out
+        stop = tl.minimum(stop, tl.max(position, 0) + last + 1)
+    if FIRST:
+        ahead = tl.maximum(tl.min(position, 0) + first - begin, 0)
+        start = begin + ahead // TILE_KEYS * TILE_KEYS
+    if LARGEST:
+        squares = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
+        length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN where any is, which max passes over
+        longest_at += (both // heads * (heads // group) + head // group) * CHUNKS
+        chunks = tl.load(longest_at + tl.arange(0, CHUNKS))
+        longest = tl.sqrt(tl.max(chunks, 0)) + 0.0 * tl.sum(chunks, 0)
+        reach = length * longest * tl.abs(scale) * SLACK
+        if CAPPED:
+            reach = tl.minimum(reach, softcap)
+        if MASK == ADDED:
+            reach += tl.load(added_at)
+        if tl.program_id(0) == 0:
+            tl.store(calls_at, tl.load(calls_at) + 1.0)
+        passes = (reach > tl.load(limit_at)) | (reach != reach)
+        stop = tl.where(passes, stop, start)
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    slope = tl.zeros([TILE_ROWS], tl.float32)
+    square = tl.zeros([TILE_ROWS], tl.float32)
+    number = tl.zeros([TILE_ROWS], tl.float32)
+    first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
+    mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # to begin near the scores
+    deviation = tl.zeros([TILE_ROWS], tl.float32)
+    first_score = tl.zeros([TILE_ROWS], tl.float32)  # of the first key that a row sees
+    for here in range(start, stop, TILE_KEYS):
+        column = here + offset
+        key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = softcap * tanh(scores / softcap)
+        visible = (column < end)[None, :] & kept[:, None]
+        if LAST:
+            visible = visible & (column[None, :] <= position[:, None] + last)
+        if FIRST:
+            visible = visible & (column[None, :] >= position[:, None] + first)
+        if DOCUMENTS:
+            theirs = tl.load(key_documents_at + column * key_documents_key, mask=column < end, other=0)
+            visible = visible & (own[:, None] == theirs[None, :])
+        if MASK != NO_MASK:
+            tile_at = mask_at + tl.cast(here, tl.int64) * mask_key
+            if MASK_BY_ROW:
+                inside = tl.load(tile_at + (mask_rows[:, None] + offset[None, :] * mask_key), mask=visible, other=0)
+            else:
+                inside = tl.load(tile_at + offset * mask_key, mask=column < end, other=0)[None, :]
+            scores, visible = masked(scores, visible, inside, MASK)
+        if LARGEST:
+            scores = tl.where(scores == scores, scores, float("inf"))
+            highest = tl.maximum(highest, tl.max(tl.where(visible, scores, float("-inf")), 1))
+        else:
+            scores = tl.where(visible, scores, float("-inf"))
+            earliest = tl.min(tl.where(visible, column[None, :], kv_len), 1)
+            first_here = tl.sum(tl.where(column[None, :] == earliest[:, None], scores, 0.0), 1)
+            first_score = tl.where(number == 0.0, first_here, first_score)
+            # moments about the mean so far, then about that of both (Chan et al. 1979)
+            away = tl.where(visible, scores - mean[:, None], 0.0)
+            total_away = tl.sum(away, 1)
+            number += tl.sum(visible.to(tl.float32), 1)
+            moves = total_away / tl.maximum(number, 1.0)
+            deviation += tl.sum(away * away, 1) - total_away * moves
+            mean += moves
+
+            higher = tl.maximum(highest, tl.max(scores, 1), propagate_nan=tl.PropagateNan.ALL)
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may have seen nothing yet
+            moved = tl.where(highest == float("-inf"), 0.0, (highest - base) * LOG2_E)
+            shrink = tl.exp2(moved)
+            z = tl.maximum((scores - base[:, None]) * LOG2_E, VANISHED, propagate_nan=tl.PropagateNan.ALL)
+            p = tl.exp2(z)
+            slope = (slope + total * moved) * shrink + tl.sum(p * z, 1)
+            total = total * shrink + tl.sum(p, 1)
+            square = square * shrink * shrink + tl.sum(p * p, 1)
+            highest = higher
+
+    if LARGEST:
+        if passes:
+            tl.atomic_max(largest_at + head, tl.max(highest, 0))
+    else:
+        some = tl.where(total == 0.0, 1.0, total)
+        to = sums_at + (span * all_heads + both).to(tl.int64) * count + row
+        plane = spans.to(tl.int64) * all_heads * count  # one statistic behind the other, as in RowSums
+        tl.store(to, highest, mask=kept)
+        tl.store(to + plane, total, mask=kept)
+        tl.store(to + 2 * plane, tl.maximum(-tl.div_rn(slope, some) / LOG2_E, 0.0), mask=kept)
+        tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(square, some), some), mask=kept)
+        tl.store(to + 4 * plane, mean, mask=kept)
+        tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
+        below = tl.minimum(first_score - highest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(to + 6 * plane, tl.where(number == 0.0, 0.0, below), mask=kept)
+        tl.store(to + 7 * plane, number, mask=kept)
+
+
+@triton.jit
+def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Scores with what a mask adds to them, and which of them it shows."""
+    if MASK == BOOLEAN:
+        return scores, visible & (inside != 0)
+    return scores + inside.to(tl.float32), visible & (inside != float("-inf"))
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
+    squared = x * x
+    near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
+    return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
+
+
+@triton.jit(do_not_specialize=["heads", "kv_len", "chunk"])
+def longest_kernel(
+    key_at: tl.tensor,
+    longest_at: tl.tensor,
+    key_batch: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    heads: tl.tensor,
+    kv_len: tl.tensor,
+    chunk: tl.tensor,
+    CHUNKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+) -> None:
+    """The largest squared length among the keys of one chunk of a head; NaN where one has it."""
+    both, number = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    key_at += (both // heads).to(tl.int64) * key_batch + (both % heads).to(tl.int64) * key_head
+    highest, total = tl.zeros([TILE_KEYS], tl.float32), tl.zeros([TILE_KEYS], tl.float32)
+    stop = tl.minimum(number * chunk + chunk, kv_len)
+    for here in range(number * chunk, stop, TILE_KEYS):
+        key = key_tile(key_at, here, key_row, stop, HEAD_DIM, WIDTH, TILE_KEYS, True).to(tl.float32)
+        squares = tl.sum(key * key, 1)
+        highest, total = tl.maximum(highest, squares), total + squares
+    tl.store(longest_at + tl.program_id(0), tl.max(highest, 0) + 0.0 * tl.sum(total, 0))
+
+
+def score_masked_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = None) -> Tensor:
+    """Return the sums of every row, or of those at these positions, (batch, rows), over each span of keys.
+
+    They are (SUMS_AND_VISIBLE, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
+    """
+    batch, heads, q_len, _ = call.query.shape
+    spans, count = -(-call.key.shape[2] // span), q_len if rows is None else rows.shape[1]
+    sums = torch.empty((SUMS_AND_VISIBLE, spans, batch, heads, count), dtype=torch.float32, device=call.query.device)
+    rows = None if rows is None else rows.contiguous()
+    _run(call, rows, sums, count, span, 0, (sums, sums, sums, sums, sums), cut)
+    return sums
+
+
+def raise_largest_(
+    largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None, cut: Tiles | None = None
+) -> None:
+    """Raise `largest`, a float32 a head, to the largest score of every head that has one above the limit.
+
+    `added` is the most that is added to a score. `calls` goes up by one.
+    """
+    longest = longest_squared(call.key)
+    q_len, kv_len, chunks = call.query.shape[2], call.key.shape[2], longest.shape[-1]
+    written = longest, limit if added is None else added, limit, largest, calls
+    _run(call, None, largest, q_len, kv_len, chunks, written, cut)
+
+
+def _run(
+    call: Call,
+    rows: Tensor | None,
+    sums: Tensor,
+    count: int,
+    span: int,
+    chunks: int,
+    written: tuple[Tensor, ...],
+    cut: Tiles | None,
+) -> None:
+    query, key, seen = unit_stride(call.query), unit_stride(call.key), call.visibility
+    (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    own, theirs = (None, None) if seen.documents is None else seen.documents
+    own = None if own is None else own.expand(batch, q_len)
+    theirs = None if theirs is None else theirs.expand(batch, kv_len)
+    layouts = (None if tensor is None else layout_key(tensor) for tensor in (seen.mask, own, theirs))
+    mask, own_key, their_key = layouts
+    flags = seen.bias is not None, seen.first is not None, seen.last is not None, call.softcap is not None
+    launch = masked_launch(
+        layout_key(query),
+        layout_key(key),
+        mask,
+        own_key,
+        their_key,
+        *flags,
+        None if rows is None else count,
+        chunks,
+        cut,
+    )
+    launch(
+        (-(-count // launch.tiles.rows) * batch * heads, -(-kv_len // span)),
+        *(
+            query,
+            key,
+            query if rows is None else rows,
+            *(_as_numbers(each, query) for each in (seen.mask, own, theirs)),
+        ),
+        *(sums, *written, *query.stride()[:3], *key.stride()[:3], *mask_strides(mask)),
+        *((0, 0) if own is None else own.stride()),
+        *((0, 0) if theirs is None else theirs.stride()),
+        *(heads, heads // kv_heads, count, kv_len, span, seen.first or 0, seen.last or 0),
+        *(float(call.scale), float(call.softcap or 1.0)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def masked_launch(
+    query: Layout,
+    key: Layout,
+    mask: Layout | None,
+    own_documents: Layout | None,
+    their_documents: Layout | None,
+    is_bias: bool,
+    has_first: bool,
+    has_last: bool,
+    is_capped: bool,
+    sampled: int | None,
+    chunks: int,
+    cut: Tiles | None = None,
+) -> Launch:
+    """Return the launch for so many sampled rows, None for every row; with chunks of keys, for the largest score."""
+    (*_, head_dim), _, dtype, device, _ = query
+    by_row, known = mask_strides(mask)[2] != 0, (head_dim, dtype, capability(device))
+    if chunks:
+        cut = cut or largest_tiles(*known, by_row)
+    elif sampled is None:
+        cut = cut or masked_tiles(*known, by_row)
+    else:
+        cut = cut or masked_sample_tiles(sampled, *known, has_first)
+    constants = {
+        "HEAD_DIM": head_dim,
+        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
+        "TILE_ROWS": cut.rows,
+        "TILE_KEYS": cut.keys,
+        "GIVEN_ROWS": sampled is not None,
+        "MASK": (NO_MASK if mask is None else ADDED if is_bias else BOOLEAN).value,
+        "MASK_BY_ROW": by_row,
+        "FIRST": has_first,
+        "LAST": has_last,
+        "DOCUMENTS": own_documents is not None,
+        "CAPPED": is_capped,
+        "LARGEST": chunks > 0,
+        "CHUNKS": chunks,
+        "PRECISION": precision(dtype, device),
+    }
+    return Launch(masked_kernel, device, constants, cut)
+
+
+def longest_squared(vectors: Tensor) -> Tensor:
+    """Return the largest squared length of the vectors in each chunk of a head, (batch, heads, chunks)."""
+    vectors = unit_stride(vectors)
+    shape, launch = bind_longest(layout_key(vectors))
+    longest = torch.empty(shape, dtype=torch.float32, device=vectors.device)
+    launch(vectors, longest)
+    return longest
+
+
+@lru_cache(maxsize=1024)
+def bind_longest(vectors: Layout) -> tuple[tuple[int, int, int], Callable[..., None]]:
+    """Return the shape that longest_squared() has, and the launch that takes vectors of this layout, and it."""
+    (batch, heads, length, head_dim), strides, _, device, _ = vectors
+    chunks = min(MOST_CHUNKS, padded_width(-(-length // CHUNK), 1))
+    width = padded_width(head_dim, LEAST_WIDTH)
+    constants = {"CHUNKS": chunks, "HEAD_DIM": head_dim, "WIDTH": width, "TILE_KEYS": LENGTHS_AT_ONCE}
+    launch = Launch(longest_kernel, device, constants, Tiles(0, LENGTHS_AT_ONCE, 4, 2))
+    sizes = heads, length, -(-length // chunks)
+    return (batch, heads, chunks), launch.bind((batch * heads * chunks,), *strides[:3], *sizes)
+
+
+def _as_numbers(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
+    if tensor is None:
+        return otherwise
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
