@@ -22,14 +22,25 @@ TEXT = math.log(256)  # nats, for guessing a byte
 
 
 @cache
-def final_loss(head_dim: int, scale: str = "1/√d_k", rate: float = RATE, steps: int = STEPS) -> Band:
-    """Train small models to recall pairs, with one of SCALES, and return their loss on unseen sequences over seeds."""
+def final_losses(head_dim: int, scale: str, rate: float, steps: int) -> list[float]:
+    """Train small models to recall pairs, with one of SCALES, and return the loss on unseen sequences of each seed."""
     losses = []
     for seed in range(SEEDS):
         model = seeded_model(TASK.vocabulary, seed, d_model=32, heads=1, head_dim=head_dim, scale=SCALES[scale])
         with one_thread():
             losses.append(trained(model, TASK, Schedule(steps, rate, seed)).end)
-    return band(losses)
+    return losses
+
+
+def final_loss(head_dim: int, scale: str = "1/√d_k", rate: float = RATE) -> Band:
+    """Return the loss of such models over seeds."""
+    return band(final_losses(head_dim, scale, rate, STEPS))
+
+
+def extra_loss(head_dim: int, scale: str, steps: int = 2 * STEPS) -> Band:
+    """Return how much more a scale loses than 1/√d_k, paired by seed."""
+    pairs = zip(*(final_losses(head_dim, each, RATE, steps) for each in (scale, "1/√d_k")), strict=True)
+    return band(own - root for own, root in pairs)
 
 
 def has_learned(loss: Band) -> bool:

@@ -62,8 +62,12 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         floor = [kappa for kappa, loss in losses.items() if loss < losses[best] + NEGLIGIBLE]
         sentences.append(
             f"At d_k = {head_dim}, √d_k = {math.sqrt(head_dim):g}, the loss is lowest at κ = {best:g} "
-            f"({own.band('final', kappa=best)} nats), and within {NEGLIGIBLE:g} of that from {floor[0]:g} to "
-            f"{floor[-1]:g}."
+            f"({own.band('final', kappa=best)} nats); "
+            + (
+                f"within {NEGLIGIBLE:g} of that from {floor[0]:g} to {floor[-1]:g}."
+                if len(floor) > 1
+                else f"no other κ is within {NEGLIGIBLE:g} of that."
+            )
         )
         checks += _checks(own, head_dim, best)
     text = " ".join([*sentences, tally(checks), diverged_sentence(outcomes)])
