@@ -78,9 +78,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# On a machine with a CUDA device and torch, triton and pytest of its own.
+# On a machine with a CUDA device and torch, triton, pytest and pytest-xdist of its own. Compiling kernels takes most of
+# the time, so many processes share one GPU: four minutes on an H200 with 16 cores.
+GPU_WORKERS ?= 12
 gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -p no:benchmark --numprocesses $(GPU_WORKERS) --dist worksteal --durations=10
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py

@@ -12,7 +12,7 @@ PATH = re.compile(r"(!?)(\[[^\]]*\]\()(?!\w+:|#)(?=\S+\))")  # of a picture or a
 
 
 def with_addresses(readme: str) -> str:
-    """The text with every path behind the address of the repository."""
+    """Return the text with every path behind the address of the repository."""
     return PATH.sub(lambda found: f"{found[0]}{REPOSITORY}/{'raw' if found[1] else 'blob'}/HEAD/", readme)
 
 

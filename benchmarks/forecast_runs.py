@@ -32,7 +32,16 @@ from attnscale.train import Record
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
 TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds
 BY_HEAD = ("max", "max_above_mean")
-BY_LAYER = ("max_bound", "spread", "entropy_ratio", "jacobian_trace", "scale", "query_norm", "key_norm", "alignment")
+BY_LAYER = (
+    "max_bound",
+    "spread",
+    "entropy_ratio",
+    "jacobian_trace",
+    "scale_applied",
+    "query_norm",
+    "key_norm",
+    "alignment",
+)
 MASKED = 0.15  # of the tokens that an encoder predicts
 
 

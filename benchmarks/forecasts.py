@@ -22,6 +22,7 @@ from attnscale.diagnose.alarm import Thresholds, next_threshold
 from attnscale.diagnose.forecast import Crossing, forecast
 from attnscale.train import LayerRecord, Record
 from attnscale.train.history import History
+from attnscale.train.record import RENAMED
 from attnscale.train.trend import Sample, latest, trend
 
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
@@ -91,7 +92,7 @@ def records(plain: dict[str, Any]) -> Iterator[Record]:
         layers = {}
         for name, columns in plain["layers"].items():
             numbers = {
-                number: [math.nan if value is None else value for value in of_heads(column[at])]
+                RENAMED.get(number, number): [math.nan if value is None else value for value in of_heads(column[at])]
                 for number, column in columns.items()
                 if number not in ("broken", "clipped")
             }

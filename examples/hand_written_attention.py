@@ -55,7 +55,7 @@ def batch(rows: int = 64) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 
 
 def train(model: nn.Module) -> float:
-    """The share of right answers after training."""
+    """Return the share of right answers after training."""
     torch.manual_seed(1)
     optimiser = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(STEPS):

@@ -21,12 +21,12 @@ LAYER = "blocks.0.attention"
 
 
 def forgetful() -> CausalTransformer:
-    """A transformer of which the scores are q·k: the multiplier is one."""
+    """Return a transformer of which the scores are q·k: the multiplier is one."""
     return CausalTransformer(VOCABULARY, d_model=128, layers=2, heads=2, scale=1.0)
 
 
 def checkpoint() -> CausalTransformer:
-    """Saved, and loaded again."""
+    """Save the model, and load it again."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 # somebody decides; `goal` is what the room should come to.
 BUDGETS = """
 room             files  lines   goal
-plain                1    100
+plain                1    110
 errors               1    100
+results              1     50
 extras               1     50
 files                1     90
 shapes               1     40
@@ -34,25 +35,25 @@ inputs               1    170
 attending           19  1,580   1,100 with operator
 operator             1    170
 modules              1    250
-measure             70  7,810   4,000
+measure             70  7,870   4,000
 declared             5    520
 tracing             11  2,230   2,000
 watching            25  3,970
 probes              11  1,500
-diagnose            14  2,480   2,200
+diagnose            14  2,490   2,200
 acting               8  1,940
-train               31  3,880   2,500
+train               31  3,890   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
-comparing            6    760   720
+comparing            6    770   720
 bench                4    490   420
 lab                 20  3,000   4,500 with claims
 claims              12  1,900
-show                20  2,550   2,400
+show                21  2,900   2,400
 cli                 13  1,090   950
 """
-TOTAL = {"src": (325, 40_800), "tests": (287, 34_900)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (327, 41_300), "tests": (288, 35_100)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():
@@ -124,14 +125,14 @@ def named_homes(path):
             yield node.value.split(".")[1]
 
 
-def test_only_named_sinks_reach_for_a_room_that_comes_later():
+def test_only_sinks_and_results_reach_for_a_room_that_comes_later():
     reaching = {
         (str(path.relative_to(SRC)), later)
         for path in SRC.rglob("*.py")
         for later in named_homes(path)
         if ROOMS.index(later) > ROOMS.index(room(path))
     }
-    assert reaching == {("train/sinks/__init__.py", "show")}
+    assert reaching == {("train/sinks/__init__.py", "show"), ("results.py", "show")}
 
 
 def test_training_loads_nothing_that_only_shows():

@@ -35,11 +35,6 @@ def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def root_name(model: nn.Module) -> str:
-    """Return the name of a layer that is the model itself: its class."""
-    return type(modules_by_path(model)[""]).__name__
-
-
 def _short(path: str, modules: dict[str, nn.Module]) -> str:
     parts = path.split(".")
     kept = [part for at, part in enumerate(parts) if not _is_wrapped(modules[".".join(parts[:at])], part)]

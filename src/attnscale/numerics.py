@@ -1,4 +1,4 @@
-"""What every room needs of floating point."""
+"""Floating-point helpers: dtypes, autocast, finiteness, vector lengths."""
 
 import math
 from collections.abc import Callable
@@ -19,25 +19,27 @@ KERNEL_DTYPES = (*HALF_DTYPES, torch.float32)  # what kernels of a GPU are writt
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Autocast off for the tensor's device, where it is on; a meta tensor's has none to turn off."""
+    """Return a context manager that disables autocast on the tensor's device; the meta device has no autocast."""
     kind = tensor.device.type
     is_on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, uncompiled where torch.compile traces: what depends on lengths of sequences makes no graph."""
+    """Return the function, excluded from the graph while torch.compile traces."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The tensor's dtype, or float32 where that is wider."""
+    """Return the tensor's dtype, or float32 if that is wider."""
     dtype = tensor.dtype
     return dtype if dtype in WIDE_DTYPES else torch.promote_types(dtype, torch.float32)
 
 
 def is_surely_finite(values: Tensor) -> bool:
-    """Whether none is NaN or infinite, as far as a sum tells on a CPU, for a fifteenth of the time; of a GPU, unknown.
+    """Return True if all values are finite, judged by their sum; False if they may not be, and always on a GPU.
+
+    The sum takes a fifteenth of the time of an elementwise test.
 
     >>> is_surely_finite(torch.ones(3)), is_surely_finite(torch.tensor([torch.inf, -torch.inf]))
     (True, False)
@@ -46,14 +48,14 @@ def is_surely_finite(values: Tensor) -> bool:
 
 
 def has_nan_of_its_own(output: Tensor, value: Tensor) -> Tensor:
-    """Whether any of the output is NaN and none of the value, on their device."""
+    """Return, as a tensor on their device, whether the output has a NaN and the value has none."""
     if is_surely_finite(output):
         return torch.tensor(False)
     return output.isnan().any() & ~value.isnan().any()
 
 
 def lengths(vectors: Tensor) -> Tensor:
-    """‖x‖ over the last axis, in float32 at least; on a CPU, in float64 where its square is past float32."""
+    """Return ‖x‖ over the last axis in float32 or wider; on a CPU in float64 if its square overflows float32."""
     found: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
     if found.device.type == "cpu" and not is_surely_finite(found) and bool(found.isinf().any()):
         found = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
@@ -61,9 +63,9 @@ def lengths(vectors: Tensor) -> Tensor:
 
 
 def constant_on(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor on a device, copied there once: a training run asks for the same ones at every step.
+    """Return a cached copy of an array as a tensor on a device.
 
-    Nothing may be written to it.
+    Callers must not write to it.
     """
     return _constant_on(device, array.dtype.str, array.shape, array.tobytes())
 

@@ -82,6 +82,15 @@ def readable(value: float, digits: int = 3) -> str:
     return f"{float(text):,.0f}" if is_large and 1 <= abs(float(text)) < BILLION else text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "head"), counted(1200, "layer")
+    ('1 head', '1,200 layers')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def plain(value: Any) -> Any:
     """Return the value with None for every NaN or infinite number, and lists for tuples.
 

@@ -1,13 +1,15 @@
 """Every private name of torch that is used here, each behind one function.
 
-Without one, what `lost` names is lost, never the user's forward; tests/test_torch_internals.py says which is missing.
+If a torch version lacks one, only what its `lost` describes stops working, never the user's forward.
+tests/test_torch_internals.py reports names that are missing.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from importlib import import_module
+from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,7 +20,7 @@ from torch.nn.attention import SDPBackend
 Result = TypeVar("Result")
 Called = TypeVar("Called", bound=Callable[..., Any])
 INTERNALS: list["Internal"] = []
-FRAMES_OF_A_MODE = 12  # between an operation of a tensor and who reads it, with room to spare
+FRAMES_OF_A_MODE = 12  # at most so many stack frames between a tensor operation and its dispatch mode
 KERNELS = {
     SDPBackend.CUDNN_ATTENTION: "cudnn",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -35,12 +37,12 @@ class Internal:
 
     @property
     def name(self) -> str:
-        """As torch spells it."""
+        """The full dotted name in torch."""
         return f"{self._module}.{self._name}"
 
     @cached_property
     def found(self) -> Any:
-        """What torch has under this name, looked up when it is first needed."""
+        """The object in torch, looked up on first use."""
         try:
             found: Any = import_module(self._module)
             for part in self._name.split("."):
@@ -50,7 +52,7 @@ class Internal:
         return found
 
     def __call__(self, *args: Any, otherwise: Any = None, **kwargs: Any) -> Any:
-        """What it returns, and `otherwise` where it is not there."""
+        """Call the object and return its result, or `otherwise` if this torch does not have it."""
         return otherwise if self.found is None else self.found(*args, **kwargs)
 
 
@@ -116,24 +118,24 @@ DispatchMode: Any = _dispatch_mode.found or object
 
 
 def can_watch() -> bool:
-    """Whether a mode can see the operations of a model."""
+    """Return True if a dispatch mode can see the operations of a model."""
     return _dispatch_mode.found is not None
 
 
 def is_fake(kinds: tuple[type, ...]) -> bool:
-    """Whether these classes of tensors have shapes alone."""
+    """Return True if one of these tensor classes is FakeTensor, which has a shape but no values."""
     return _fake_tensor.found is not None and _fake_tensor.found in kinds
 
 
 def unseen(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be looked at: in a graph, under torch.vmap, or where it has a shape alone."""
+    """Return True if the values of a tensor cannot be read: while compiling, under torch.vmap, fake or on meta."""
     if torch.compiler.is_compiling() or tensor.device.type == "meta":
         return True
     return is_fake((type(tensor),)) or bool(_is_mapped(tensor, otherwise=False))
 
 
 def sizes_vary(*sizes: int) -> bool:
-    """Whether a graph is being made that takes other sizes too, and a loop over them would keep it from that."""
+    """Return True if torch.compile is tracing with symbolic sizes, which a Python loop over them would specialise."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -142,34 +144,34 @@ def sizes_vary(*sizes: int) -> bool:
 
 
 def ragged_axis(tensor: Tensor) -> int:
-    """The axis of a jagged tensor along which its sequences differ."""
+    """Return the axis along which the sequences of a jagged tensor differ in length."""
     return int(getattr(tensor, "_ragged_idx"))  # noqa: B009  # a subclass has it
 
 
 def known_longest(tensor: Tensor) -> int | None:
-    """The length of a jagged tensor's longest sequence, where it was asked for before; else a GPU is waited for."""
+    """Return the cached length of the longest sequence of a jagged tensor; None if reading it would wait for a GPU."""
     found = getattr(tensor, "_maybe_max_seqlen", None)
     return found if type(found) is int else None
 
 
 def without_modes() -> Any:
-    """A context in which no mode sees what runs."""
+    """Return a context manager that disables all dispatch modes."""
     return _without_modes(otherwise=nullcontext())
 
 
 def modes_in_place() -> int:
-    """How many modes see what this thread runs."""
+    """Return the number of dispatch modes that are active on this thread."""
     return len(_modes_in_place(otherwise=()))
 
 
 def schema_of(function: Any) -> Any | None:
-    """The schema of one of torch's operations; None for any other callable."""
+    """Return the schema of a torch operation; None for any other callable."""
     is_operator = _operator.found is not None and isinstance(function, _operator.found)
     return getattr(function, "_schema", None) if is_operator else None
 
 
 def has_kernel(function: Any, key: str) -> bool:
-    """Whether an operation has a kernel of its own for a dispatch key."""
+    """Return True if an operation has its own kernel for a dispatch key."""
     try:
         return bool(_has_kernel(function.name(), key, otherwise=False))
     except RuntimeError:  # the sizes of a nested tensor are asked for by an operation that the dispatcher does not know
@@ -177,56 +179,56 @@ def has_kernel(function: Any, key: str) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running on this thread."""
+    """Return True if a backward pass is running on this thread."""
     number = _graph_task.found
     return number is not None and number() != -1
 
 
 def backward_number() -> int:
-    """The number of the backward pass that is running on this thread; -1 where none is."""
+    """Return the id of the backward pass that is running on this thread; -1 if none is."""
     return int(_graph_task(otherwise=-1))
 
 
 def graph_is_kept() -> bool:
-    """Whether another backward may follow the one that is running, through the same graph."""
+    """Return True if the running backward pass keeps its graph (retain_graph), so that another may follow."""
     return in_backward() and bool(_keeps_graph(otherwise=False))
 
 
 def node_in_backward() -> int:
-    """Which operation that autograd recorded it is whose backward is running; -1 where that is not told."""
+    """Return the sequence number of the autograd node whose backward is running; -1 if unknown."""
     return recorded_as(_current_node())
 
 
 def recorded_operations() -> int:
-    """How many operations autograd has recorded on this thread; 0 where it does not tell."""
+    """Return the number of operations that autograd has recorded on this thread; 0 if unknown."""
     return int(_sequence_number(otherwise=0))
 
 
 def recorded_as(node: Any) -> int:
-    """The number of an operation among those that autograd recorded; -1 where it does not tell."""
+    """Return the sequence number of an autograd node; -1 if unknown."""
     number = getattr(node, "_sequence_nr", None)
     return -1 if number is None else int(number())
 
 
 def local_part(parameter: Tensor) -> Tensor | None:
-    """This rank's part of a sharded parameter; None for one that is whole."""
+    """Return this rank's shard of a parameter; None if the parameter is not sharded."""
     return getattr(parameter, "_local_tensor", None)
 
 
 def shard_offset(shape: Any, mesh: Any, placements: Any) -> Any | None:
-    """The shape of this rank's part of a tensor, and where in the whole it begins."""
+    """Return the shape of this rank's shard of a tensor and its offset in the whole tensor."""
     return _shard_offset(shape, mesh, placements)
 
 
 def store_of_ranks(name: str) -> Any:
-    """A connection of its own to the key-value store by which the ranks of a job met, for keys under a name."""
+    """Return a new connection to the key-value store of the default process group, with a prefix for its keys."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     return PrefixStore(name, _default_store().clone())
 
 
 def fsdp_groups(module: torch.nn.Module) -> list[Any]:
-    """The groups of ranks over which FSDP2 shards or copies a module's own parameters; none where it does not."""
+    """Return the process groups over which FSDP2 shards or replicates the parameters of a module."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     held = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     meshes = [getattr(each, "mesh_info", None) for each in held]
@@ -235,13 +237,13 @@ def fsdp_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def called_module(frame: FrameType) -> torch.nn.Module | None:
-    """The module that this frame calls; None where it is no such call."""
+    """Return the module that this frame calls; None if the frame is not a module call."""
     code = getattr(_module_call.found, "__code__", None)
     return frame.f_locals.get("self") if frame.f_code is code else None
 
 
 def inside_nested_tensors() -> bool:
-    """Whether what runs is a part of what a jagged tensor does; asked a few frames below it."""
+    """Return True if the caller runs inside an operation of a jagged tensor."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(FRAMES_OF_A_MODE):
         if frame is None or frame.f_globals.get("__name__", "").startswith("torch.nested._internal"):
@@ -251,25 +253,25 @@ def inside_nested_tensors() -> bool:
 
 
 def calls_compiled(frame: FrameType) -> bool:
-    """Whether this frame calls what torch.compile made, though it may be asked not to run compiled."""
+    """Return True if this frame is the wrapper that torch.compile put around a function."""
     if frame.f_code.co_name != "compile_wrapper" or "torch._dynamo.eval_frame" not in sys.modules:
         return False
     return frame.f_code.co_filename == getattr(_compiled_call.found, "__file__", "")
 
 
 def refuses_breaks(frame: FrameType) -> bool:
-    """Whether what this frame calls must be one graph, or none may end in the middle; so where that cannot be asked."""
+    """Return True if the function that this frame calls was compiled with fullgraph or errors on graph breaks."""
     settings = frame.f_locals.get("self")
     return bool(getattr(settings, "fullgraph", True)) or bool(getattr(settings, "error_on_graph_break", False))
 
 
 def copy_each_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each of these into one of those, in one call."""
+    """Copy each source into its target, in one call."""
     _each(_copy_each, Tensor.copy_, into, sources)
 
 
 def multiply_each_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-    """Multiply each of these by one of those, which broadcasts to it, in one call."""
+    """Multiply each tensor in place by its factor, which may broadcast, in one call."""
     _each(_multiply_each, Tensor.mul_, tensors, factors)
 
 
@@ -283,55 +285,54 @@ def _each(
         apart(tensor, other)
 
 
-def held_by(module: torch.nn.Module) -> Collection[torch.nn.Module | None]:
-    """The modules that a module holds itself, in their order; children() takes several times as long to tell."""
-    held: dict[str, torch.nn.Module | None] = module._modules
-    return held.values()
+def held_by(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.nn.Module | None]]:
+    """Return the modules that each module holds itself, by name; children() takes several times as long."""
+    return list(map(attrgetter("_modules"), modules))
 
 
 def current_stream(device: int | None = None) -> int:
-    """The current stream of a device, the current one unless given, as a launch takes it."""
+    """Return the handle of the current CUDA stream of a device, by default the current device."""
     device = torch.cuda.current_device() if device is None else device
     return int(_raw_stream(device) if _raw_stream.found is not None else torch.cuda.current_stream(device).cuda_stream)
 
 
 def in_transform() -> bool:
-    """Whether torch.func is transforming what runs."""
+    """Return True inside a torch.func transform."""
     return _transforms() is not None
 
 
 def looks_on() -> bool:
-    """Whether a mode or a transform is on, which what is launched past an operator would pass by."""
+    """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
     return bool(_dispatch_modes(otherwise=1)) or bool(_function_modes(otherwise=True)) or in_transform()
 
 
 def sdpa_backend(*args: Any, **kwargs: Any) -> SDPBackend | None:
-    """The kernel that SDPA would choose; None where it does not tell."""
+    """Return the backend that SDPA would choose; None if unknown."""
     found = _sdpa_choice(*args, **kwargs)
     return None if found is None else SDPBackend(found)
 
 
 def sdpa_forward(backend: SDPBackend | None, device: str = "cuda") -> Callable[..., Any] | None:
-    """The kernel itself, or the one of a CPU, which returns the lse of each row second; None where there is none."""
+    """Return the forward kernel of a backend or of a CPU, whose second result is the lse; None if there is none."""
     kernel = _cpu_forward if device == "cpu" else _forwards.get(backend)
     return None if kernel is None else kernel.found
 
 
 def sequences_backward() -> Callable[..., Any] | None:
-    """The backward of flash attention over sequences that are laid end to end; None where there is none."""
+    """Return the backward of flash attention over packed sequences; None if there is none."""
     kernel: Callable[..., Any] | None = _sequences_backward.found
     return kernel
 
 
 def sdpa_backward(backend: SDPBackend | None, device: str) -> Callable[..., Any] | None:
-    """The backward of that kernel."""
+    """Return the backward of the kernel that `sdpa_forward` returns; None if there is none."""
     kernel = _cpu_backward if device == "cpu" else _backwards.get(backend)
     return None if kernel is None else kernel.found
 
 
 @contextmanager
 def causal_bias_under_modes() -> Iterator[None]:
-    """Let torch's CausalBias be made inside a model: under any mode its plain constructor raises."""
+    """Make torch's CausalBias constructible under a dispatch mode, where its plain constructor raises."""
     from torch.nn.attention.bias import CausalBias  # imports torch's compiler
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -350,7 +351,7 @@ def causal_bias_under_modes() -> Iterator[None]:
 
 
 def is_in_scripts(function: Callable[..., Any], name: str) -> None:
-    """Let torch.jit.script take a function for one of torch's operations."""
+    """Make torch.jit.script treat a function as one of torch's operations."""
     _script_builtin(function, name)
 
 
@@ -363,18 +364,18 @@ def keep_off_the_fast_path(attention: torch.nn.MultiheadAttention) -> None:
 
 
 def constant_in_graphs(function: Callable[[], Result]) -> Callable[[], Result]:
-    """A function that Dynamo calls as it traces and whose result it keeps; its own decorator loads all of Dynamo."""
+    """Mark a function whose result Dynamo keeps as a constant; Dynamo's own decorator imports all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: Called) -> Called:
-    """A function that Dynamo leaves as it is, in whatever it compiles; torch.compiler.disable would load all of it."""
+    """Mark a function that Dynamo never compiles; torch.compiler.disable would import all of Dynamo."""
     found: Called = _disabled(function, otherwise=function)
     return found
 
 
 @constant_in_graphs
 def is_exporting() -> bool:
-    """Whether torch.export writes a program down: to Dynamo of torch 2.11 its own function says so of every graph."""
+    """Return True if torch.export is tracing; in torch 2.11 Dynamo takes torch's own function to be always true."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))

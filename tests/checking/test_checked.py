@@ -15,10 +15,10 @@ from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
 from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
-from attnscale.show.check import place
 from attnscale.show.demo import show_twins
 from attnscale.show.live_table import NOT_JUDGED, LiveTable
 from attnscale.show.report import report_page
+from attnscale.show.text import place
 from attnscale.train.record import LayerRecord, Record
 from attnscale.watching import Layer
 from tests.checking.broken import D_MODEL, HEADS
@@ -58,9 +58,9 @@ def test_the_expected_spread_is_that_of_independent_queries_and_keys():
     layer = check_model(Request(f"{BROKEN}unscaled")).audit.layers["layers.0"]
     layer = replace(layer, query_norm=torch.tensor([3.0, 5.0]), key_norm=torch.tensor([7.0, 11.0]))
     # 1/√d_k · ‖q‖ ‖k‖ / √d_k, whatever scale was applied
-    assert line_of(layer, []).expected_spread == pytest.approx((3 * 7 + 5 * 11) / 2 / (D_MODEL // HEADS))
+    assert line_of(layer, []).spread_expected == pytest.approx((3 * 7 + 5 * 11) / 2 / (D_MODEL // HEADS))
     declared = replace(layer, declared=replace(layer.declared, scale=-0.5))
-    assert line_of(declared, []).expected_spread == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
+    assert line_of(declared, []).spread_expected == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
 
 
 def test_what_watching_could_not_follow_is_noted_and_what_the_model_warns_of_is_not():

@@ -105,9 +105,9 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding():
     assert (found["rows"], found["worst"], found["trained"]) == (11, "error", False)
     assert list(found["layers"]) == ["layers.0", "layers.1", "layers.2"]
     layer = found["layers"]["layers.1"]
-    numbers = {"spread", "expected_spread", "scale", "entropy_ratio", "top1", "saturated", "jacobian_trace"}
+    numbers = {"spread", "spread_expected", "scale_applied", "entropy_ratio", "top1", "saturated", "jacobian_trace"}
     assert all(isinstance(layer[name], float) for name in numbers)
-    assert layer["scale"] == pytest.approx(22**-0.5, rel=1e-4)
+    assert layer["scale_applied"] == pytest.approx(22**-0.5, rel=1e-4)
     assert layer["stats"]["heads"] == 2
     assert len(layer["stats"]["entropy"]) == 2
     for finding in found["findings"]:
@@ -259,7 +259,7 @@ def test_a_hugging_face_configuration_is_checked_at_random_initialisation(tmp_pa
     found = json.loads(out)
     assert status == 0
     assert err == "attnscale: No tokenizer could be read, so the tokens are random.\n"
-    assert [layer["scale"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
+    assert [layer["scale_applied"] for layer in found["layers"].values()] == pytest.approx([22**-0.5] * 2, rel=1e-3)
     assert found["worst"] != "error"
 
 

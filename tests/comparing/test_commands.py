@@ -79,7 +79,10 @@ HEAD = '{"kind": "attnscale check", "version": 1, "title": "", "fed": "", "input
         ('{"kind": "attnscale check", "version": 9}', "version"),
         (HEAD + '{"a": {}}}', "samples"),
         (HEAD + '{"a": {"samples": {"spread": [[1, 2], [1]]}}}}', "inhomogeneous"),
-        (HEAD + '{"a": {"samples": {"spread": [[1]], "scale": [[1, 2]]}}}}', "(samples, heads) for every statistic"),
+        (
+            HEAD + '{"a": {"samples": {"spread": [[1]], "scale_applied": [[1, 2]]}}}}',
+            "(samples, heads) for every statistic",
+        ),
         (HEAD + '{"a": {"samples": {"spread": [[1e999]]}}}}', "infinite"),
         (HEAD + '{}, "findings": [{"layer": "a"}]}', "missing"),
     ],

@@ -46,7 +46,7 @@ def test_a_copy_with_one_head_changed_names_that_head_and_no_other(model, batch,
     moves = found.changed[0].moves
     assert moves["spread"].change == pytest.approx(np.log(factor), abs=1e-4)
     assert moves[f"{side}_norm"].is_beyond
-    assert not moves["scale"].is_beyond
+    assert not moves["scale_applied"].is_beyond
     assert not moves["alignment"].is_beyond
     assert found.changed[0].by_factor.factor == "norms"
     assert f"blocks.{block}.attention, head {head}" in found.conclusion
@@ -108,7 +108,7 @@ def test_a_new_rule_is_a_change_of_every_head_by_its_scale(model, batch):
         block.attention.scale = "inverse_dim"
     found = attnscale.compare(model, other, batch[:, :48])
     assert len(found.changed) == 16
-    assert all(head.moves["scale"].is_beyond for head in found.changed)
+    assert all(head.moves["scale_applied"].is_beyond for head in found.changed)
 
 
 def test_findings_come_and_go(batch):
@@ -131,7 +131,7 @@ def test_findings_come_and_go(batch):
     assert not forth.gone
     assert not back.new
     assert any("unscaled" in sentence for sentence in forth.worse)
-    assert forth.changed[0].moves["scale"].is_beyond
+    assert forth.changed[0].moves["scale_applied"].is_beyond
 
 
 def test_one_sequence_tells_no_error_and_says_so(model, batch):
@@ -174,4 +174,4 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(model):
 
 def test_a_change_is_shown_without_powers_of_ten():
     assert Move("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).told == "× 264 ± 10"
-    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-0.25 ± <0.001"
+    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-25 ± 0.02"

@@ -31,14 +31,14 @@ def test_a_line_is_what_the_operator_and_the_statistics_say(tensors):
     assert line.spread == pytest.approx(float(stats.std_within_rows.mean()))
     assert line.entropy_ratio == pytest.approx(float(stats.entropy_ratio.mean()))
     assert line.max == pytest.approx(float(stats.max.max()))
-    assert line.change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
+    assert line.output_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
 
 
 def test_the_current_setting_changes_nothing(tensors):
     table = what_if(*tensors, scale=0.02)
-    assert table["current"].change == 0.0
+    assert table["current"].output_change == 0.0
     assert table["current"].scale == pytest.approx(0.02)
-    assert table["inverse_sqrt"].change > 0
+    assert table["inverse_sqrt"].output_change > 0
 
 
 def test_calibrated_has_unit_spread(tensors):
@@ -56,7 +56,7 @@ def test_a_clip_brings_each_head_down_to_a_hundred():
 
 def test_a_clip_leaves_heads_below_it_alone(tensors):
     table = what_if(tensors[0] / 30, *tensors[1:])
-    assert table["clip:100"].change == 0.0
+    assert table["clip:100"].output_change == 0.0
 
 
 def test_soft_caps_bound_the_scores(tensors):
@@ -84,7 +84,7 @@ def test_a_mask_is_kept(tensors):
     masked, causal = what_if(*tensors, attn_mask=mask), what_if(*tensors, is_causal=True)
     for row, same in zip(masked.rows, causal.rows, strict=True):
         assert row.spread == pytest.approx(same.spread, rel=1e-5)
-        assert row.change == pytest.approx(same.change, abs=1e-5)
+        assert row.output_change == pytest.approx(same.output_change, abs=1e-5)
 
 
 def test_without_a_value_the_key_stands_in(tensors):
@@ -98,7 +98,7 @@ def test_candidates_are_rules_names_numbers_or_settings(tensors):
     assert [row.name for row in table.rows] == ["current", *tried]
     assert table["a"].spread == table["b"].spread
     assert table["c"].max <= 20
-    assert table["e"].change == table["d"].change == 0.0
+    assert table["e"].output_change == table["d"].output_change == 0.0
 
 
 def test_sampled_rows_are_near_the_exact_ones(tensors):
@@ -109,9 +109,10 @@ def test_sampled_rows_are_near_the_exact_ones(tensors):
 def test_the_table_fits_a_terminal_and_json(tensors):
     table = what_if(*tensors, {"a name far longer than any column would be": 1.0, "unscaled": "unscaled"})
     lines = str(table).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert {len(line) for line in lines} == {80}
-    assert lines[0].split() == ["scale", "spread", "entropy", "%", "of", "max", "top-1", "1−Σp²", "max", "change"]
+    assert lines[0].split() == ["entropy", "output"]
+    assert lines[1].split() == ["scale", "spread", "entropy", "%", "of", "max", "top-1", "1−Σp²", "max", "change"]
     assert json.loads(json.dumps(table.to_dict()))["rows"][2]["name"] == "unscaled"
 
 

@@ -133,14 +133,14 @@ def test_current_is_what_was_measured_and_change_is_that_of_the_output(kind):
         assert getattr(table["current"], statistic) == measured
         assert getattr(table["same"], statistic) == pytest.approx(measured, rel=1e-4, abs=1e-5)
         assert getattr(again, statistic) == pytest.approx(measured, rel=1e-4, abs=1e-5)
-    assert table["same"].change == pytest.approx(0.0, abs=1e-5)
+    assert table["same"].output_change == pytest.approx(0.0, abs=1e-5)
     other = copy.deepcopy(model)
     other.multiplier = half
     with torch.no_grad():
         before, after = model(x), other(x)
     if kind in (Padded, Written):  # queries of padding do not count
         before, after = (each * ~hidden_keys().mT for each in (before, after))
-    assert table["half"].change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    assert table["half"].output_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
 
 
 def test_the_change_of_an_output_that_is_not_known_is_not_told():
@@ -151,7 +151,7 @@ def test_the_change_of_an_output_that_is_not_known_is_not_told():
 
     audit = attnscale.audit(Pooled(), torch.randn(BATCH, LENGTH, HEADS * DIM))
     table = audit.what_if(next(iter(audit.layers)))
-    assert math.isnan(table["unscaled"].change)
+    assert math.isnan(table["unscaled"].output_change)
     assert "–" in str(table)
 
 

@@ -73,11 +73,11 @@ def test_keys_on_several_ranks_merge_row_by_row(cuts):
     query = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 3
     key = torch.randn(2, 3, 11, 8, dtype=torch.float64)
     shards = [row_sums(query, part) for part in key.tensor_split(cuts, dim=-2)]
-    merged = shards[-1]
-    for shard in shards[:-1]:
+    merged = shards[0]
+    for shard in shards[1:]:
         merged = merged.merge_keys(shard)
     whole = row_sums(query, key)
-    for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "entropy", "lse"):
+    for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first", "entropy", "lse"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
     moments = score_moments(query, key[..., : cuts[0], :], scale=1.0) + score_moments(
         query, key[..., cuts[0] :, :], scale=1.0
@@ -90,7 +90,7 @@ def test_a_rank_whose_keys_a_row_cannot_see_changes_nothing():
     seen = row_sums(query, key)
     blind = row_sums(query, key, torch.zeros(1, 1, 4, 6, dtype=torch.bool))
     for merged in (seen.merge_keys(blind), blind.merge_keys(seen)):
-        for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation"):
+        for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first"):
             torch.testing.assert_close(getattr(merged, name), getattr(seen, name))
     nothing = blind.merge_keys(blind)
     assert isinstance(nothing, RowSums)

@@ -24,7 +24,8 @@ def test_every_value_lies_in_the_range_that_the_catalogue_gives(stats, attribute
     for each in stats:
         values = getattr(each, attribute)
         assert values.shape == (3,)
-        assert ((values >= low - 1e-12) & (values <= high + 1e-12)).all()
+        unknown = values.isnan() & of_scores()[attribute].may_be_unknown
+        assert (unknown | (values >= low - 1e-12) & (values <= high + 1e-12)).all()
 
 
 @pytest.mark.parametrize("attribute", of_scores())
@@ -38,6 +39,8 @@ def test_what_has_a_standard_error_is_known_of_each(stats, attribute):
 
 def test_the_bad_end_is_where_a_frozen_head_lies(stats):
     for entry in in_place(Place.CHECK):
+        if entry.name == "sink":
+            continue  # the first key of a random head is like any other
         _, healthy, frozen = entry.of(stats[0]).tolist()
         assert (frozen > healthy) == (entry.bad == "large"), entry.name
 

@@ -138,6 +138,48 @@ def test_rows_that_see_nothing_or_one_key_are_counted_out():
     torch.testing.assert_close(both.entropy, score_stats(query, key).entropy)
 
 
+SINKS = torch.tensor([-3.0, 0.5, 40.0])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scale", [0.1, 2.0])
+def test_a_learned_sink_joins_the_denominator_of_every_row(mask, scale):
+    query, key = tensors()
+    options, visible = MASKS[mask]
+    stats = score_stats(query, key, scale=scale, sinks=SINKS, **options)
+    assert_stats(stats, scores_of(query, key, visible, scale=scale), sinks=SINKS.double())
+    assert_stats(stats + stats, np.concatenate([scores_of(query, key, visible, scale=scale)] * 2), sinks=SINKS.double())
+    without = score_stats(query, key, scale=scale, sinks=torch.full((heads,), -torch.inf), **options)
+    torch.testing.assert_close(without.entropy, score_stats(query, key, scale=scale, **options).entropy)
+    assert without.learned_sink.isnan().all()
+
+
+def test_a_learned_sink_in_sampled_rows_has_errors_that_hold():
+    query, key = torch.randn(2, heads, 307, head_dim), torch.randn(2, heads, 307, head_dim)
+    exact = score_stats(query, key, is_causal=True, sinks=SINKS)
+    some = score_stats(query, key, is_causal=True, sinks=SINKS, rows=64)
+    for name in ("entropy", "top1", "sink", "jacobian_trace"):
+        assert ((getattr(some, name) - getattr(exact, name)).abs() <= 5 * some.stderr(name) + 1e-12).all(), name
+
+
+def test_statistics_with_a_sink_are_final_and_in_a_graph_the_same():
+    query, key = tensors()
+    sinks = SINKS.clone().requires_grad_()
+    stats = score_stats(query, key, sinks=sinks)
+    with torch.no_grad():
+        sinks += 7
+    wanted = score_stats(query, key, sinks=SINKS)
+    torch.testing.assert_close(stats.entropy, wanted.entropy)
+    compiled = torch.compile(lambda q, k, s: score_stats(q, k, sinks=s), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(query, key, SINKS).learned_sink, wanted.learned_sink)
+
+
+@pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(heads, 1), torch.zeros(heads, dtype=torch.long)])
+def test_sinks_that_are_not_one_logit_a_head_are_refused(sinks):
+    with pytest.raises(ShapeError, match="sinks as one logit for each of the 3 query heads"):
+        score_stats(*tensors(), sinks=sinks)
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("seen", [Visibility.causal(from_the_end=True), Visibility.causal(window=2)], ids=str)
 def test_blocks_of_rows_that_see_no_key_by_their_position_are_counted_out(seen, softcap):

@@ -76,7 +76,7 @@ def test_a_compiled_model_tells_what_watching_it_does(kind, backend):
         layer, found = seen.layers["Flex"], record.layers["Flex"].numbers
         for number, expected in {
             "total_spread": layer.stats.std, "max": layer.stats.max, "entropy_ratio": layer.stats.entropy_ratio,
-            "scale": layer.scales, "key_norm": layer.key_norm,
+            "scale_applied": layer.scales, "key_norm": layer.key_norm,
         }.items():  # fmt: skip
             assert found[number] == pytest.approx(expected.tolist(), rel=1e-4), number
 

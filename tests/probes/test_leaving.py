@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import attnscale
-from attnscale import QKClip
+from attnscale import Monitor, QKClip
 from attnscale.errors import NotInsideWarning
 from attnscale.probes import intercept
 
@@ -175,3 +175,23 @@ def test_a_clip_that_is_attached_to_a_compiled_optimiser_is_no_part_of_its_graph
     assert "attnscale" not in caplog.text  # Dynamo tells of what it could not trace
     for wanted, found in zip(expected.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_backward_after_its_step_was_cancelled_changes_no_record_of_the_next():
+    def gradients(late):
+        model, records = small_model(), []
+        monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+        for step in range(2):
+            model(tokens(step)[:, :-1]).logsumexp(-1).sum().backward()
+            monitor.step()
+        cancelled = model(tokens(2)[:, :-1]).square().sum()
+        monitor.cancel()
+        monitor.begin()
+        model(tokens(3)[:, :-1]).logsumexp(-1).sum().backward()
+        if late:
+            cancelled.backward()
+        monitor.step()
+        monitor.close()
+        return [layer.numbers["query_gradient"] for layer in records[-1].layers.values()]
+
+    assert gradients(late=True) == gradients(late=False)

@@ -92,3 +92,34 @@ def test_layers_of_a_probed_step_are_those_of_a_traced_one():
         assert probed.scale_applied == pytest.approx(traced.scale_applied)
         assert probed.scale_expected == traced.scale_expected
         torch.testing.assert_close(probed.stats.std, traced.stats.std)
+
+
+@pytest.mark.parametrize("name", ["attention that runs three times", "Llama, written out"])
+def test_micro_batches_of_a_probed_step_add_up_as_in_a_traced_one(name):
+    model, records = MODELS[name](), []
+    monitor = Monitor(model, every=1, rows=None, sinks=[records.append])
+    for _ in range(2):
+        for part in range(3):
+            model(tokens(part)[:, :-1]).square().mean().backward()
+        model.zero_grad()
+        monitor.step()
+    monitor.close()
+    traced, probed = records
+    for path, layer in probed.layers.items():
+        for statistic, values in layer.numbers.items():
+            assert values == pytest.approx(traced.layers[path].numbers[statistic], rel=2e-4, abs=1e-6), statistic
+
+
+def test_later_steps_leave_the_layers_of_an_earlier_one_as_they_were():
+    model = small_model()
+    monitor, found = Monitor(model, every=1, rows=None), []
+    for step in range(4):
+        model(tokens(step)[:, :-1]).square().mean().backward()
+        monitor.step()
+        layer = next(iter(monitor.layers.values()))
+        found.append((layer, layer.stats.max.clone(), layer.query_norm.clone(), layer.query_gradient.clone()))
+    monitor.close()
+    for layer, *numbers in found:
+        now = layer.stats.max, layer.query_norm, layer.query_gradient
+        assert all(map(torch.equal, now, numbers))
+    assert not torch.equal(found[1][1], found[2][1])

@@ -196,7 +196,7 @@ def test_a_scale_that_is_changed_meanwhile_is_read_again():
         model.scale = scale
         train(model, run, 1, after=monitor.step)
     monitor.close()
-    scales = [record.layers["layers.0"].numbers["scale"] for record in records]
+    scales = [record.layers["layers.0"].numbers["scale_applied"] for record in records]
     assert scales == [pytest.approx([2 * scale] * HEADS, rel=1e-4) for scale in (0.5, 0.5, 0.25)]
 
 

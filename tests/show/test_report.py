@@ -42,7 +42,7 @@ def test_a_check_has_every_part():
     ]  # fmt: skip
     assert list(figure(page, "head-map").views) == [statistic.long for statistic in mapped()]
     what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
-    assert what_if.columns == ("scale by", *COLUMNS)
+    assert what_if.columns == ("scale by", *(heading.replace("\n", " ") for heading in COLUMNS))
     assert what_if.groups[0][1][0].current
 
 
@@ -76,7 +76,7 @@ def test_the_map_has_the_statistics_of_every_head():
     for statistic in mapped():
         view = figure(check_report(found), "head-map").views[statistic.long]
         for row, layer in zip(view.values, found.audit.layers.values(), strict=True):
-            assert row == pytest.approx(statistic.of(layer.stats).tolist())
+            assert row == pytest.approx((statistic.factor * statistic.of(layer.stats)).tolist())
         assert view.errors is view.bounds is None  # every row was looked at
 
 

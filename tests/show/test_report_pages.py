@@ -101,7 +101,7 @@ def test_pointing_at_a_head_reads_it_with_its_error(report):
 def test_every_switch_changes_what_it_should(report):
     page = report("check")
     seen = set()
-    for metric in ("spread", "entropy of ln n", "top-1 weight", "gradient gain", "largest score"):
+    for metric in ("spread", "entropy (% of max)", "top-1 weight", "1−Σp²", "largest score"):
         page.locator("#heads .switch").get_by_text(metric, exact=True).click()
         seen.add((colours(page, "head-map"), page.locator("#head-map-notice").inner_text()))
         assert metric in page.locator("#head-map-notice").inner_text()
@@ -117,7 +117,7 @@ def test_one_switch_serves_both_twins(report):
     page.locator("#heads .switch label").nth(3).click()
     after = [colours(page, f"heads-{index}") for index in range(2)]
     assert all(one != other for one, other in zip(before, after, strict=True))
-    assert "gradient gain" in page.locator("#heads-1-notice").inner_text()
+    assert "1−Σp²" in page.locator("#heads-1-notice").inner_text()
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_the_keyboard_reaches_everything_and_works_it(report):
     page.locator("#head-map").focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
         page.keyboard.press(key)
-    assert "head 1: entropy of ln n" in page.locator("#head-map-readout").inner_text()
+    assert "head 1: entropy (% of max)" in page.locator("#head-map-readout").inner_text()
     assert page.locator("#head-map-readout").inner_text().startswith("<b>bold</b>&lt;")
     assert page.locator("#head-map .frame rect").count() == 2
 

@@ -13,7 +13,7 @@ from attnscale.train import LayerRecord, Record
 from attnscale.train.history import History
 from attnscale.train.run import grouped_alarms
 
-FACTORS = {"scale": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
+FACTORS = {"scale_applied": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
 
 
 def layer(largest, above=None, entropy=0.5, gain=0.5, **changed):
@@ -93,7 +93,7 @@ def test_a_number_that_wavers_about_a_limit_raises_one_alarm():
     ("moved", "advice"),
     [
         ({"query_norm": 800.0}, "clip the projections"),
-        ({"scale": 10.0}, "bound it"),
+        ({"scale_applied": 10.0}, "bound it"),
         ({"alignment": 0.9}, "add a soft-cap"),
         ({"query_norm": 800.0, "softcap": 2000.0}, "add a QK-norm"),
         ({"query_norm": 800.0, "clipped": [0.1]}, "let it act at every step"),

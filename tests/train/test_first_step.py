@@ -14,7 +14,7 @@ from attnscale.train import LayerRecord
 from attnscale.train.history import History
 
 WIDTH, HEADS = 66, 3
-FACTORS = {"scale": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
+FACTORS = {"scale_applied": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
 
 
 class Attention(nn.Module):

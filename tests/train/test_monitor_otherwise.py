@@ -103,10 +103,10 @@ def test_a_module_that_attends_twice_at_a_probed_step_is_reported_and_traced_at_
         run.step()
     run.model.towers[1].then = AGAIN[way]
     layers = run.step(told=r"towers\.1: it attended otherwise than in the trace")
-    assert layers["towers.0"].whole("scale") == pytest.approx(HEAD_DIM**-0.5)
+    assert layers["towers.0"].whole("scale_applied") == pytest.approx(HEAD_DIM**-0.5)
     layers = run.step()
     assert list(layers) == ["towers.0", "towers.1", "towers.1#2"]
-    assert all(math.isfinite(each.whole("scale")) for each in layers.values())
+    assert all(math.isfinite(each.whole("scale_applied")) for each in layers.values())
     recorded, true = run.largest(1)
     assert recorded == true
 

@@ -81,7 +81,7 @@ def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
     monitor.close()
     assert [len(record.layers) for record in records] == [2] * 3
     assert [record.alarms for record in records] == [[]] * 3
-    scales = [layer.whole("scale") for record in records for layer in record.layers.values()]
+    scales = [layer.whole("scale_applied") for record in records for layer in record.layers.values()]
     assert scales == pytest.approx([6**-0.5] * 6)
 
 

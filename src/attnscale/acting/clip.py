@@ -26,6 +26,7 @@ from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, a
 from attnscale.acting.scaling import FIXED, HeadScaler
 from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
+from attnscale.results import Result
 from attnscale.tracing.parameters import Origins
 from attnscale.watching.layer import Layer
 
@@ -63,8 +64,8 @@ class ClippedHead:
         return printable(text)
 
 
-@dataclass(frozen=True)
-class ClipReport:
+@dataclass(frozen=True, repr=False)
+class ClipReport(Result):
     """What was clipped, by how much and where; and the heads over the threshold that could not be."""
 
     threshold: float

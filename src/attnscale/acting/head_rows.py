@@ -1,4 +1,4 @@
-"""Which rows of which parameters make the queries and keys of each head, and what share of its factor each row takes.
+"""Rows of parameters that make the queries and keys of each head, and the share of its factor that each row takes.
 
 Half of a factor goes to the queries and half to the keys, each a square root, where the rows that make a head's keys
 make nothing else. Where other heads share them, as in GQA, MQA and MLA's rotary part, or values are made of them too,
@@ -172,7 +172,7 @@ class HeadRows:
         return query, key, Uses.joined([]).row if isinstance(value, UntraceableError) else value.row
 
     def _side(self, name: str, layer: LayerHeads, side: str) -> Uses | UntraceableError:
-        """What makes the queries, keys or values of every call."""
+        """Return the rows that make the queries, keys or values of every call, or why they are unknown."""
         origins = [getattr(call, side) for call in layer.origins]
         try:
             known = [self._known(origin, side) for origin in origins]

@@ -60,7 +60,7 @@ class RescaledHead:
 
 @dataclass(frozen=True)
 class RescaleReport:
-    """What was rescaled, by how much and where; and the heads that could not be."""
+    """Rescaled heads with factor and parameters, and the heads that could not be rescaled."""
 
     heads: tuple[RescaledHead, ...]
     left: tuple[SkippedHead, ...]
@@ -211,7 +211,7 @@ def _constant(rule: Scale, head_dim: int) -> float:
 
 
 def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Layer], Tensor]) -> dict[Head, float]:
-    """What each head is to be multiplied by; those that are right, or cannot be known, left out."""
+    """Factor of each head to rescale; heads that are right or unknown are left out."""
     ratios = {}
     for name, layer in seen.layers.items():
         for head, ratio in enumerate((wanted(layer).double() / found(layer).double().cpu()).tolist()):

@@ -157,7 +157,7 @@ class HeadScaler:
         return found
 
     def _place(self, axes: Sequence[Axis], device: torch.device) -> None:
-        """Which slot and which exponent each row that is held takes; those of none take the last slot, of factor 1."""
+        """Return slot and exponent of each local row; rows of no head take the last slot, whose factor is 1."""
         every, exponents = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
         for name, takers in self._takers(axes).items():
             held = held_rows(self.rows.parameter(name), takers.shape, takers.across)

@@ -17,7 +17,7 @@ from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.hub import download
 from attnscale.loading.model_errors import as_model_error, quiet
 from attnscale.measure.statistics import Place, in_place
-from attnscale.plain import plain, readable
+from attnscale.plain import counted, plain, readable
 from attnscale.watching import Layer
 
 WHAT_IF_ROWS = 256  # per head and candidate: enough for a table, quick at any length
@@ -40,9 +40,9 @@ class Line:
     head_dim: int
     statistics: Mapping[str, float]  # those of Place.CHECK
     errors: Mapping[str, float]  # their standard errors, if rows were sampled
-    expected_spread: float  # of independent queries and keys of these norms, multiplied by the expected scale
-    scale: float
-    expected_scale: float
+    spread_expected: float  # of independent queries and keys of these norms, multiplied by the expected scale
+    scale_applied: float
+    scale_expected: float
     verdict: str  # the code of the worst warning or error in the layer, else the state of its heads
     heads_by_verdict: Mapping[str, int]
     severity: str | None  # of the worst finding in the layer
@@ -77,9 +77,9 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
         head_dim=layer.head_dim,
         statistics={entry.name: entry.whole(layer.stats) for entry in shown},
         errors={entry.name: error for entry in shown if not math.isnan(error := entry.error(layer.stats))},
-        expected_spread=abs(layer.scale_expected) * norms / math.sqrt(layer.head_dim),
-        scale=layer.scale_applied,
-        expected_scale=layer.scale_expected,
+        spread_expected=abs(layer.scale_expected) * norms / math.sqrt(layer.head_dim),
+        scale_applied=layer.scale_applied,
+        scale_expected=layer.scale_expected,
         verdict=verdict_word(layer, findings),
         heads_by_verdict=Counter(head.verdict for head in head_verdicts(layer)),
         severity=None if worst is None else worst.severity,
@@ -132,7 +132,7 @@ class Checked:
         """The layer to try other scales on: the one named, else the worst, else the one of the widest spread."""
         if self.asked is not None:
             return self.asked
-        finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale)]
+        finite = [line for line in self.lines if math.isfinite(line.spread) and math.isfinite(line.scale_applied)]
         finite = [line for line in finite if self.audit.layers[line.name].kept]
         if not finite:
             return None
@@ -156,7 +156,7 @@ class Checked:
         worst = self.groups[0]
         meaning = CODES.get(worst.first.code, worst.first.message.rstrip("."))
         start = "Not fine" if counts["error"] else "No errors, but a warning"
-        totals = [_count(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
+        totals = [counted(counts[name], name) for name in reversed(SEVERITIES) if counts[name]]
         return f"{start}: in {worst.where(len(self.lines))}, {meaning} ({', '.join(totals)} in all)."
 
     def _calm_conclusion(self, notes: int) -> str:
@@ -164,17 +164,17 @@ class Checked:
         if self.audit.unjudged:
             start = "Cannot tell"
         elif past:
-            start = f"No warnings, but {_count(past, 'head')} past the freezing point from the start"
+            start = f"No warnings, but {counted(past, 'head')} past the freezing point from the start"
         else:
             start = "Fine"
         uncertain = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
         extra = "".join(
-            f"; {_count(number, word)}" for number, word in ((notes, "note"), (uncertain, "uncertain head")) if number
+            f"; {counted(number, word)}" for number, word in ((notes, "note"), (uncertain, "uncertain head")) if number
         )
         spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
         ends = dict.fromkeys(readable(end, 2) for end in (min(spreads), max(spreads))) if spreads else ["nothing"]
         state = "trained" if self.audit.trained else "at initialisation"
-        layers = _count(len(self.lines), "attention layer")
+        layers = counted(len(self.lines), "attention layer")
         return f"{start}: {layers}, {state}, scores spread by {' to '.join(ends)}{extra}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,10 +195,6 @@ class Checked:
             }
         )
         return found
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def check_model(request: Request, rows: int | None = None, what_if: str | None = None) -> Checked:

@@ -11,9 +11,10 @@ from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
 from attnscale.diagnose import Change, Finding
 from attnscale.errors import SettingError
 from attnscale.plain import plain, printable
+from attnscale.results import Result
 
 TOLERANCE = 0.01  # relative, or of a share: smaller changes are ignored, whatever their error
-FACTORS = ("scale", "query_norm", "key_norm", "alignment")
+FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
 UNPAIRED = "The inputs differ, so the error of a change includes the difference between the inputs."
 
 
@@ -29,7 +30,7 @@ class HeadChange:
     @property
     def carried(self) -> bool:
         """True if its weights and its scale are as before, so its inputs changed it."""
-        return self.same_parameters and not ("scale" in self.moves and self.moves["scale"].is_beyond)
+        return self.same_parameters and not ("scale_applied" in self.moves and self.moves["scale_applied"].is_beyond)
 
     @property
     def changed(self) -> list[Move]:
@@ -66,8 +67,8 @@ class HeadChange:
         return {"layer": self.layer, "head": self.head, "carried": self.carried, "moves": moves}
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Result):
     """Two models, or two states of one, head by head."""
 
     before: str

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnscale.comparing.comparison import HeadChange
 
 LEVEL = 0.05  # probability that anything is reported if nothing changed: over all heads and statistics together
-EXACT = "scale"  # read from the operations, so one sequence is enough
+EXACT = "scale_applied"  # read from the operations, so one sequence is enough
 LEAST_ERROR = 0.001  # shown as a number
 JUDGED = ("spread", "entropy_ratio", "jacobian_trace")  # those with a bad end
 LARGEST_LOG = 700.0  # e to more than that is not a float
@@ -52,10 +52,13 @@ class Move:
         if self.statistic in RATIOS:
             factor = math.exp(min(self.change, LARGEST_LOG)) if self.change == self.change else math.nan
             return f"× {readable(factor)}{_plus_minus(factor * self.error)}"
-        return f"{self.change:+.2g}{_plus_minus(self.error)}"
+        factor = STATISTICS[self.statistic].factor
+        return f"{factor * self.change:+.2g}{_plus_minus(factor * self.error)}"
 
     def __str__(self) -> str:
-        return f"{STATISTICS[self.statistic].long} {readable(self.before)} to {readable(self.after)} ({self.told})"
+        entry = STATISTICS[self.statistic]
+        before, after = (readable(entry.factor * value) for value in (self.before, self.after))
+        return f"{entry.long} {before} to {after} ({self.told})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""

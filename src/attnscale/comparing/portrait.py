@@ -24,11 +24,11 @@ Numbers = NDArray[np.float64]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Compared as ratios; shares, between 0 and 1, as differences.
-RATIOS = ("spread", "scale", "query_norm", "key_norm", "alignment", "query_gradient", "key_gradient")
+RATIOS = ("spread", "scale_applied", "query_norm", "key_norm", "alignment", "query_gradient", "key_gradient")
 SHARES = ("entropy_ratio", "jacobian_trace")
 COMPARED = (*RATIOS[:5], *SHARES, *RATIOS[5:])
 OF_STATS = ("spread", *SHARES)
-OF_LAYERS = {"scale": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}
+OF_LAYERS = {"scale_applied": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}
 ONE_SEQUENCE = "The model was run on one sequence, so changes have no error. Use a batch of several sequences."
 
 

@@ -18,6 +18,7 @@ from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import scaled_call
 from attnscale.plain import plain
+from attnscale.results import Result
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.rules.rule import Scaled, Visible, multiply
@@ -31,8 +32,8 @@ CURRENT = "current"
 AskVisible: TypeAlias = Callable[[], Tensor | None]
 TRIED = ("spread", "entropy", "entropy_ratio", "top1", "jacobian_trace", "max")
 WIDTHS = {"entropy_ratio": 9, "top1": 7, "jacobian_trace": 7}
-# Heading and width, 80 with the name; of a short heading the last line, as the entropy is beside its ratio.
-COLUMNS = {"scale": 8} | {STATISTICS[name].short.split("\n")[-1]: WIDTHS.get(name, 8) for name in TRIED} | {"change": 7}
+# Heading and width, 80 with the name.
+COLUMNS = {"scale": 8} | {STATISTICS[name].short: WIDTHS.get(name, 8) for name in TRIED} | {"output\nchange": 7}
 NAME_WIDTH = 18  # LearnedTemperature just fits
 
 
@@ -56,7 +57,7 @@ class Outcome:
     top1: float
     jacobian_trace: float
     max: float
-    change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
+    output_change: float  # ‖output − current output‖ / ‖current output‖; NaN where the values are not known
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
@@ -66,7 +67,7 @@ class Outcome:
             f"{self.top1:.3f}",
             f"{self.jacobian_trace:.3f}",
             _short(self.max),
-            "–" if math.isnan(self.change) else f"{self.change:.3f}",
+            "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}",
         )
 
 
@@ -79,8 +80,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-@dataclass(frozen=True)
-class WhatIf:
+@dataclass(frozen=True, repr=False)
+class WhatIf(Result):
     """The current setting and all candidates."""
 
     rows: tuple[Outcome, ...]
@@ -96,7 +97,11 @@ class WhatIf:
         return {"rows": [plain(asdict(row)) for row in self.rows]}
 
     def __str__(self) -> str:
-        return "\n".join([_line("", COLUMNS), *(_line(row.name, row.numbers()) for row in self.rows)])
+        above, below = zip(
+            *((heading.rpartition("\n")[0], heading.split("\n")[-1]) for heading in COLUMNS), strict=True
+        )
+        headings = [_line("", above), _line("", below)]
+        return "\n".join([*headings, *(_line(row.name, row.numbers()) for row in self.rows)])
 
 
 @torch.no_grad()
@@ -182,7 +187,7 @@ def _outcome(
     return Outcome(
         name=name,
         scale=sum(scales) / len(scales),
-        change=_change(before, after),
+        output_change=_change(before, after),
         **{statistic: STATISTICS[statistic].whole(stats) for statistic in TRIED},
     )
 

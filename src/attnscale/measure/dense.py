@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.cpu.room import room_for
-from attnscale.measure.row_blocks import BITS, HIDDEN, finished, past_float32, reduce_rows
+from attnscale.measure.row_blocks import BITS, HIDDEN, SUMS, finished, past_float32, reduce_rows
 from attnscale.measure.row_sums import RowSums
 
 
@@ -24,7 +24,7 @@ def rows_of(scores: Tensor, visible: Tensor | None) -> RowSums:
 
 def _sums(scores: Tensor, visible: Tensor | None) -> Tensor:
     *shape, keys = scores.shape
-    sums = scores.new_zeros(6, *shape)
+    sums = scores.new_zeros(SUMS, *shape)
     if keys:
         both = room_for(2 * math.prod(scores.shape), scores).view(2, *scores.shape)
         torch.mul(scores, BITS, out=both[1])

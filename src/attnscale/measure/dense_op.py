@@ -40,9 +40,9 @@ def attend_unseen(call: Call) -> tuple[Tensor, ScoreStats]:
     return output, ScoreStats(call.query.shape[1], exact=True, pool=Table(table))
 
 
-def measure_unseen(call: Call, rows: int | None) -> ScoreStats:
+def measure_unseen(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """The statistics of every row, or of about this many a head."""
-    table, errors = measured_scores(call.query.detach(), call.key.detach(), *arguments_of(call), rows)
+    table, errors = measured_scores(call.query.detach(), call.key.detach(), *arguments_of(call), rows, sinks)
     exact = rows is None or looks_at_all(call, rows)
     known = Table(table, None if exact else partial(Uncertainty.unpacked, errors, len(SUMS)))
     return ScoreStats(call.query.shape[1], exact=exact, pool=known)
@@ -51,12 +51,12 @@ def measure_unseen(call: Call, rows: int | None) -> ScoreStats:
 @torch.library.custom_op(
     "attnscale::measured_scores",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, {SCORES}, SymInt? rows) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, {SCORES}, SymInt? rows, Tensor? sinks) -> (Tensor, Tensor)",
 )
 def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """The table of the heads; how far it may be off where some rows stand for all."""
-    *options, rows = given
-    stats = measured(call_of(query, key, key, *options), rows)
+    *options, rows, sinks = given
+    stats = measured(call_of(query, key, key, *options), rows, sinks=sinks)
     errors = stats.pooled.uncertainty
     width = packed_size(len(SUMS)) if rows is not None else 0
     nothing = stats.pooled.sums.new_zeros(stats.heads, width)
@@ -65,7 +65,7 @@ def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Te
 
 @measured_scores.register_fake
 def _measured_scores_fake(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    widths = TABLE, packed_size(len(SUMS)) if given[-1] is not None else 0
+    widths = TABLE, packed_size(len(SUMS)) if given[-2] is not None else 0
     table, errors = (query.new_empty(query.shape[1], width, dtype=torch.float64) for width in widths)
     return table, errors
 

@@ -14,7 +14,7 @@ from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.ways import way_of
-from attnscale.measure.measuring import check_rows, moments_of
+from attnscale.measure.measuring import check_rows, check_sinks, moments_of
 from attnscale.measure.measuring import measured as measured  # watching asks here for it
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import Unpooled
@@ -36,11 +36,13 @@ def score_stats(
     is_causal: bool = False,
     enable_gqa: bool = False,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     rows: int | None = None,
 ) -> ScoreStats:
     """Statistics of the scores that attention() would put into its softmax, one value a query head.
 
     `rows=None` looks at every row, `rows=N` at about N rows a head, spread over position, with standard errors.
+    `sinks` is one learned logit a head, (heads,), that joins the denominator of each of its rows.
     What a mask of floats puts far below everything else is hidden, whatever number it uses. Scores past 1e19 have a
     spread on a CPU; the kernels of a GPU sum their squares in float32, and say inf or NaN there.
 
@@ -51,11 +53,13 @@ def score_stats(
     check_rows(rows)
     if any_nested(query, key):
         run_nested = in_graph(nested.score_stats, scale, query, key)
-        return run_nested(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows)
+        return run_nested(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
-        return _measured(scaled_call(query, key, key, seen, scale, enable_gqa, softcap), rows)
+        call = scaled_call(query, key, key, seen, scale, enable_gqa, softcap)
+        check_sinks(sinks, call.query.shape[1])
+        return _measured(call, rows, sinks)
 
 
 def score_moments(
@@ -135,7 +139,9 @@ def attention_with_stats(
     return output.reshape(shape), stats
 
 
-def _measured(call: Call, rows: int | None) -> ScoreStats:
+def _measured(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """By an operator where nothing can be looked at and no kernel is one."""
     hidden = unseen(call.query) or in_transform()
-    return dense_op.measure_unseen(call, rows) if hidden and not on_cuda.measures(call) else measured(call, rows)
+    if hidden and not on_cuda.measures(call):
+        return dense_op.measure_unseen(call, rows, sinks)
+    return measured(call, rows, sinks=sinks)

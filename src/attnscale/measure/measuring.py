@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.errors import SettingError
+from attnscale.errors import SettingError, ShapeError
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled, shown
 from attnscale.measure.cuda.drawn import drawn_ahead
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.moments import ScoreMoments, linear_moments
-from attnscale.measure.pool import Unpooled, pool_rows
+from attnscale.measure.pool import Unpooled, pool_rows, with_sinks
 from attnscale.measure.pooled import SUMS
 from attnscale.measure.row_blocks import look_at_rows, measure_rows
 from attnscale.measure.row_sums import RowSums
@@ -28,8 +28,22 @@ def check_rows(rows: int | None) -> None:
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
 
 
-def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
-    """The statistics of an attention, of every row or of about this many a head; `lse` where a kernel left it."""
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Refuse sinks that are not one logit for each query head."""
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
+        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+        raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
+
+
+def measured(call: Call, rows: int | None, lse: Tensor | None = None, sinks: Tensor | None = None) -> ScoreStats:
+    """Measure every row of an attention, or about this many rows a head.
+
+    `lse` is what a kernel left of all rows. `sinks`, (heads,), are learned logits that join the denominators.
+    """
+    return with_sinks(_measured(call, rows, lse), sinks)
+
+
+def _measured(call: Call, rows: int | None, lse: Tensor | None) -> ScoreStats:
     if call.visibility.bias is not None:
         call = replace(call, visibility=call.visibility.with_infinite_mask())
     if on_cuda.measures(call):

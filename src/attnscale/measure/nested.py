@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.nested import nested_call
-from attnscale.measure.measuring import moments_of
+from attnscale.measure.measuring import check_sinks, moments_of
 from attnscale.measure.moments import ScoreMoments
+from attnscale.measure.pool import with_sinks
 from attnscale.measure.sequences import moments_of_sequences
 from attnscale.measure.sequences_op import attend_with_stats, measure
 from attnscale.measure.stats import ScoreStats
@@ -41,11 +42,13 @@ def score_stats(
     enable_gqa: bool,
     softcap: float | None,
     rows: int | None,
+    sinks: Tensor | None,
 ) -> ScoreStats:
     """Of the scores of every sequence with itself."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
-        return measure(ragged, rows)
+        check_sinks(sinks, ragged.row.query.shape[1])
+        return with_sinks(measure(ragged, rows), sinks)
 
 
 def score_moments(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.pooled import SUMS, Pooled, Table, merged
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import Sample
-from attnscale.measure.stats import Merged, ScoreStats
+from attnscale.measure.stats import Merged, ScoreStats, merged_when_read
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.theory.limits import SATURATED_TOP1
 
-ROW_FIELDS = tuple(RowSums.__dataclass_fields__)
 POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name not in ("errors", "finished"))
 
 
@@ -30,6 +29,7 @@ class Unpooled:
     sample: Sample | None = None
     in_shards: bool = False  # what was found is over shards of the keys
     known: Table | None = None  # where a kernel has pooled them
+    sinks: Tensor | None = None  # learned logits, (heads,), that join the denominator of each row
 
     def rows(self) -> RowSums:
         """(batch, heads, rows), over all keys of the call."""
@@ -37,14 +37,20 @@ class Unpooled:
 
     def __call__(self) -> Pooled:
         """Pool them, with the uncertainty of what was not looked at."""
-        return pool_rows(self.rows(), self.bound(), self.sample) if self.known is None else self.known()
+        if self.known is not None:
+            return self.known()
+        rows = self.rows() if self.sinks is None else self.rows().with_sinks(self.sinks)
+        return pool_rows(rows, self.bound(), self.sample)
 
 
-def tables_of(many: Sequence[ScoreStats]) -> list[Table] | None:
-    """What kernels have pooled of each; None where they have not of all."""
-    pools = [stats.pool.known if isinstance(stats.pool, Unpooled) else stats.pool for stats in many]
-    tables = [pool for pool in pools if isinstance(pool, Table)]
-    return tables if len(tables) == len(pools) else None
+def with_sinks(stats: ScoreStats, sinks: Tensor | None) -> ScoreStats:
+    """Let a learned logit of each head, (heads,), join the denominator of every row that one call measured."""
+    if sinks is None:
+        return stats
+    if isinstance(stats.pool, Merged):
+        return merged_when_read([with_sinks(part, sinks) for part in stats.pool.parts])
+    assert isinstance(stats.pool, Unpooled), "rows that are pooled already have lost what a sink changes"
+    return replace(stats, pool=replace(stats.pool, known=None, sinks=sinks.detach().double().clone()))
 
 
 def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
@@ -86,7 +92,7 @@ def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
     found: dict[int, Pooled] = {}
     alike: dict[tuple[object, ...], list[tuple[int, Unpooled]]] = {}
     for index, stats in enumerate(many):
-        if isinstance(stats.pool, Unpooled) and stats.pool.known is None:
+        if isinstance(stats.pool, Unpooled) and stats.pool.known is None and stats.pool.sinks is None:
             alike.setdefault(_kind(stats.pool), []).append((index, stats.pool))
         else:
             found[index] = stats.pooled
@@ -178,9 +184,9 @@ def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
     yield seen.double()
     entropy = torch.where(seen, rows.entropy, nothing)
     yield entropy
-    several = rows.visible > 1
+    several = seen & (rows.outcomes > 1)
     yield several.double()
-    yield torch.where(several, entropy / rows.visible.clamp(min=2).double().log(), nothing)
+    yield torch.where(several, entropy / rows.outcomes.clamp(min=2).double().log(), nothing)
     del entropy
     top1 = torch.where(seen, rows.top1, nothing)
     yield top1
@@ -189,3 +195,5 @@ def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
     participation = torch.where(seen, rows.participation.double(), 1.0)
     yield (1.0 - participation).clamp(min=0.0)
     yield torch.where(seen, 1.0 / participation, nothing)
+    yield torch.where(seen, rows.sink, nothing)
+    yield torch.where(seen, nothing if rows.learned_sink is None else rows.learned_sink.double(), nothing)

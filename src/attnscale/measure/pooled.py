@@ -21,11 +21,12 @@ from attnscale.torch_internals import in_transform
 SUMS = (
     "scores", "deviations", "squares", "within",
     "rows", "entropy", "rows_of_several", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
+    "sink", "learned_sink",
 )  # fmt: skip
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
 FINISHED = (  # what is divided when it is shown, or by a kernel
     "variance", "std", "variance_within_rows", "std_within_rows",
-    "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
+    "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink",
 )  # fmt: skip
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 
@@ -97,11 +98,9 @@ def merged(parts: list[Pooled]) -> Pooled:
     total = torch.stack(scores).sum(0)
     weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
     mean = torch.stack(weighted).sum(0) / torch.where(total > 0, total, 1.0)
-    moves = [_move(part.mean - mean) for part in parts]
-    sums = [(move @ part.sums.unsqueeze(-1)).squeeze(-1) for move, part in zip(moves, parts, strict=True)]
-    pooled = torch.stack(sums).sum(0)
+    pooled = torch.stack([_moved(part.sums, part.mean - mean) for part in parts]).sum(0)
     pooled[:, SUMS.index("deviations")] = 0.0
-    known = [(move, part.uncertainty) for move, part in zip(moves, parts, strict=True) if part.errors is not None]
+    known = [(_move(part.mean - mean), part.uncertainty) for part in parts if part.errors is not None]
     uncertainties = [uncertainty.moved(move) for move, uncertainty in known if uncertainty is not None]
     return Pooled(
         rows=torch.stack([part.rows for part in parts]).sum(0),
@@ -113,6 +112,13 @@ def merged(parts: list[Pooled]) -> Pooled:
         sums=pooled,
         errors=merged_uncertainty(uncertainties),
     )
+
+
+def _moved(sums: Tensor, delta: Tensor) -> Tensor:
+    """Return sums about a mean as sums about a mean that is lower by delta."""
+    scores, deviations, squares = sums[:, :3].unbind(-1)
+    about = scores, deviations + delta * scores, squares + 2 * delta * deviations + delta**2 * scores
+    return torch.cat([torch.stack(about, dim=-1), sums[:, 3:]], dim=-1)
 
 
 def _move(delta: Tensor) -> Tensor:

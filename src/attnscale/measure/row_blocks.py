@@ -6,7 +6,7 @@ work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
@@ -17,12 +17,13 @@ from attnscale.attending.call import Call
 from attnscale.measure.cpu.room import room_for
 from attnscale.measure.cpu.threads import share
 from attnscale.measure.cut import Cut, Strip, cut_of
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 BITS = math.log2(math.e)  # in a score of one
+SUMS = 7  # of a row: max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), s₁−m, with w = 2^{s−m}
 
 
 def measure_rows(
@@ -57,7 +58,7 @@ def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable
     @cache
     def found() -> RowSums:
         rows, back = finished(sums, visible), order.argsort()
-        return RowSums(**{each.name: getattr(rows, each.name)[..., back] for each in fields(rows)})
+        return RowSums(**{name: getattr(rows, name)[..., back] for name in ROW_FIELDS})
 
     return found
 
@@ -73,7 +74,7 @@ def _sums(
     call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     make = torch.empty if call.key.shape[-2] else torch.zeros
-    sums = make(6, *visible.shape, dtype=dtype, device=call.query.device)
+    sums = make(SUMS, *visible.shape, dtype=dtype, device=call.query.device)
     share(Pass(call, positions, cut.block, sums, output).measure, cut.strips, cut.threads)
     return sums
 
@@ -99,7 +100,7 @@ class Pass:
     call: Call
     positions: Tensor | None
     block: int  # rows
-    sums: Tensor  # (6, batch, heads, rows): max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), with w = 2^{s−m}
+    sums: Tensor  # (SUMS, batch, heads, rows)
     output: Tensor | None  # (batch, heads, rows, value_dim), times Σw; None: not wanted
 
     def measure(self, strips: Iterator[Strip]) -> None:
@@ -208,9 +209,15 @@ def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
     torch.exp2(below, out=weights)
     if shown is not None:
         weights[..., last].mul_(shown)
+    sums[6] = below[..., 0] if shown is None or last.start else _first_shown(below, shown)
     torch.sum(both, -1, out=sums[1:3])
     torch.linalg.vector_norm(both, dim=-1, out=sums[3:5])
     torch.sum(below.mul_(weights), -1, out=sums[5])
+
+
+def _first_shown(scores: Tensor, shown: Tensor) -> Tensor:
+    first = shown.argmax(-1, keepdim=True)
+    return scores.gather(-1, first.expand(*scores.shape[:-1], 1)).squeeze(-1)
 
 
 def past_float32(sums: Tensor) -> bool:
@@ -224,7 +231,7 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
     They are left as they are: in inference mode they may be made, and be asked for outside it.
     """
     total, powers = sums[1], sums[3]
-    highest, below, deviation, gap = (sums[each] / BITS for each in (0, 2, 4, 5))
+    highest, below, deviation, gap, first = (sums[each] / BITS for each in (0, 2, 4, 5, 6))
     some, count = total.clamp(min=1.0), visible.clamp(min=1).to(total.dtype)  # a row that sees nothing keeps its zeros
     # moments about the maximum, which is never far: a large mean does not swallow the variance
     highest, mean = highest.masked_fill_(visible == 0, -math.inf), below.div_(count)
@@ -237,4 +244,5 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
         participation=(powers / some).square_(),
         mean=mean + highest,
         deviation=squares.clamp_(min=0.0),
+        first=first,
     )

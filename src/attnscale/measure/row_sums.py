@@ -1,9 +1,11 @@
-"""What one pass over the scores of a row leaves behind: enough for every statistic of its softmax, and mergeable."""
+"""Sums over the visible keys of each row: enough for every statistic of its softmax, and mergeable over keys."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+VANISHED = -1e4  # e to this is zero; a logit of −∞ times zero is NaN
 
 
 @dataclass(frozen=True)
@@ -11,16 +13,18 @@ class RowSums:
     """Sums over the visible keys of each row, (batch, heads, rows), relative to the row's maximum.
 
     Relative, so that scores of 10,000 lose no more digits than scores of one. A row that sees nothing has
-    `visible` 0 and is counted out.
+    `visible` 0 and is left out of every statistic.
     """
 
     visible: Tensor  # n, the number of visible keys
     max: Tensor  # m, the largest score
     total: Tensor  # l = Σ e^{s−m}
-    gap: Tensor  # Σ e^{s−m} (m−s) / l, how far below the maximum the weights look on average
+    gap: Tensor  # Σ e^{s−m} (m−s) / l, the weighted mean distance from the maximum
     participation: Tensor  # Σ e^{2(s−m)} / l² = Σ p²
     mean: Tensor  # of the scores,
     deviation: Tensor  # and Σ (s − mean)², in float64 where float32 may not reach
+    first: Tensor  # s₁ − m, with s₁ the score of the first visible key
+    learned_sink: Tensor | None = None  # weight of the learned sink; None: none has joined, and m, l are of keys alone
 
     @property
     def entropy(self) -> Tensor:
@@ -29,21 +33,51 @@ class RowSums:
 
     @property
     def top1(self) -> Tensor:
-        """The largest weight, 1/l."""
+        """Largest weight, 1/l."""
         return 1.0 / self.total.double()
 
     @property
+    def sink(self) -> Tensor:
+        """Weight of the first visible key, e^{s₁ − m} / l."""
+        return torch.exp(self.first.double()) / self.total.double()
+
+    @property
+    def outcomes(self) -> Tensor:
+        """Number of weights that add up to one: those of the visible keys and of a learned sink."""
+        return self.visible if self.learned_sink is None else self.visible + 1
+
+    @property
     def lse(self) -> Tensor:
-        """Ln Σ e^s."""
+        """Return ln Σ e^s over the keys."""
+        assert self.learned_sink is None, "l is relative to the largest logit, which may be the sink's"
         return self.max + torch.log(self.total)
 
+    def with_sinks(self, logits: Tensor) -> "RowSums":
+        """Add one virtual key to every row, whose score is the learned logit of its head, (heads,).
+
+        Its weight takes part in the entropy, the largest weight and Σp², and in the denominator of every other
+        weight. The maximum, mean and variance of the scores stay those of the keys.
+        """
+        above = logits.detach().to(self.total.dtype).unsqueeze(-1) - self.max
+        raised, below = above.clamp(min=0.0), above.clamp(VANISHED, 0.0)  # how far the largest logit rises; b − m
+        keys, own = self.total * torch.exp(-raised), torch.exp(below)
+        total = keys + own
+        return replace(
+            self,
+            total=total,
+            gap=(torch.where(keys > 0, keys * (self.gap + raised), 0.0) - own * below) / total,
+            participation=(self.participation * keys.square() + own.square()) / total.square(),
+            first=self.first - raised,
+            learned_sink=own / total,
+        )
+
     def merge_keys(self, other: "RowSums") -> "RowSums":
-        """The same rows over the keys of both: how context-parallel ranks, each with its own keys, become one."""
-        pairs = ((getattr(self, name.name), getattr(other, name.name)) for name in fields(self))
+        """Merge with the same rows over further keys, as context-parallel ranks do, each with keys of its own."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
         return RowSums(*map(torch.stack, pairs)).over_shards()
 
     def over_shards(self) -> "RowSums":
-        """Rows that saw their keys in shards, (shards, batch, heads, rows), over all of them."""
+        """Merge rows that saw their keys in shards, (shards, batch, heads, rows), in the order of the keys."""
         seen = self.visible > 0  # a shard in which a row sees nothing has no maximum, and weighs nothing
         highest = torch.where(seen, self.max, -torch.inf).amax(0)
         below = torch.where(seen, highest - self.max, 0.0)
@@ -51,17 +85,20 @@ class RowSums:
         total = weight.sum(0)
         safe = torch.where(total == 0, 1.0, total)
         visible = self.visible.sum(0)
-        first = (
-            torch.where(seen, self.mean, -torch.inf).amax(0).nan_to_num(neginf=0.0)
-        )  # near every mean: less rounding
-        apart = torch.where(seen, self.mean - first, 0.0)
+        near = torch.where(seen, self.mean, -torch.inf).amax(0).nan_to_num(neginf=0.0)  # every mean: less rounding
+        apart = torch.where(seen, self.mean - near, 0.0)
         mean = (apart * self.visible).sum(0) / visible.clamp(min=1)
+        earliest = seen.to(torch.uint8).argmax(0, keepdim=True)  # the first shard in which the row sees a key
         return RowSums(
             visible=visible,
             max=highest,
             total=total,
             gap=(torch.where(seen, self.gap + below, 0.0) * weight).sum(0) / safe,
             participation=(torch.where(seen, self.participation, 0.0) * weight.square()).sum(0) / safe.square(),
-            mean=first + mean,
+            mean=near + mean,
             deviation=(torch.where(seen, self.deviation + self.visible * (apart - mean).double().square(), 0.0)).sum(0),
+            first=(self.first - below).gather(0, earliest).squeeze(0),
         )
+
+
+ROW_FIELDS = tuple(each.name for each in fields(RowSums) if each.name != "learned_sink")  # what a pass leaves

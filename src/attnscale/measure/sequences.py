@@ -1,7 +1,6 @@
 """Statistics of a ragged batch: the rows of all its sequences are the rows of each head, and each sees its own keys."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import pairwise
 
 import torch
@@ -21,7 +20,7 @@ from attnscale.measure.measuring import measured
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.row_blocks import measure_rows
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import Sample, sample_rows
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import without_autocast
@@ -93,7 +92,7 @@ def _stats(ragged: Ragged, found: RowSums) -> ScoreStats:
 
 def _joined(parts: Sequence[RowSums]) -> RowSums:
     """The rows of all parts as those of one batch entry."""
-    return RowSums(*(torch.cat([getattr(part, each.name) for part in parts], -1) for each in fields(RowSums)))
+    return RowSums(*(torch.cat([getattr(part, name) for part in parts], -1) for name in ROW_FIELDS))
 
 
 def _sample(ragged: Ragged, rows: int) -> Sample | None:
@@ -121,7 +120,7 @@ def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
         if stop > start
     ]
     rows, back = _joined(found), order.argsort()
-    return RowSums(*(getattr(rows, each.name)[..., back] for each in fields(RowSums)))
+    return RowSums(*(getattr(rows, name)[..., back] for name in ROW_FIELDS))
 
 
 def _bound(calls: list[Call]) -> Tensor:

@@ -45,7 +45,7 @@ class Statistic:
     bad: Literal["large", "small"] = "large"  # the end that a report names, and its curves keep
     heads: Literal["mean", "max", "sum"] = "mean"  # what makes one number of a layer
     range: tuple[float, float] = POSITIVE
-    format: Literal["number", "share"] = "number"
+    format: Literal["number", "share", "percent"] = "number"
     places: Place = Place.NOWHERE
     has_error: bool = False  # where rows were sampled: ScoreStats.stderr knows it
     bounded_by: str = ""  # where rows were sampled: the statistic that it cannot exceed
@@ -83,6 +83,11 @@ class Statistic:
     def highest(self) -> float | None:
         """The most it can be, where there is such a number."""
         return self.range[1] if math.isfinite(self.range[1]) else None
+
+    @property
+    def factor(self) -> float:
+        """Multiplier of the value in tables and figures: 100 where they show a percentage."""
+        return 100.0 if self.format == "percent" else 1.0
 
     @property
     def one_line(self) -> str:
@@ -153,7 +158,8 @@ _ENTRIES = (
         "entropy_ratio", "entropy\n% of max", "entropy (% of max)",
         "entropy of a row’s weights over that of uniform weights, ln n",
         "comparable across lengths and causal rows: 1 uniform, 0 one-hot. Rows that see one key are left out",
-        word="entropy (% of max)", attribute="entropy_ratio", bad="small", range=SHARE, format="share", has_error=True,
+        word="entropy (% of max)", attribute="entropy_ratio", bad="small", range=SHARE, format="percent",
+        has_error=True,
         places=EVERYWHERE,
     ),
     Statistic(
@@ -177,7 +183,19 @@ _ENTRIES = (
         attribute="effective_keys", unit="keys", bad="small", range=(1.0, math.inf), has_error=True,
     ),
     Statistic(
-        "scale", "scale", "scale", "slope of the softmax’s real input on q·k",
+        "sink", "sink", "weight on the first key", "mean weight on the first visible key of a row",
+        "near 1: the head attends to the start of its sequence, an attention sink, and passes on little else",
+        attribute="sink", range=SHARE, format="share", has_error=True, places=Place.LOG | Place.CHECK | Place.MAP,
+    ),
+    Statistic(
+        "learned_sink", "learned\nsink", "weight of the learned sink",
+        "mean weight that a learned sink logit takes from the keys of a row",
+        "known where a model has such a logit in the denominator of its softmax",
+        word="learned sink", attribute="learned_sink", range=SHARE, format="share", may_be_unknown=True,
+        places=Place.LOG,
+    ),
+    Statistic(
+        "scale_applied", "scale", "scale", "slope of the softmax’s real input on q·k",
         "1/√d_k is expected where the model’s configuration names none", places=Place.LOG,
     ),
     Statistic("query_norm", "‖q‖", "query norm", "root mean square of ‖q‖ over rows", places=Place.LOG),

@@ -17,8 +17,9 @@ from attnscale.measure.pooled import FINAL, FINISHED, NUMBERS, SUMS, Known, Pool
 from attnscale.measure.statistics import of_scores
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
+from attnscale.results import Result
 
-PER_ROW = ("entropy", "top1", "saturated", "jacobian_trace", "effective_keys")
+PER_ROW = ("entropy", "top1", "saturated", "jacobian_trace", "effective_keys", "sink")
 DENOMINATOR = dict.fromkeys(PER_ROW, "rows") | {
     "entropy_ratio": "rows_of_several",
     "mean": "scores",
@@ -38,8 +39,8 @@ def table_of(pooled: Pooled) -> Tensor:
     return torch.cat([torch.stack(numbers, -1), pooled.sums, torch.stack(shown, -1), whole], dim=-1)
 
 
-@dataclass(frozen=True)
-class ScoreStats:
+@dataclass(frozen=True, repr=False)
+class ScoreStats(Result):
     """Statistics of the visible scores, one value a query head; `a + b` merges disjoint rows, batches or ranks.
 
     They are final: nothing of the caller's tensors is kept, and nothing of them is read again. What a CUDA graph
@@ -148,6 +149,17 @@ class ScoreStats:
     def effective_keys(self) -> Tensor:
         """Mean of 1/Σp², the number of keys a row attends to."""
         return self._ratio("effective_keys")
+
+    @property
+    def sink(self) -> Tensor:
+        """Mean weight on the first visible key of a row: of its sequence, in packed batches."""
+        return self._ratio("sink")
+
+    @property
+    def learned_sink(self) -> Tensor:
+        """Mean weight that a learned sink logit takes; NaN where none joins the denominator."""
+        taken = self._sum("learned_sink")
+        return torch.where(taken > 0, taken / self._sum("rows"), torch.nan)
 
     def stderr(self, name: str) -> Tensor:
         """Standard error of a statistic from having looked at some rows only; zero where exact.

@@ -4,21 +4,101 @@ Functions that attend are seen by their name in an eager run, and by a torch-fun
 Attention that is written out is seen below autograd: a product of activations whose image comes to a softmax.
 """
 
+import math
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attnscale.probes.functions import AttentionCall, Reader, read_sdpa, reader_of
 from attnscale.torch_internals import DispatchMode, in_transform
 from attnscale.tracing.softmaxes import PLAIN
+from attnscale.visibility import Visibility
 from attnscale.watching.kernels import traits_of
+from attnscale.watching.kernels.flex import ARGUMENTS as FLEX_ARGUMENTS
+from attnscale.watching.masks import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
-from attnscale.watching.written.layout import layout_from
+from attnscale.watching.written.layout import Layout, layout_from
+
+FLEX = "flex_attention"  # the name of torch's higher-order operator; importing it loads the compiler
+SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+class Modification(NamedTuple):
+    """FlexAttention's two functions, by their number in MODIFICATIONS, and the tensors that they take."""
+
+    functions: int
+    score_buffers: tuple[Tensor, ...]
+    mask_buffers: tuple[Tensor, ...]
+
+
+MODIFICATIONS: list[tuple[Any, Any]] = []  # score_mod and mask_mod of each traced call, where an op finds them
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of a function that attends: query (batch, heads, q_len, d), key (batch, kv_heads, kv_len, d)."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    hidden_keys: Tensor | None  # keys that the mask hides from every query; a graph computes it once for all layers
+    is_causal: bool
+    scale: float
+    run: Callable[[Tensor, Tensor], Any] | None = None  # the call itself, on a query and a key
+    modification: Modification | None = None
+    run_with_maxima: Callable[[Tensor, Tensor], tuple[Any, Tensor]] | None = None  # also returns each row's maximum
+
+
+Reader = Callable[[Any, tuple[Any, ...], dict[str, Any]], AttentionCall | None]
+
+
+def read_sdpa(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
+    """Read the arguments of SDPA; None where no probe takes them."""
+    given = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
+    query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
+    if query.dim() != 4 or query.is_nested or key.is_nested:
+        return None
+    return AttentionCall(
+        query,
+        key,
+        mask,
+        None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
+        bool(given.get("is_causal")),
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        lambda query, key: function(**(given | {"query": query, "key": key})),
+    )
+
+
+def read_flex(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
+    """Read the arguments of FlexAttention as it is traced: an eager run compiles it by itself, where no probe is."""
+    given = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
+    buffers = [tuple(given.get(name, ())) for name in ("score_buffers", "mask_buffers")]
+    if not all(isinstance(buffer, Tensor) for some in buffers for buffer in some):
+        return None
+    MODIFICATIONS.append((given["score_mod"], given["block_mask"][-1]))
+
+    def run(query: Tensor, key: Tensor, **options: bool) -> Any:
+        changed = {"query": query, "key": key, "kernel_options": {**given["kernel_options"], **options}}
+        return function(*((given | changed)[name] for name in FLEX_ARGUMENTS if name in given))
+
+    def run_with_maxima(query: Tensor, key: Tensor) -> tuple[Any, Tensor]:
+        returned = run(query, key, OUTPUT_MAX=True)
+        return returned, returned[2] * math.log(2)  # the kernel counts in powers of two
+
+    modification = Modification(len(MODIFICATIONS) - 1, *buffers)
+    scale = float(given["scale"])
+    return AttentionCall(given["query"], given["key"], None, None, False, scale, run, modification, run_with_maxima)
+
+
+def reader_of(function: Any) -> Reader | None:
+    """Return the reader of a function's arguments; None where it does not attend."""
+    if function is SDPA:
+        return read_sdpa
+    return read_flex if str(function) == FLEX else None
+
 
 Carried = Tensor | tuple[Tensor, ...]  # the tensors that a probed module carries for a probe
 NO_LAYOUT = "-"  # in the place of the layout of a call that a kernel computes
@@ -26,14 +106,17 @@ PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}  # which arguments are the operand
 PROJECTIONS = frozenset(("mm", "addmm", "convolution", "linear"))  # beyond which no product is followed
 
 
-@dataclass(frozen=True, eq=False)
-class WrittenScores:
+class WrittenScores(NamedTuple):
     """The input of a softmax, and the two operands of the product that it was made from."""
 
     scores: Tensor
     left: Tensor
     right: Tensor
-    layout: str  # its code
+    layout: Layout
+
+    def fits(self, layout: Layout) -> bool:
+        """Return True if these tensors have this layout."""
+        return self.layout == layout and layout.fits(self.scores, self.left, self.right)
 
 
 class ProbeKind:
@@ -56,6 +139,18 @@ class ProbeKind:
 KINDS: dict[str, ProbeKind] = {}  # by the name that a graph holds as a constant
 
 
+@lru_cache
+def _kinds(names: str) -> tuple[ProbeKind, ...]:
+    return tuple(KINDS[name.rstrip("0123456789")] for name in names.split())
+
+
+@lru_cache
+def _split(layouts: str) -> tuple[list[str], bool]:
+    """Return the layout of each planned call, and True if one is written out."""
+    found = layouts.split()
+    return found, any(layout != NO_LAYOUT for layout in found)
+
+
 class Frame:
     """One run of a probed module: its probes, each with what it carries, and the number of calls so far.
 
@@ -63,29 +158,23 @@ class Frame:
     """
 
     def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...], is_traced: bool) -> None:
-        kinds = (KINDS[name.rstrip("0123456789")] for name in names.split())
-        self._probes = list(zip(kinds, carried, strict=True))
+        self._probes = list(zip(_kinds(names), carried, strict=True))
         self._calls, self._is_busy, self._is_traced = 0, False, is_traced
-        self._layouts = layouts.split()
-        self._modes: list[Any] = []
-        self._names = Redirected(TORCH_NAMES)
-        if any(layout != NO_LAYOUT for layout in self._layouts):
-            self._modes.append(_SoftmaxMode(self))
+        self._layouts, has_written = _split(layouts)
+        self._contexts: list[Any] = [_SoftmaxMode(self)] if has_written else []
         if is_traced:
-            self._names.__enter__()  # torch functions call SDPA by its name, which no mode sees
+            self._contexts.append(Redirected(TORCH_NAMES))  # torch functions call SDPA by its name, which no mode sees
         if is_traced or not is_redirected():
-            self._modes.append(_FunctionMode(self))
-        for mode in self._modes:
-            mode.__enter__()
+            self._contexts.append(_FunctionMode(self))
+        for context in self._contexts:
+            context.__enter__()
         for kind, own in self._probes:
             kind.at_entry(own, is_traced)
 
     def close(self) -> None:
         """End the run."""
-        while self._modes:  # which hold this frame
-            self._modes.pop().__exit__(None, None, None)
-        if self._is_traced:
-            self._names.__exit__(None, None, None)
+        while self._contexts:  # of which modes hold this frame
+            self._contexts.pop().__exit__(None, None, None)
 
     @property
     def is_innermost(self) -> bool:
@@ -96,12 +185,13 @@ class Frame:
         """Measure a softmax over this axis of an image of a product."""
         number, self._calls = self._calls, self._calls + 1
         is_planned = number < len(self._layouts)
-        layout = self._layouts[number] if is_planned else NO_LAYOUT
-        is_known = layout != NO_LAYOUT and layout_from(layout).order[-1] == axis % scores.dim()
+        code = self._layouts[number] if is_planned else NO_LAYOUT
+        layout = None if code == NO_LAYOUT else layout_from(code)
+        layout = layout if layout is None or layout.order[-1] == axis % scores.dim() else None
         self._is_busy = True
         try:
             for kind, carried in self._probes:
-                if is_known:
+                if layout is not None:
                     kind.at_softmax(WrittenScores(scores, left, right, layout), carried, number, self._is_traced)
                 elif not is_planned:
                     kind.at_unplanned_softmax(carried, self._is_traced)
@@ -120,6 +210,7 @@ class Frame:
         try:
             for kind, carried in self._probes:
                 call = kind.at_function(call, carried, number, self._is_traced)
+            assert call.run is not None  # or there is nothing to intercept
             return call.run(call.query, call.key)
         finally:
             self._is_busy = False

@@ -7,9 +7,8 @@ last row counts calls that are not in the plan. A backward pass that recomputes 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from torch import Tensor
 from attnscale.attending.call import Call, fold
 from attnscale.measure.cuda.probe_max import probe_max
 from attnscale.measure.largest import raise_largest_
-from attnscale.probes.functions import AttentionCall
-from attnscale.probes.intercept import KINDS, ProbeKind, WrittenScores
-from attnscale.probes.ops import define_op, no_result
+from attnscale.probes.install import define_op, no_result
+from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind, WrittenScores
 from attnscale.probes.placement import Placement
 from attnscale.torch_internals import copy_each_, in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
@@ -42,13 +40,12 @@ def _probe_kernel(
     is_causal: bool,
     number: int,
 ) -> None:
-    row = _row(buffer, number, query.device)
+    row = _row(buffer, number, query.shape[1], query.device)
     if row is None:
         return
-    padding = None
+    padding, written = None, (row.largest, row.limit, row.calls)
     if hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:  # rows of padding do not count
-        padding = hidden_keys.expand(len(query), -1) & (row[SAME_POSITIONS] > 0)
-    written = row[: query.shape[1]], row[LIMIT], row[CALLS]
+        padding = hidden_keys.expand(len(query), -1) & (row.same_positions > 0)
     if query.is_cuda and probe_max(*written, query, key, mask, padding, scale, is_causal):
         return
     seen = Visibility.of(mask, is_causal)
@@ -58,7 +55,8 @@ def _probe_kernel(
 
 
 def _probe_scores(scores: Tensor, buffer: Tensor, layout: str, number: int) -> None:
-    row = _row(buffer, number, scores.device)
+    heads = scores.shape[1] if layout == ROW_MAXIMA else layout_from(layout).heads
+    row = _row(buffer, number, heads, scores.device)
     if row is None:
         return
     by_row = scores
@@ -67,23 +65,31 @@ def _probe_scores(scores: Tensor, buffer: Tensor, layout: str, number: int) -> N
         by_row = by_head.amax(-1)
         if by_head.shape[-1] == by_head.shape[-2]:
             is_hidden = by_head.amax((1, 2)) <= NEVER_A_SCORE
-            by_row = by_row.masked_fill((is_hidden & (row[SAME_POSITIONS] > 0)).unsqueeze(1), -torch.inf)
-    highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(row.dtype)  # NaN counts as ∞
-    heads = row[: len(highest)]
-    torch.maximum(heads, highest, out=heads)
-    row[CALLS] += 1.0
+            by_row = by_row.masked_fill((is_hidden & (row.same_positions > 0)).unsqueeze(1), -torch.inf)
+    highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(buffer.dtype)  # NaN counts as ∞
+    torch.maximum(row.largest, highest, out=row.largest)
+    row.calls.add_(1.0)
 
 
 def _count_unplanned(buffer: Tensor) -> None:
-    _row(buffer, len(buffer), buffer.device)
+    _row(buffer, len(buffer), 0, buffer.device)
 
 
-def _row(buffer: Tensor, number: int, device: torch.device) -> Tensor | None:
-    """The row of a call; None where nothing is to be written: for calls that are not planned, which are counted."""
+class _Row(NamedTuple):
+    largest: Tensor  # (heads,)
+    unused: Tensor  # where another call of the module has more heads
+    limit: Tensor
+    same_positions: Tensor
+    calls: Tensor
+
+
+def _row(buffer: Tensor, number: int, heads: int, device: torch.device) -> _Row | None:
+    """Return the row of a call; None where nothing is written: for calls that are not planned, which are counted."""
     if in_backward() or buffer.device != device:  # recomputed; or the model was moved since
         return None
-    if number < len(buffer) - 1:
-        return buffer[number]
+    rows, width = buffer.shape
+    if number < rows - 1:
+        return _Row(*buffer[number].split_with_sizes([heads, width - heads - EXTRA_COLUMNS, 1, 1, 1]))
     buffer[-1, CALLS] += 1.0
     return None
 
@@ -105,7 +111,7 @@ class _Maxima(ProbeKind):
 
     def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
         if call.run_with_maxima is not None:
-            return replace(call, run=partial(_run_with_maxima, call.run_with_maxima, carried, number))
+            return call._replace(run=partial(_run_with_maxima, call.run_with_maxima, carried, number))
         probe, buffer = _choose(is_traced, carried, probe_kernel, _probe_kernel)
         with torch.no_grad():
             query, key = call.query.detach(), call.key.detach()
@@ -115,7 +121,7 @@ class _Maxima(ProbeKind):
     def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:
         probe, buffer = _choose(is_traced, carried, probe_scores, _probe_scores)
         with torch.no_grad():
-            probe(written.scores.detach(), buffer, written.layout, number)
+            probe(written.scores.detach(), buffer, written.layout.code, number)
 
     def at_unplanned_softmax(self, carried: Any, is_traced: bool) -> None:
         count, buffer = _choose(is_traced, carried, count_unplanned, _count_unplanned)

@@ -1,20 +1,40 @@
-"""Placement: the modules of a model in which a plan has probes placed, and those that fall back to the tracer."""
+"""Placement: the modules of a model in which a plan has probes placed, and those that have none.
+
+Fallback modules run under the tracer. Late modules did not run in the trace.
+"""
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from attnscale.module_paths import modules_by_path
-from attnscale.probes.install import can_install, close_frames, install, plain_class, remove
-from attnscale.probes.intercept import NO_LAYOUT, Carried
-from attnscale.torch_internals import held_by
-from attnscale.watching.plan import Plan
+from attnscale.probes.calls import NumbersBuffer
+from attnscale.probes.install import (
+    FALLBACK,
+    can_install,
+    close_frames,
+    define_op,
+    install,
+    no_result,
+    plain_class,
+    remove,
+)
+from attnscale.probes.intercept import KINDS, NO_LAYOUT, Carried, ProbeKind
+from attnscale.probes.stats import Slot
+from attnscale.torch_internals import held_by, in_backward
+from attnscale.watching.plan import ModulePlan, Plan
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
+from attnscale.watching.seen import Seen
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import UNDER_A_MODE
+from attnscale.watching.watcher import Watcher
 
 
 class Placement:
@@ -22,6 +42,7 @@ class Placement:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan, self.all_modules = model, plan, modules_by_path(model)
+        self.root_name = type(self.all_modules[""]).__name__
         self._is_found = all(path in self.all_modules for path in plan.attending)
         found = {path: self.all_modules[path] for path in sorted(plan.attending) if path in self.all_modules}
         self.modules = {path: found[path] for path in plan.modules if path in found and can_install(found[path])}
@@ -29,6 +50,9 @@ class Placement:
         files = {call.line[0] for each in plan.modules.values() for call in each.calls if call.line is not None}
         runs_eager = not all(each.is_compiled for each in plan.modules.values())
         self._names = names_of_sdpa(files) if runs_eager else []
+        self.buffers: dict[torch.device, NumbersBuffer] = {}  # of a monitor, from one sampled step to the next
+        self.slots: dict[str, tuple[Any, Slot]] = {}  # likewise: a ModuleProbe, and what its module carries
+        self._layouts = {path: _layouts(plan.modules[path]) for path in self.modules}
 
     def obstacle(self) -> str:
         """Return why the model cannot be measured by this plan; empty where it can."""
@@ -46,6 +70,11 @@ class Placement:
         others = (other for other in (*self.modules, *self.fallbacks) if other != path)
         is_nested = any(f"{other}.".startswith(f"{path}.") or f"{path}.".startswith(f"{other}.") for other in others)
         return path not in self.plan.pinned and can_install(self.fallbacks[path]) and not is_nested
+
+    @cached_property
+    def paths(self) -> dict[int, str]:
+        """The path of each module, by its id."""
+        return {id(module): path for path, module in self.all_modules.items()}
 
     @cached_property
     def late_modules(self) -> dict[str, nn.Module]:
@@ -68,10 +97,12 @@ class Placement:
             stack.callback(close_frames)
             stack.enter_context(Redirected(self._names))
             for path, module in self.modules.items():
-                calls = self.plan.modules[path].calls
-                layouts = " ".join(NO_LAYOUT if call.written is None else call.written.layout.code for call in calls)
-                stack.callback(remove, module, install(module, kind, carried(path), layouts))
+                stack.callback(remove, module, install(module, kind, carried(path), self._layouts[path]))
             yield
+
+
+def _layouts(module: ModulePlan) -> str:
+    return " ".join(NO_LAYOUT if call.written is None else call.written.layout.code for call in module.calls)
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -85,25 +116,99 @@ def _may_attend(module: nn.Module) -> bool:
     return can_install(module) and (not is_torch_own or any(module.children()))
 
 
+class Fallback:
+    """Traces modules of a model, one run of one of them at a time."""
+
+    def __init__(self, model: nn.Module, settings: Settings, seen: Seen) -> None:
+        self._model, self._settings, self._seen = model, settings, seen
+        self.failures: list[str] = []
+
+    @cached_property
+    def _watcher(self) -> Watcher:
+        watcher = Watcher(self._model, self._settings, self._seen)
+        watcher.failures = self.failures
+        return watcher
+
+    def run(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """Trace one run of a module; one that a backward pass runs again was seen before."""
+        if in_backward():
+            return call()
+        with ExitStack() as stack:
+            for change in UNDER_A_MODE:
+                stack.enter_context(change)
+            return self._watcher.stack.run(module, call)
+
+    @contextmanager
+    def installed(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Trace all of these modules meanwhile."""
+        with ExitStack() as stack:
+            for module in modules.values():
+                stack.callback(remove, module, install(module, FALLBACK, self))
+            yield
+
+
+KIND = "runs"
+
+
+def _count_run(runs: Tensor) -> None:
+    runs.add_(1)
+
+
+count_run = define_op("count_run(Tensor(a!) runs) -> ()", _count_run, no_result, [torch.Tag.cudagraph_unsafe])
+
+
+class _Runs(ProbeKind):
+    def at_entry(self, carried: Any, is_traced: bool) -> None:
+        if is_traced and type(carried) is not Tensor:
+            count_run(carried)
+        else:
+            _count_run(carried.data)
+
+
+KINDS[KIND] = _Runs()
+
+
+class LateModules:
+    """Counts runs of the modules that may attend and did not run in the trace, until it is closed."""
+
+    def __init__(self, placement: Placement | None, known: Collection[str] = ()) -> None:
+        """`known` are modules that need no counting any more."""
+        modules = {} if placement is None else placement.late_modules
+        self._runs = {path: torch.tensor([0]) for path in modules if path not in known}
+        self._stack = ExitStack()
+        for path, runs in self._runs.items():
+            self._stack.callback(remove, modules[path], install(modules[path], KIND, runs))
+
+    def ran(self) -> set[str]:
+        """Return the paths of those that ran since this was last asked."""
+        found = {path for path, runs in self._runs.items() if int(runs)}
+        for path in found:
+            self._runs[path].zero_()
+        return found
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._stack.close()
+
+
 class Structure:
     """The modules that a model holds, to notice when one is replaced; keeps none of them alive."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        held = list(map(held_by, modules))
+        held = held_by(modules)
         number = {id(None): len(modules)} | {id(module): number for number, module in enumerate(modules)}
         self._modules = [weakref.ref(module) for module in modules]
         self._counts = list(map(len, held))
-        self._held = [number[id(module)] for module in chain.from_iterable(held)]
+        self._held = [number[id(module)] for each in held for module in each.values()]
 
     def matches(self, model: nn.Module) -> bool:
-        """Return True if the model holds the same modules in the same order; compared as whole lists, as it is hot."""
-        modules = [reference() for reference in self._modules]
-        if modules[0] is not model:
+        """Return True if the model holds the same modules in the same order; without a Python loop, as it is hot."""
+        modules: list[nn.Module | None] = list(map(operator.call, self._modules))
+        if modules[0] is not model or None in modules:
             return False
-        held = [held_by(module) for module in modules if module is not None]
+        held = held_by(modules)
         if list(map(len, held)) != self._counts:
             return False
-        by_number = [*modules, None]
-        expected = (by_number[number] for number in self._held)
-        return all(map(operator.is_, chain.from_iterable(held), expected))
+        expected = map([*modules, None].__getitem__, self._held)
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, held)), expected))

@@ -1,63 +1,48 @@
 """The probe of Monitor: statistics of sampled rows at each planned call, and the gradients that reach its operands.
 
-Each probed module carries the number of its StatsProbe, in the host's memory, so that one graph serves all modules of a
-class, and a count that the op writes to, which keeps the op in the graph. In a backward pass an op is kept for its
+Each probed module carries the number of its ModuleProbe, in the host's memory, so that one graph serves all modules of
+a class, and a count that the op writes to, which keeps the op in the graph. In a backward pass an op is kept for its
 result: a zero, which is added to a gradient. The backward takes nothing but the number, since whatever else it took
 would have to stay as it is until then, and a checkpoint would recompute it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from attnscale.probes.functions import MODIFICATIONS, AttentionCall, Modification
-from attnscale.probes.intercept import KINDS, ProbeKind, WrittenScores
-from attnscale.probes.ops import define_op, no_result
-from attnscale.probes.written import WrittenOperands
+from attnscale.probes.install import define_op, no_result
+from attnscale.probes.intercept import KINDS, AttentionCall, Modification, ProbeKind, WrittenScores
 from attnscale.torch_internals import in_backward
-from attnscale.visibility import Visibility
-from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.flex import modification
 from attnscale.watching.written.layout import layout_from
 
 KIND = "stats"
 
-Slot = tuple[Tensor, Tensor]  # the number of a StatsProbe, and how often its op ran
-Measurable = KernelCall | WrittenOperands
+Slot = tuple[Tensor, Tensor]  # the number of a ModuleProbe, and how often its op ran
+AddGradients = Callable[[Tensor, Tensor], None]
+UNSAFE = [torch.Tag.cudagraph_unsafe]  # Python code that runs at every call
 
 
-class StatsProbe(Protocol):
-    """Measures the calls of one module."""
-
-    def measure(self, number: int, call: Measurable, gradients: GradientLengths | None, is_compiled: bool) -> None:
-        """Measure a call, this one in a run of the module; without gradients where no backward will come."""
-        ...
-
-    def add_gradients(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
-        """Add the gradients of queries and keys, or of a product's operands, of this call."""
-        ...
-
-    def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
-        """Add those of the last compiled call that waits for them."""
-        ...
-
-
-_PROBES: WeakValueDictionary[int, StatsProbe] = WeakValueDictionary()
+_PROBES: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of modules: step.ModuleProbe
 _NUMBERS = count()
 
 
-def slot_of(probe: StatsProbe) -> Slot:
+def slot_of(probe: object) -> Slot:
     """Return what a module carries for a probe."""
     number = next(_NUMBERS)
     _PROBES[number] = probe
     return torch.tensor([number]), torch.tensor([0])
+
+
+def _measure(
+    slot: Tensor, number: int, call: AttentionCall | WrittenScores, learns: bool, is_compiled: bool = True
+) -> AddGradients | None:
+    probe = None if in_backward() else _PROBES.get(int(slot))
+    return None if probe is None else probe.measure(number, call, learns, is_compiled)
 
 
 def _probe_kernel(
@@ -72,7 +57,8 @@ def _probe_kernel(
     number: int,
     learns: bool,
 ) -> None:
-    _measure(slot, runs, number, learns, lambda: _kernel(query, key, mask, hidden_keys, is_causal, scale, None))
+    runs.add_(1)
+    _measure(slot, number, AttentionCall(query, key, mask, hidden_keys, is_causal, scale), learns)
 
 
 def _probe_flex(
@@ -88,21 +74,16 @@ def _probe_flex(
     learns: bool,
 ) -> None:
     """Of the buffers the first belong to score_mod. An op of its own: Inductor loses a list inside a checkpoint."""
+    runs.add_(1)
     modified = Modification(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
-    _measure(slot, runs, number, learns, lambda: _kernel(query, key, None, None, False, scale, modified))
+    _measure(slot, number, AttentionCall(query, key, None, None, False, scale, modification=modified), learns)
 
 
 def _probe_scores(
     scores: Tensor, left: Tensor, right: Tensor, slot: Tensor, runs: Tensor, layout: str, number: int, learns: bool
 ) -> None:
-    _measure(slot, runs, number, learns, lambda: WrittenOperands(scores, left, right, layout_from(layout)))
-
-
-def _measure(slot: Tensor, runs: Tensor, number: int, learns: bool, call: Callable[[], Measurable]) -> None:
     runs.add_(1)
-    probe = None if in_backward() else _PROBES.get(int(slot))
-    if probe is not None:
-        probe.measure(number, call(), GradientLengths() if learns else None, is_compiled=True)
+    _measure(slot, number, WrittenScores(scores, left, right, layout_from(layout)), learns)
 
 
 def _probe_gradient(first: Tensor, second: Tensor, slot: Tensor) -> Tensor:
@@ -116,7 +97,6 @@ def _zero(first: Tensor, *_: Any) -> Tensor:
     return first.new_empty(())
 
 
-UNSAFE = [torch.Tag.cudagraph_unsafe]  # Python code that runs at every call
 probe_kernel = define_op(
     "probe_stats(Tensor query, Tensor key, Tensor? mask, Tensor? hidden_keys, Tensor slot, Tensor(a!) runs,"
     " float scale, bool is_causal, int number, bool learns) -> ()",
@@ -158,50 +138,41 @@ class _WithGradientProbe(torch.autograd.Function):
 
 class _Stats(ProbeKind):
     def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
-        (slot, runs), query, key = carried, call.query.detach(), call.key.detach()
+        slot, runs = carried
         learns = torch.is_grad_enabled() and call.query.requires_grad and call.key.requires_grad
+        measured = call._replace(query=call.query.detach(), key=call.key.detach())
         if not is_traced or type(slot) is Tensor:
-            kernel = _kernel(query, key, call.mask, call.hidden_keys, call.is_causal, call.scale, call.modification)
-            _measure_eagerly(kernel, slot, number, (call.query, call.key) if learns else None)
+            add = _measure(slot, number, measured, learns, is_compiled=False)
+            if add is not None:
+                _follow((call.query, call.key), add)
             return call
-        if call.modification is None:
-            known = call.mask, call.hidden_keys
-            probe_kernel(query, key, *known, slot, runs, call.scale, call.is_causal, number, learns)
+        query, key, mask, hidden_keys, is_causal, scale, _, modified, _ = measured
+        if modified is None:
+            probe_kernel(query, key, mask, hidden_keys, slot, runs, scale, is_causal, number, learns)
         else:
-            own = call.modification.score_buffers
-            buffers = [buffer.detach() for buffer in (*own, *call.modification.mask_buffers)]
-            functions = call.modification.functions
-            probe_flex(query, key, buffers, slot, runs, call.scale, functions, len(own), number, learns)
+            buffers = [buffer.detach() for buffer in (*modified.score_buffers, *modified.mask_buffers)]
+            own = len(modified.score_buffers)
+            probe_flex(query, key, buffers, slot, runs, scale, modified.functions, own, number, learns)
         if learns:
             query, key = _WithGradientProbe.apply(call.query, call.key, slot)  # type: ignore[no-untyped-call]
-            return replace(call, query=query, key=key)
+            return call._replace(query=query, key=key)
         return call
 
     def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:
-        slot, runs = carried
+        (slot, runs), operands = carried, (written.left, written.right)
         tensors = written.scores.detach(), written.left.detach(), written.right.detach()
-        operands = written.left, written.right
         learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
         if not is_traced or type(slot) is Tensor:
-            found = WrittenOperands(*tensors, layout_from(written.layout))
-            _measure_eagerly(found, slot, number, operands if learns else None)
+            add = _measure(slot, number, WrittenScores(*tensors, written.layout), learns, is_compiled=False)
+            if add is not None:
+                _follow(operands, add)
             return
-        probe_scores(*tensors, slot, runs, written.layout, number, learns)
+        probe_scores(*tensors, slot, runs, written.layout.code, number, learns)
         if learns:
             _follow(operands, lambda left, right: probe_gradient(left, right, slot))
 
 
 KINDS[KIND] = _Stats()
-
-
-def _measure_eagerly(call: Measurable, slot: Tensor, number: int, learning: tuple[Tensor, Tensor] | None) -> None:
-    probe = None if in_backward() else _PROBES.get(int(slot))
-    if probe is None:
-        return
-    lengths = None if learning is None else GradientLengths()
-    probe.measure(number, call, lengths, is_compiled=False)
-    if learning is not None and lengths is not None:
-        _follow(learning, partial(probe.add_gradients, lengths, number))
 
 
 def _follow(tensors: tuple[Tensor, Tensor], add: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -218,20 +189,3 @@ def _follow(tensors: tuple[Tensor, Tensor], add: Callable[[Tensor, Tensor], Tens
 
     for side, tensor in enumerate(tensors):
         tensor.register_hook(partial(note, side))
-
-
-def _kernel(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    hidden_keys: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    modified: Modification | None,
-) -> KernelCall:
-    if modified is None:
-        visibility = Visibility.of(mask, is_causal)
-        return KernelCall("sdpa", query, key, scale, visibility=visibility, hidden=hidden_keys)
-    buffers = modified.score_buffers, modified.mask_buffers
-    modify = modification(*MODIFICATIONS[modified.functions], *buffers, is_traced=True)
-    return KernelCall("flex", query, key, scale, score_mod=modify)

@@ -4,8 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.cuda.probe import Probed, probe
-from attnscale.measure.sampling import rows_are_shared
-from attnscale.module_paths import root_name
+from attnscale.measure.sampling import same_rows
 from attnscale.numerics import without_autocast
-from attnscale.probes.placement import Placement
-from attnscale.probes.stats import KIND, Measurable, slot_of
-from attnscale.probes.unprobed import Fallback, LateModules
-from attnscale.probes.written import WrittenOperands
+from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
+from attnscale.probes.intercept import AttentionCall, WrittenScores
+from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores, some_of_operands
+from attnscale.probes.placement import Fallback, LateModules, Placement
+from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
 from attnscale.torch_internals import (
     backward_number,
     called_module,
@@ -28,15 +26,11 @@ from attnscale.torch_internals import (
     node_in_backward,
     recorded_operations,
 )
-from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import Found, before, projected_norms
+from attnscale.watching.call import Shard
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
-from attnscale.watching.watcher import measured
 
 DIFFERENT = "it attended otherwise than in the trace"
 LATE = "it did not run when the model was traced"
@@ -50,21 +44,22 @@ def probed_step(placement: Placement, settings: Settings) -> Iterator[Seen]:
     late = LateModules(placement)
     STATE.observer = step.note_unplanned
     try:
-        with (
-            step.fallback.installed(placement.fallbacks),
-            placement.probed(KIND, lambda path: slot_of(step.module(path))),
-        ):
+        with step.fallback.installed(placement.fallbacks), placement.probed(KIND, step.slot):
             yield step.seen
     finally:
         STATE.observer = None
         late.close()
+        for module in step.modules:
+            module.end()
+        for call in step.calls:
+            call.is_over = True
     step.failures += (f"{path}: {LATE}" for path in sorted(late.ran()))
     step.conclude()
 
 
 class _ProbedStep:
     def __init__(self, placement: Placement, settings: Settings) -> None:
-        model, root = placement.model, root_name(placement.model)
+        model, root = placement.model, placement.root_name
         plan = self.plan = placement.plan
         self.settings = settings
         self.seen = Seen(
@@ -73,22 +68,53 @@ class _ProbedStep:
         self.seen.is_probed = True
         self.seen.fallbacks = {path: placement.reason(path) for path in placement.fallbacks}
         self.fallback = Fallback(model, settings, self.seen)
-        self._paths = {id(module): path for path, module in placement.all_modules.items()}
         self.failures: list[str] = []
-        self._modules: list[_ProbedModule] = []
+        self.calls: list[ProbedCall] = []
+        self._placement = placement
+        self.modules: list[ModuleProbe] = []
         self._own = threading.local()
         self._own.is_here = True
+        for buffer in placement.buffers.values():
+            buffer.begin()
 
     @property
     def is_here(self) -> bool:
         """True on the thread that measures; an evaluation on another thread runs unseen."""
         return getattr(self._own, "is_here", False)
 
+    def buffer(self, device: torch.device) -> NumbersBuffer:
+        """Return the buffer on a device."""
+        buffers = self._placement.buffers
+        if device not in buffers:
+            modules = self.plan.modules.values()
+            heads = max(call.template.heads for module in modules for call in module.calls)
+            calls = sum(len(module.calls) * module.depth for module in modules)
+            buffers[device] = NumbersBuffer(device, calls, heads)
+        return buffers[device]
+
+    def measure(self, call: ProbedCall, given: AttentionCall | WrittenScores) -> None:
+        """Measure a call, and keep it."""
+        settings = self.settings
+        if not isinstance(given, AttentionCall) or not measure_by_kernel(call, given, settings):
+            first = given.query if isinstance(given, AttentionCall) else given.left
+            shared = nullcontext() if settings.seed is None else same_rows(settings.seed)
+            with torch.no_grad(), without_autocast(first), shared:
+                if isinstance(given, AttentionCall):
+                    some = measure_by_rows(call, given, settings).some
+                else:
+                    measure_by_scores(call, given, settings)
+                    some = partial(some_of_operands, given)
+                if settings.seed is not None:  # ranks that share out keys look at the same rows
+                    call.shard = Shard.of(call.seen_at_once(), *some())
+        self.calls.append(call)
+        self.seen.note(call.planned.module, call.planned.line, call, call.depth)
+
     def note_unplanned(self) -> None:
         """Note a call of SDPA outside the probed modules, where a module of the model makes it."""
+        paths = self._placement.paths
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            path = self._paths.get(id(called_module(frame)))
+            path = paths.get(id(called_module(frame)))
             if path is not None:
                 is_new = (
                     not in_backward() and path not in self.seen.fallbacks and f"{path}: {BEGAN}" not in self.failures
@@ -97,19 +123,24 @@ class _ProbedStep:
                 return
             frame = frame.f_back
 
-    def module(self, path: str) -> "_ProbedModule":
-        """Return what measures the calls of the module at this path."""
-        self._modules.append(_ProbedModule(self, path, self.plan.modules[path]))
-        return self._modules[-1]
+    def slot(self, path: str) -> Slot:
+        """Return what the module at this path carries: the same at every step."""
+        if path not in self._placement.slots:
+            module = ModuleProbe(path, self.plan.modules[path])
+            self._placement.slots[path] = module, slot_of(module)
+        module, slot = self._placement.slots[path]
+        module.begin(self)
+        self.modules.append(module)
+        return slot
 
     def conclude(self) -> None:
         """Warn of what was missed; where nothing was seen at all, refuse."""
+        finish(self.calls, list(self._placement.buffers.values()))
         self.seen.settle()
         self.failures += self.fallback.failures
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")
-        self.failures += (f"{module.path}: {DIFFERENT}" for module in self._modules if not module.runs)
-        self._modules.clear()  # which hold this
+        self.failures += (f"{module.path}: {DIFFERENT}" for module in self.modules if not module.runs)
         self.seen.plan = None if self.failures else self.plan
         if self.failures:
             warnings.warn(
@@ -120,141 +151,81 @@ class _ProbedStep:
             )
 
 
-@dataclass(eq=False)
-class _WaitingCall:
-    """A call in a compiled graph whose gradients are to come."""
+class ModuleProbe:
+    """What measures the calls of one module, from one sampled step to the next."""
 
-    lengths: GradientLengths
-    planned: PlannedCall | None
-    node: int  # of autograd, for the graph that the call is in
-    backward: int | None = None  # the one that brought gradients
+    def __init__(self, path: str, plan: ModulePlan) -> None:
+        self.path, self._plan = path, plan
+        self.step: _ProbedStep | None = None  # the present one
 
+        self.runs = 0  # of the module, in this step
+        self._waiting: list[ProbedCall] = []  # compiled calls whose gradients are to come
+        self._recomputed: list[ProbedCall] = []  # whose gradients come from another run of the same
 
-class _ProbedModule:
-    """Measures the calls of one module."""
+    def begin(self, step: _ProbedStep) -> None:
+        """Measure for a step."""
+        self.step, self.runs = step, 0
 
-    def __init__(self, step: _ProbedStep, path: str, plan: ModulePlan) -> None:
-        self._step, self.path, self._plan = step, path, plan
-        self.runs = 0
-        self._waiting: list[_WaitingCall] = []
-        self._backward = -1
-        self._recomputed: list[tuple[SeenCall, PlannedCall]] = []  # whose gradients come from another run of the same
+    def end(self) -> None:
+        """Measure no longer, and keep nothing of the step."""
+        self.step = None
+        self._waiting.clear()
+        self._recomputed.clear()
 
-    def measure(self, number: int, call: Measurable, gradients: GradientLengths | None, is_compiled: bool) -> None:
-        """Measure a call, this one in a run of the module; without gradients where no backward will come."""
-        if not self._step.is_here:
-            return
+    def measure(
+        self, number: int, given: AttentionCall | WrittenScores, learns: bool, is_compiled: bool
+    ) -> AddGradients | None:
+        """Measure a call, this one in a run of the module; return what adds the gradients of its operands."""
+        step = self.step
+        if step is None or not step.is_here:
+            return None
         self.runs += number == 0
-        planned = self._planned(number)
-        if gradients is None:
-            self._step.seen.without_gradients |= not is_compiled and not torch.is_grad_enabled()
-        elif is_compiled:
-            node = recorded_operations() - 1  # that of the graph, which autograd makes before it runs
-            self._waiting.append(_WaitingCall(gradients, planned, node))
+        planned = self._plan.calls[number] if number < len(self._plan.calls) else None
+        if not learns:
+            step.seen.without_gradients |= not is_compiled and not torch.is_grad_enabled()
         try:
-            self._measure(planned, call, gradients)
+            call = None if planned is None else self._call(step, planned, given)
+            if call is None:
+                step.failures.append(f"{self.path}: {DIFFERENT}")
+                return None
+            step.measure(call, given)
         except Exception as error:  # a model that runs must go on running
-            self._step.failures.append(f"{self.path}: {type(error).__name__}: {error}")
+            step.failures.append(f"{self.path}: {type(error).__name__}: {error}")
+            return None
+        if not learns:
+            self._recomputed.append(call)
+        elif is_compiled:
+            call.node = recorded_operations() - 1  # that of the graph, which autograd makes before it runs
+            self._waiting.append(call)
+        return call.add_gradients if learns else None
 
-    def _planned(self, number: int) -> PlannedCall | None:
-        return self._plan.calls[number] if number < len(self._plan.calls) else None
-
-    def _measure(self, planned: PlannedCall | None, call: Measurable, gradients: GradientLengths | None) -> None:
-        settings = self._step.settings
-        if planned is None or not _fits(planned, call):
-            self._step.failures.append(f"{self.path}: {DIFFERENT}")
-            return
-        with torch.no_grad(), without_autocast(call.left if isinstance(call, WrittenOperands) else call.query):
-            if isinstance(call, WrittenOperands):
-                seen = measured(settings, call, lambda: call.seen(planned, settings.rows))
-            else:
-                seen = measured(settings, call, lambda: _measure_kernel(planned, call, settings.rows))
-        seen.gradients = gradients
-        if gradients is None:
-            self._recomputed.append((seen, planned))
-        self._step.seen.note(self.path, planned.line, seen, (self.runs - 1) % self._plan.depth)
+    def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall | WrittenScores) -> ProbedCall | None:
+        """Return a call of these sizes, with its place in the buffer; None where the plan describes another."""
+        depth = (self.runs - 1) % self._plan.depth
+        if isinstance(given, WrittenScores):
+            if planned.written is None or not given.fits(planned.written.layout):
+                return None
+            batch, _, query_len, key_len = given.layout.scores_by_head(given.scores).shape
+            first, key_heads = given.left, len(planned.factors[1])
+        else:
+            kind = "sdpa" if given.modification is None else "flex"
+            if kind != planned.template.kind or not planned.fits_kernel(given.query, given.key):
+                return None
+            first, (_, key_heads, key_len, _) = given.query, given.key.shape
+            batch, _, query_len, _ = first.shape
+        place, numbers = step.buffer(first.device).next(planned.template.heads)
+        return ProbedCall(planned, depth, batch, query_len, key_len, first.dtype, key_heads, place, numbers)
 
     def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
-        """Add gradients to the last compiled call that waits for them."""
-        waiting = self._next_waiting()
-        if waiting is not None:
-            waiting.backward = self._backward
-            _add_gradients(waiting.lengths, waiting.planned, first, second)
-        elif self._recomputed:
-            seen, planned = self._recomputed.pop()
-            seen.gradients = GradientLengths()
-            _add_gradients(seen.gradients, planned, first, second)
+        """Add gradients to the last call of the graph whose backward runs that has none of it.
 
-    def _next_waiting(self) -> _WaitingCall | None:
-        """The last call of the graph whose backward runs that has no gradient of it; else one that never had any.
-
-        A graph that is kept may have several backwards.
+        A graph that is kept may have several backwards. Where no call of the graph waits, they are of a call that never
+        had any, or of one that ran before without gradients.
         """
-        self._backward, node = backward_number(), node_in_backward()
-        own = (each for each in reversed(self._waiting) if each.node == node and each.backward != self._backward)
+        backward, node = backward_number(), node_in_backward()
+        own = (each for each in reversed(self._waiting) if each.node == node and each.backward != backward)
         others = (each for each in reversed(self._waiting) if each.backward is None)
-        return next(own, None) or next(others, None)
-
-    def add_gradients(self, lengths: GradientLengths, number: int, first: Tensor, second: Tensor) -> None:
-        """Add gradients to this call."""
-        _add_gradients(lengths, self._planned(number), first, second)
-
-
-def _fits(planned: PlannedCall, call: Measurable) -> bool:
-    if isinstance(call, WrittenOperands):
-        return planned.written is not None and call.fits(planned.written.layout)
-    return call.kind == planned.template.kind and planned.fits_kernel(call.query, call.key)
-
-
-def _add_gradients(lengths: GradientLengths, planned: PlannedCall | None, first: Tensor, second: Tensor) -> None:
-    if planned is None:
-        return
-    if planned.written is not None:
-        first, second = planned.written.layout.operands(first, second)
-    lengths.add_both(first, second, planned.template.key_owners)
-
-
-def _measure_kernel(planned: PlannedCall, kernel: KernelCall, rows: int | None) -> SeenCall:
-    """Return the planned call with the numbers of this kernel."""
-    seen = planned.seen()
-    factors = planned.head_factors(kernel.key.shape[1])
-    seen.batch, seen.query_len, seen.key_len = len(kernel.query), kernel.query.shape[-2], kernel.key.shape[-2]
-    seen.dtype = kernel.query.dtype
-    probed = _probe(seen, kernel, rows)
-    if probed is not None:
-        seen.scales = torch.from_numpy(kernel.scale * factors[0] * factors[1])
-        seen.query_norm, seen.key_norm = map(before, probed.lengths.unbind(), factors)
-        seen.stats = probed.stats
-        return seen
-    if seen.attends_itself:
-        kernel = replace(kernel, attends_itself=True)
-    if kernel.score_mod is not None:
-        found = kernel.modified(kernel.score_mod, rows)
-    else:  # that a mask is causal, and no bias, was found out by the trace: reading it here would wait for the device
-        causal = kernel.is_causal if kernel.visibility.mask is None else seen.causal
-        bias = seen.highest_bias if kernel.query.is_cuda else kernel.highest_bias()
-        stats, hidden = kernel.stats(rows), kernel.hidden_keys
-        found = Found(stats, kernel.scale, kernel.softcap, bias, causal, hidden, kernel.padding)
-    seen.causal, seen.softcap, seen.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
-    seen.stats, seen.padding = found.stats, found.padding
-    seen.scales = torch.from_numpy(found.multiplier * factors[0] * factors[1])
-    left_out = found.padding, found.hidden_keys
-    norms = projected_norms(kernel.query, kernel.key, factors, left_out, rows is None)
-    seen.query_norm, seen.key_norm = norms
-    seen.cosine = kernel.cosine(found) if seen.biased else None
-    return seen
-
-
-def _probe(seen: SeenCall, kernel: KernelCall, rows: int | None) -> Probed | None:
-    """Measure a kernel by the fast path of a GPU, and note its padding; None where that path does not take it."""
-    if rows is None or not kernel.query.is_cuda or kernel.score_mod is not None or rows_are_shared():
-        return None
-    hidden, padding = kernel.hidden_keys, None
-    if hidden is not None and seen.attends_itself and hidden.shape[-1] == seen.query_len:
-        padding = hidden.expand(seen.batch, -1)
-    mask, is_causal = kernel.visibility.mask, kernel.visibility.last is not None
-    probed = probe(kernel.query, kernel.key, mask, padding, hidden, kernel.scale, is_causal, rows)
-    if probed is not None:
-        seen.padding = padding
-        seen.causal = kernel.is_causal if mask is None else seen.causal
-    return probed
+        call = next(own, None) or next(others, None) or (self._recomputed.pop() if self._recomputed else None)
+        if call is not None:
+            call.backward = backward
+            call.add_gradients(first, second)

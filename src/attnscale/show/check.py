@@ -1,6 +1,5 @@
 """What `attnscale check` and `attnscale compare` found, in the terminal."""
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -8,24 +7,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.checking import Checked, Group, Line
+from attnscale.checking import Checked, Group
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.diagnose import Finding
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.what_if import COLUMNS
-from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import printable
-from attnscale.show.text import (
-    Column,
-    at_dots,
-    by_pattern,
-    fitting,
-    number,
-    pattern,
-    print_left_out,
-    ranges,
-    width_of,
-)
+from attnscale.show.text import at_dots, by_pattern, columns, fitting, place, width_of
 from attnscale.watching.seen import padding_told
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -54,32 +42,6 @@ def show_check(checked: Checked) -> None:
     console.print()
     style = STYLES[checked.audit.worst] if checked.audit.worst in ("error", "warning") else "green"
     _print(checked.conclusion, console, f"bold {style}")
-
-
-def columns() -> list[Column[Line]]:
-    """Return the columns of a layer: the spread beside the expected one, the scale, and the other statistics."""
-    spread, *others = (_column(entry) for entry in in_place(Place.CHECK))
-    expected = Column[Line]("expected\nspread", "expected spread", lambda line: number(line.expected_spread))
-    scale = Column[Line].of(STATISTICS["scale"], lambda line: line.scale)
-    return [spread, expected, scale, *others]
-
-
-def _column(entry: Statistic) -> Column[Line]:
-    return Column.of(
-        entry, lambda line: line.statistics[entry.name], lambda line: line.errors.get(entry.name, math.nan)
-    )
-
-
-def place(group: Group) -> str:
-    """Return where a group of findings lies, in one line."""
-    if len(group.layers) == 1:
-        return group.where(1)
-    title, _ = pattern(group.first.layer)
-    same = [pattern(layer)[1] for layer in group.layers if pattern(layer)[0] == title]
-    if len(group.findings) == 1 or len(same) < len(group.layers) or not all(same):
-        return f"{group.first.place}{', ' if group.others else ''}{group.others}"
-    heads = sum(finding.head is not None for finding in group.findings)
-    return f"{title}, * = {ranges(same)}{f' ({heads} heads)' if heads else ''}"
 
 
 def print_group(group: Group, console: Console, before: str = "", after: str = "", advises: bool = True) -> None:
@@ -124,7 +86,13 @@ def _print_layers(checked: Checked, console: Console) -> None:
         console.print()
         _print(title, console, "dim")
         console.print(table)
-        print_left_out([column.long for column in told], staying, console)
+        _print_left_out([column.long for column in told], staying, console)
+
+
+def _print_left_out(names: Sequence[str], staying: Sequence[int], console: Console) -> None:
+    left = [name for position, name in enumerate(names) if position not in staying]
+    if left:
+        _print(f"In a wider terminal, and with --json: {', '.join(left)}.", console, "dim")
 
 
 def _table(*headings: str) -> Table:
@@ -147,7 +115,7 @@ def _print_what_if(checked: Checked, console: Console) -> None:
     for name, cells in rows:
         table.add_row(name, *(cells[position] for position in staying))
     console.print(table)
-    print_left_out(headings, staying, console)
+    _print_left_out(headings, staying, console)
 
 
 def show_comparison(comparison: Comparison) -> None:

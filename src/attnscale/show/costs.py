@@ -21,7 +21,6 @@ def show_costs(costs: Sequence[dict[str, Any]]) -> None:
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> Table:
-    """The lines under their headings, without columns in which nothing was measured."""
     table = Table("variant", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     staying = [position for position in range(len(HEADINGS)) if any(line[position + 1] for line in lines)]
     for position in staying:

@@ -1,6 +1,9 @@
-"""Records as a table in the terminal that follows the run."""
+"""Records as a table that follows the run: in the terminal, or in the output of a notebook's cell."""
 
 import sys
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 from rich import get_console
 from rich.console import Console
@@ -12,8 +15,8 @@ from attnscale.diagnose.finding import Finding, grouped, severity_rank
 from attnscale.diagnose.verdict import worst_code
 from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import printable
-from attnscale.show.check import STYLES, place
-from attnscale.show.text import number
+from attnscale.show.check import STYLES
+from attnscale.show.text import number, place
 from attnscale.train.delivery import bars_on_terminal
 from attnscale.train.record import Record
 
@@ -30,6 +33,7 @@ class LiveTable:
     def __init__(self) -> None:
         self._console = Console()
         self._live: Live | None = None
+        self._cell: Any = None  # the output of a notebook's cell
         self._alarms: dict[tuple[str, str], Finding] = {}  # the latest of each layer and code
 
     def __call__(self, record: Record) -> None:
@@ -39,6 +43,9 @@ class LiveTable:
         for alarm in record.alarms:
             self._alarms.pop((alarm.layer, alarm.code), None)
             self._alarms[alarm.layer, alarm.code] = alarm
+        if _is_in_notebook():
+            self._show_in_notebook(replace(record, alarms=list(self._alarms.values())))
+            return
         table, bars = self._table(record), bars_on_terminal()
         if bars or is_live(get_console()):
             self.close()
@@ -60,6 +67,14 @@ class LiveTable:
             self._live.stop()
             self._live = None
 
+    def _show_in_notebook(self, record: Record) -> None:
+        display = import_module("IPython.display")
+        shown = display.HTML(record._repr_html_())
+        if self._cell is None:
+            self._cell = display.display(shown, display_id=True)
+        else:
+            self._cell.update(shown)
+
     def _table(self, record: Record) -> Table:
         alarms = list(self._alarms.values())
         worst = {alarm.layer: alarm.severity for alarm in sorted(alarms, key=lambda one: severity_rank(one.severity))}
@@ -71,7 +86,7 @@ class LiveTable:
         table.add_column("verdict")
         for name, layer in record.layers.items():
             style = STYLES.get(worst.get(name, ""), "")
-            numbers = (number(layer.whole(one.name)) for one in statistics)
+            numbers = (number(one.factor * layer.whole(one.name)) for one in statistics)
             word = worst_code(name, alarms) or NOT_JUDGED
             table.add_row(Text(printable(name), style=style), *numbers, Text(printable(word), style=style))
         told = (
@@ -80,6 +95,12 @@ class LiveTable:
         )
         table.caption = Text("\n".join(map(printable, told)))
         return table
+
+
+def _is_in_notebook() -> bool:
+    """Return True in a Jupyter kernel; IPython in a terminal has none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 def is_live(console: Console) -> bool:

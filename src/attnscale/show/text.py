@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
-from rich.console import Console
-from rich.text import Text
-
-from attnscale.measure.statistics import Statistic
+from attnscale.checking import Group, Line
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 
 SMALL = 0.01  # a digit less below this keeps a column narrow
 LARGE, HUGE = 1e3, 1e6  # between them, 47,400 is narrower than 4.74e+04 and easier to read
@@ -30,8 +28,9 @@ def number(value: float, digits: int = 3) -> str:
 
 def formatted(statistic: Statistic, value: float, error: float = math.nan) -> str:
     """Return a value in the format of its statistic, with its standard error if it has one."""
-    as_share = statistic.format == "share" and math.isfinite(value)
-    return (f"{value:.2f}" if as_share else number(value)) + with_error(error)
+    decimals = {"share": 2, "percent": 0}.get(statistic.format) if math.isfinite(value) else None
+    value, error = statistic.factor * value, statistic.factor * error
+    return (number(value) if decimals is None else f"{value:.{decimals}f}") + with_error(error)
 
 
 def with_error(error: float) -> str:
@@ -156,8 +155,27 @@ def fitting(widths: Sequence[int], room: int, droppable: Iterable[int]) -> list[
     return staying
 
 
-def print_left_out(names: Sequence[str], staying: Sequence[int], console: Console) -> None:
-    """Name the columns for which a terminal has no room."""
-    left = [name for position, name in enumerate(names) if position not in staying]
-    if left:
-        console.print(Text(f"In a wider terminal, and with --json: {', '.join(left)}.", style="dim"))
+def columns() -> list[Column[Line]]:
+    """Return the columns of a layer: the spread beside the expected one, the scale, and the other statistics."""
+    spread, *others = (_column(entry) for entry in in_place(Place.CHECK))
+    expected = Column[Line]("expected\nspread", "expected spread", lambda line: number(line.spread_expected))
+    scale = Column[Line].of(STATISTICS["scale_applied"], lambda line: line.scale_applied)
+    return [spread, expected, scale, *others]
+
+
+def _column(entry: Statistic) -> Column[Line]:
+    return Column.of(
+        entry, lambda line: line.statistics[entry.name], lambda line: line.errors.get(entry.name, math.nan)
+    )
+
+
+def place(group: Group) -> str:
+    """Return where a group of findings lies, in one line."""
+    if len(group.layers) == 1:
+        return group.where(1)
+    title, _ = pattern(group.first.layer)
+    same = [pattern(layer)[1] for layer in group.layers if pattern(layer)[0] == title]
+    if len(group.findings) == 1 or len(same) < len(group.layers) or not all(same):
+        return f"{group.first.place}{', ' if group.others else ''}{group.others}"
+    heads = sum(finding.head is not None for finding in group.findings)
+    return f"{title}, * = {ranges(same)}{f' ({heads} heads)' if heads else ''}"

@@ -47,3 +47,7 @@ def __getattr__(name: str) -> Any:
     if name in _CALLBACKS:
         return getattr(import_module(f"attnscale.train.{_CALLBACKS[name]}"), name)
     raise AttributeError(f"module 'attnscale.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,7 +27,7 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
 from attnscale.train.trend import Sample, append, trend
 
-FACTORS = ("scale", "query_norm", "key_norm", "alignment")
+FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
 LOSSES = 128  # the latest losses, and the first, by which a divergence is judged
 WHOLE_RUN = ("", "loss")  # standing alarm of the loss
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from attnscale.errors import SettingError
+from attnscale.results import PlottedResult
 from attnscale.train.record import Record
 from attnscale.train.schema import LineError
 
@@ -26,8 +27,8 @@ FORMER = ("older", "aside")  # files of logs that an earlier version thinned: FI
 FORMER_HEADER = b'{"holds":'  # how the first line of FILE.older begins, which is no record
 
 
-@dataclass(frozen=True)
-class Log:
+@dataclass(frozen=True, repr=False)
+class Log(PlottedResult):
     """The records of a log, each run in order of its steps, and the number of damaged lines."""
 
     records: list[Record]

@@ -18,6 +18,8 @@ from attnscale.diagnose import Finding, Growth, Thresholds, diagnose
 from attnscale.diagnose.alarm import ScaleError
 from attnscale.diagnose.scale import WRONG_SCALE, correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.measure.stats import ScoreStats
+from attnscale.results import PlottedResult
 from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
@@ -30,7 +32,7 @@ from attnscale.train.sampling import Sampling
 from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
-from attnscale.watching.seen import LayerFacts, LayerNumbers
+from attnscale.watching.seen import LayerFacts
 from attnscale.watching.settings import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
@@ -50,7 +52,7 @@ def _close_all() -> None:
         monitor._merging.close()
 
 
-class Monitor:
+class Monitor(PlottedResult):
     """Watch every `every`-th training step of a model, and raise alarms when its scores run away.
 
     Call step() once after each training step, or put each step inside `with monitor:`. The first step is sampled, so
@@ -273,10 +275,14 @@ class Monitor:
             if seen is None:
                 return
             self._layers = partial(getattr, seen, "layers")
-            numbers = seen.numbers()
-            arriving, facts = Arriving(numbers, part), seen.facts()
+            arriving = Arriving.of(seen, part)
             self._unwritten = lambda: self._conclude(
-                at, facts, Merged(arriving.tallies(), learning=learning.values()), clipped, numbers, audit
+                at,
+                seen.facts(),
+                Merged(arriving.tallies(), learning=learning.values()),
+                clipped,
+                arriving.stats(),
+                audit,
             )
             if arriving.is_here and learning.is_here:
                 self.flush()
@@ -300,23 +306,23 @@ class Monitor:
         facts: Mapping[str, LayerFacts],
         merged: Merged,
         clipped: Clipped,
-        numbers: Mapping[str, LayerNumbers] | None,
+        stats: Mapping[str, ScoreStats] | None,
         audit: Audit,
     ) -> None:
         """Make the record of a step, `at` its number and time, raise alarms and write it to the sinks.
 
-        `numbers` are those of this rank; None where ranks were merged.
+        `stats` are those of this rank; None where ranks were merged.
         """
         if not merged.tallies:
             return
         whole, part = whole_layers(merged.tallies), self._merging.part
         found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in records(whole).items()}
-        known = whole if numbers is None else numbers
+        stats = {name: each.stats for name, each in whole.items()} if stats is None else stats
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
         alarms = self._history.add(
             at[0],
             found,
-            {name: each.stats for name, each in known.items()},
+            stats,
             loss=loss,
             audit=audit[0],
             scale_errors=audit[1],

@@ -9,8 +9,9 @@ import torch
 from attnscale.measure.pooled import SUMS, Known, Pooled
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats
+from attnscale.probes.calls import POOLED
 from attnscale.train.record import LayerRecord
-from attnscale.train.tally import ADDED, POOLED, ROWS, WEIGHTED, Tally
+from attnscale.train.tally import ADDED, ROWS, WEIGHTED, Tally
 
 NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
 DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
@@ -34,7 +35,7 @@ def records(layers: Mapping[str, Tally]) -> dict[str, LayerRecord]:
     query_gradient, key_gradient = (added[:, :2].sqrt() / added[:, 2:]).unbind(-1)
     size = (stats.variance + stats.mean.square()).sqrt()
     of_layer = {
-        "scale": scale,
+        "scale_applied": scale,
         "query_norm": query_norm,
         "key_norm": key_norm,
         "alignment": torch.where(

@@ -14,11 +14,9 @@ from attnscale.acting.clip_state import WriteCheck
 from attnscale.acting.head_rows import HeadRows
 from attnscale.acting.parameters import Frozen
 from attnscale.acting.replicas import Axis, Floats, device_of
-from attnscale.module_paths import root_name
 from attnscale.plain import printable
 from attnscale.probes.maxima import MaxBuffers
-from attnscale.probes.placement import Placement, Structure
-from attnscale.probes.unprobed import Fallback
+from attnscale.probes.placement import Fallback, Placement, Structure
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.settings import Settings
@@ -89,7 +87,7 @@ class ProbedClip:
     def _trace_fallbacks(self) -> None:
         if not self._placement.fallbacks:
             return
-        root = root_name(self._model)
+        root = self._placement.root_name
         declare = partial(self._placement.plan.declared, self._model)
         self._seen = Seen(lambda path: path or root, declare, lambda _: ())
         fallback = Fallback(self._model, Settings(None, training=True, may_be_empty=True), self._seen)

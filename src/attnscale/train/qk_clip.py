@@ -16,8 +16,7 @@ from attnscale.acting.parameters import Frozen, check_frozen, refuse_copies, ref
 from attnscale.acting.replicas import Axis, axes_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
-from attnscale.probes.placement import Placement
-from attnscale.probes.unprobed import LateModules
+from attnscale.probes.placement import LateModules, Placement
 from attnscale.torch_internals import never_compiled
 from attnscale.train.probed_clip import Coverage, ProbedClip, why_not_probed
 from attnscale.watching.layer import Layer

@@ -11,10 +11,11 @@ from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.module_paths import without_wrappers
 from attnscale.plain import plain
+from attnscale.results import PlottedResult
 from attnscale.train.schema import LARGEST, Fields, LineError
 
 VERSION = 2  # of the format of a line; readers ignore fields that they do not know
-RENAMED = {"apart": "uncompiled"}  # fields of a layer in lines of version 1
+RENAMED = {"apart": "uncompiled", "scale": "scale_applied"}  # fields of a layer in earlier lines
 OPTIONAL = ("rank", "until", "run", "part")  # fields of a line that are left out where they are None
 LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
@@ -94,8 +95,8 @@ class LayerRecord:
         )
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, repr=False)
+class Record(PlottedResult):
     """One sampled step. `step` counts the training steps before it, so 0 is the model as it was initialised."""
 
     step: int

@@ -10,20 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import pooled_together, tables_of
+from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Pooled, merged
-from attnscale.measure.stats import ScoreStats
+from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.probes.calls import COLUMNS, POOLED, ProbedCall, pooled_columns
 from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats, errors_of, is_near, summed
 from attnscale.watching.layer import Layer
-from attnscale.watching.seen import LayerNumbers
+from attnscale.watching.seen import LayerNumbers, Seen
 
 WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares but for the scale
 ADDED = ("query_gradient", "key_gradient", "ranks")
-POOLED = len(POOLED_NUMBERS) + len(SUMS)
 WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
 
@@ -39,21 +40,25 @@ class Tally:
     errors: Tensor | None = None  # what merged_errors tells; None where a rank does not know it
 
     @classmethod
-    def of(cls, pooled: Pooled, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
-        """Rows that were pooled, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squares of gradients."""
-        rows = pooled.sums[:, ROWS]
+    def of(cls, pooled: Pooled | Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
+        """Rows that were pooled, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squares of gradients.
+
+        Rows are given as Pooled, or as its columns, (heads, POOLED).
+        """
+        own = pooled if isinstance(pooled, Tensor) else pooled_columns([pooled])
+        rows = own[:, len(POOLED_NUMBERS) + ROWS]
+        weighted = torch.where(rows > 0, torch.stack([*columns]).double() * rows, 0.0)
         nothing = torch.full_like(rows, math.nan)
-        weighted = [torch.where(rows > 0, column.double() * rows, 0.0) for column in columns]
-        added = [nothing if each is None else each for each in gradients] + [torch.ones_like(rows)]
-        return cls(torch.cat([_columns([pooled]), torch.stack(weighted + added, dim=-1)], dim=-1))
+        added = torch.stack([*(nothing if each is None else each for each in gradients), torch.ones_like(rows)])
+        return cls(torch.cat([own, torch.cat([weighted, added]).mT], dim=-1))
 
     @property
     def pooled(self) -> Pooled:
         """The rows of every head in one."""
-        return _unpack_pooled(self.packed[:, : len(POOLED_NUMBERS)], self.packed[:, len(POOLED_NUMBERS) : POOLED])
+        return _unpack_pooled(self.packed[:, :POOLED])
 
     def __add__(self, other: "Tally") -> "Tally":
-        pooled = _columns([merged([self.pooled, other.pooled])])
+        pooled = pooled_columns([merged([self.pooled, other.pooled])])
         rest = self.packed[:, POOLED:] + other.packed[:, POOLED:]
         return Tally(torch.cat([pooled, rest], dim=-1), summed([self.errors, other.errors]))
 
@@ -81,59 +86,112 @@ def seen_tallies(layers: Mapping[str, LayerNumbers | Layer], part: int, floors: 
 
 
 class Arriving:
-    """What one rank saw, on its way to the host: what lies on a GPU is fetched in one copy, behind all it has to do."""
+    """What one rank saw of a step, on its way to the host: nobody waits for a GPU before its numbers are asked for.
 
-    def __init__(self, layers: Mapping[str, LayerNumbers | Layer], part: int) -> None:
-        self._keys = [(name, part, layer.heads) for name, layer in layers.items()]
-        seen = list(layers.values())
-        self._scales = [layer.scales for layer in seen]
-        self._copies: list[tuple[list[int], Tensor]] = []
+    Calls that probes measured lie in buffers that are being copied. What was traced is packed, and copied from each
+    device at once, behind all the device has to do.
+    """
+
+    def __init__(self, layers: Mapping[str, LayerNumbers | Layer | Sequence[ProbedCall]], part: int) -> None:
+        self._part, self._layers = part, layers
+        self._probed = {name: layer for name, layer in layers.items() if isinstance(layer, Sequence)}
+        self._traced = {name: layer for name, layer in layers.items() if not isinstance(layer, Sequence)}
+        self._hosts = {id(call.host): call.host for calls in self._probed.values() for call in calls}
+        self._copies: list[tuple[list[str], Tensor]] = []
         self._events: list[torch.cuda.Event] = []
-        for here, numbers in _pooled_columns([layer.stats for layer in seen]):
+        for names, numbers in _pooled_columns({name: layer.stats for name, layer in self._traced.items()}):
             device = numbers.device
-            packed = torch.cat([numbers, _squares([seen[index] for index in here], numbers)], dim=-1)
-            self._copies.append((here, packed.to("cpu", non_blocking=packed.is_cuda)))
+            packed = torch.cat([numbers, _squares([self._traced[name] for name in names], numbers)], dim=-1)
+            self._copies.append((names, packed.to("cpu", non_blocking=packed.is_cuda)))
             if packed.is_cuda:
                 self._events.append(torch.cuda.current_stream(device).record_event())
 
+    @classmethod
+    def of(cls, seen: Seen, part: int) -> "Arriving":
+        """Return the layers that were seen in a step."""
+        return cls(
+            {
+                name: calls if isinstance(calls[0], ProbedCall) else LayerNumbers.of([call.seen for call in calls])  # type: ignore[misc]
+                for name, (_, calls) in seen.calls_by_layer().items()
+            },
+            part,
+        )
+
     @property
     def is_here(self) -> bool:
-        """Whether tallies() would not wait."""
-        return all(event.query() for event in self._events)
+        """True if tallies() would not wait."""
+        return all(event.query() for event in self._events) and all(
+            host is not None and host.is_here for host in self._hosts.values()
+        )
 
     def tallies(self) -> Tallies:
-        """Wait for it."""
-        if not self._keys:
+        """Wait for them."""
+        keys = {name: (name, self._part, _heads(layer)) for name, layer in self._layers.items()}
+        found = _of_probed({keys[name]: calls for name, calls in self._probed.items()}) | self._of_traced(keys)
+        return {key: found[key] for key in keys.values()}
+
+    def stats(self) -> dict[str, ScoreStats]:
+        """Statistics of each layer, which know how far sampled numbers may be off."""
+        return {name: layer.stats for name, layer in self._traced.items()} | {
+            name: merged_when_read([call.statistics for call in calls]) for name, calls in self._probed.items()
+        }
+
+    def _of_traced(self, keys: Mapping[str, Key]) -> Tallies:
+        if not self._traced:
             return {}
         for event in self._events:
             event.synchronize()
-        heads, fetched = [heads for *_, heads in self._keys], dict[int, Tensor]()
-        for here, packed in self._copies:
-            fetched |= dict(zip(here, packed.split([heads[index] for index in here]), strict=True))
-        numbers, sums, norms, gradients = torch.cat([fetched[index] for index in range(len(heads))]).split(
-            [len(POOLED_NUMBERS), len(SUMS), 3, 2], dim=-1
-        )
-        scales = torch.cat([scales.double().cpu() for scales in self._scales]).abs()
-        together = Tally.of(_unpack_pooled(numbers, sums), (scales, *norms.unbind(-1)), gradients.unbind(-1))
-        return dict(zip(self._keys, map(Tally, together.packed.split(heads)), strict=True))
+        fetched: dict[str, Tensor] = {}
+        for names, packed in self._copies:
+            fetched |= dict(zip(names, packed.split([keys[name][2] for name in names]), strict=True))
+        pooled, norms, gradients = torch.cat([fetched[name] for name in self._traced]).split([POOLED, 3, 2], dim=-1)
+        scales = torch.cat([layer.scales.double().cpu() for layer in self._traced.values()]).abs()
+        together = Tally.of(pooled, (scales, *norms.unbind(-1)), gradients.unbind(-1))
+        parts = together.packed.split([keys[name][2] for name in self._traced])
+        return {keys[name]: Tally(part) for name, part in zip(self._traced, parts, strict=True)}
 
 
-def _pooled_columns(many: Sequence[ScoreStats]) -> Iterator[tuple[list[int], Tensor]]:
+def _heads(layer: LayerNumbers | Layer | Sequence[ProbedCall]) -> int:
+    return layer[0].heads if isinstance(layer, Sequence) else layer.heads
+
+
+def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
+    """Return the tallies of probed calls, from the buffers on the host: all calls of all layers at once."""
+    calls = [call for some in layers.values() for call in some]
+    if not calls:
+        return {}
+    heads, columns = [call.heads for call in calls], torch.cat([call.columns for call in calls])
+    pooled, lengths, gradients, scales, cosines = columns.split(COLUMNS, dim=1)
+    factors = torch.from_numpy(np.concatenate([call.factors for call in calls], axis=1))
+    stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
+    multiplier = torch.tensor(stated, dtype=torch.float64)
+    known = torch.tensor([(*call.has_gradients, call.has_cosine) for call in calls])
+    known, multiplier = (each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier))
+    scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
+    squares = (lengths.mT / factors).square()
+    cosine_square = torch.where(known[:, 2], cosines[:, 0].square(), math.nan)
+    reached = torch.where(known[:, :2], gradients.square(), 0.0).unbind(1)
+    packed = iter(Tally.of(pooled, (scale, *squares, cosine_square), reached).packed.split(heads))
+    parts: list[Tallies] = [{} for _ in range(max(map(len, layers.values())))]
+    for key, some in layers.items():
+        for number in range(len(some)):
+            parts[number][key] = Tally(next(packed))
+    found = parts[0] if len(parts) == 1 else merge(parts)
+    for key, some in layers.items():
+        if len(some) > 1:
+            found[key].packed[:, -1] = 1.0  # all calls are of one rank
+        for side in range(2):
+            if not any(call.has_gradients[side] for call in some):
+                found[key].packed[:, side - len(ADDED)] = math.nan
+    return found
+
+
+def _pooled_columns(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
     """Which statistics lie on each device, and their numbers and sums, (heads of all, …): in few operations."""
-    tables = tables_of(many)
-    pooled = pooled_together(many) if tables is None else []
-    devices = [each.mean.device for each in pooled] if tables is None else [each.columns.device for each in tables]
-    for device in dict.fromkeys(devices):
-        here = [index for index, own in enumerate(devices) if own == device]
-        if tables is None:
-            yield here, _columns([pooled[index] for index in here])
-        else:
-            yield here, torch.cat([tables[index].columns for index in here])[:, :POOLED]
-
-
-def _columns(pooled: Sequence[Pooled]) -> Tensor:
-    numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in POOLED_NUMBERS]
-    return torch.cat([torch.stack(numbers, dim=-1), torch.cat([each.sums for each in pooled])], dim=-1)
+    pooled = dict(zip(many, pooled_together(list(many.values())), strict=True))
+    for device in dict.fromkeys(each.mean.device for each in pooled.values()):
+        here = [name for name, each in pooled.items() if each.mean.device == device]
+        yield here, pooled_columns([pooled[name] for name in here])
 
 
 def _squares(layers: Sequence[LayerNumbers | Layer], like: Tensor) -> Tensor:
@@ -151,7 +209,8 @@ def _known(norm: Tensor | None, layer: LayerNumbers | Layer, like: Tensor) -> Te
     return like.new_full((layer.heads,), math.nan) if norm is None else norm.to(like.device)
 
 
-def _unpack_pooled(numbers: Tensor, sums: Tensor) -> Pooled:
+def _unpack_pooled(columns: Tensor) -> Pooled:
+    numbers, sums = columns.split([len(POOLED_NUMBERS), len(SUMS)], dim=-1)
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, above, sums, None)
 

@@ -4,6 +4,7 @@ Growth is what the optimiser does. A factor by which QK-Clip lowered scores is a
 so that a layer that is clipped back to its threshold again and again is seen to grow, and is not forecast to pass it.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,13 +74,13 @@ def latest(samples: Iterable[Sample]) -> list[Sample]:
 
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     """Return the trend of samples in order of steps, under the soft-cap of the layer."""
-    since = [1.0] * bool(samples)  # what clipping multiplied each sample by since then
-    for sample in reversed(samples[1:]):
-        since.append(since[-1] * sample.lowered)
-    factors = since[::-1]
-    largest = tuple(sample.largest * factor for sample, factor in zip(samples, factors, strict=True))
-    bounds = tuple(sample.bound * factor for sample, factor in zip(samples, factors, strict=True))
-    return Trend(tuple(sample.step for sample in samples), largest, bounds, softcap, is_held(samples))
+    steps, largest, bounds, lowered = zip(*samples, strict=True) if samples else ((), (), (), ())
+    if any(factor < 1 for factor in lowered):
+        since = [1.0]  # what clipping multiplied each sample by since then
+        for factor in reversed(lowered[1:]):
+            since.append(since[-1] * factor)
+        largest, bounds = (tuple(map(operator.mul, each, reversed(since))) for each in (largest, bounds))
+    return Trend(steps, largest, bounds, softcap, is_held(samples))
 
 
 def is_held(samples: Sequence[Sample]) -> bool:

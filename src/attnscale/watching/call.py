@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class Reading:
     detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
     dropped: bool = False  # scores were set to zero at random
     inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    capped_mask: float | None = None  # what hidden scores become, where a soft-cap follows the mask
     inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
     rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
@@ -49,6 +51,7 @@ class Reading:
             tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
             any(reading.dropped for reading in readings),
             next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
+            next((reading.capped_mask for reading in readings if reading.capped_mask is not None), None),
             next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
             next(caps, None),
             tuple(name for name in ("queries", "keys") if any(name in reading.rescaled for reading in readings)),
@@ -130,6 +133,33 @@ def fingerprint(vectors: Tensor) -> Tensor:
     return (mixed ^ (mixed >> 29)).mul(ODD).sum()
 
 
+class NotedCall(Protocol):
+    """A call as it is noted while a model runs: a SeenCall, or what one can be made of later."""
+
+    depth: int
+    key_len: int
+    softcap: float | None
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+
+    @property
+    def seen(self) -> "SeenCall":
+        """All that is known of it."""
+
+    def settle(self) -> None:
+        """Wait for no further backward pass."""
+
+
 @dataclass(eq=False)
 class SeenCall:
     """One attention call: the fields of Layer, before calls are merged."""
@@ -155,6 +185,7 @@ class SeenCall:
     biased: bool = False
     bias_is_scaled: bool = False
     softcap_discarded: bool = False
+    softcap_unbounded: bool = False
     over_pairs: bool = False  # its softmax runs over queries and keys at once
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)
@@ -170,6 +201,21 @@ class SeenCall:
     depth: int = 0  # runs of its module before this one, in the same forward
     reading: Reading = field(default_factory=Reading)
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
+
+    @property
+    def seen(self) -> "SeenCall":
+        """The call itself; one that a probe measured is made only when it is asked for."""
+        return self
+
+    def settle(self) -> None:
+        """Wait for no further backward pass."""
+        if self.gradients is not None:
+            self.gradients.settle()
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+        return self.reading.rescaled
 
     @property
     def rows(self) -> int:

@@ -35,7 +35,7 @@ class PlannedCall:
     template: SeenCall
     written: WrittenPlan | None = None  # of an attention that is written out; None: a kernel computes it
     key_heads: int = 0  # of the kernel's keys, which may be copies of fewer heads
-    _head_factors: dict[int, tuple[Factors, Factors]] = field(default_factory=dict, repr=False)  # by key heads
+    _head_factors: dict[int, Factors] = field(default_factory=dict, repr=False)  # by key heads
 
     @property
     def factors(self) -> tuple[Factors, Factors]:
@@ -54,13 +54,13 @@ class PlannedCall:
         is_alike = self.written is None and heads == known.heads and known.head_dim in widths
         return is_alike and (self.key_heads % keys == 0 or keys % self.key_heads == 0)
 
-    def head_factors(self, keys: int) -> tuple[Factors, Factors]:
-        """Factors on the query of each head and on its key, where a call has so many key heads."""
+    def head_factors(self, keys: int) -> Factors:
+        """Factors on the query of each head and on its key, (2, heads), where a call has so many key heads."""
         if keys not in self._head_factors:
             query, key = self.factors
             copies, shared = max(1, keys // len(key)), max(1, len(key) // keys)
             of_keys = np.repeat(np.repeat(key, copies)[::shared], len(query) // keys)
-            self._head_factors[keys] = np.abs(query), np.abs(of_keys)
+            self._head_factors[keys] = np.abs(np.stack([query, of_keys]))
         return self._head_factors[keys]
 
     def seen(self) -> SeenCall:
@@ -201,6 +201,7 @@ def _template(call: SeenCall) -> SeenCall:
         scales=None,  # type: ignore[arg-type]
         query_norm=None,  # type: ignore[arg-type]
         key_norm=None,  # type: ignore[arg-type]
+        cosine=None,
         query=None,
         key=None,
         kept=None,

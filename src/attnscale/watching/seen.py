@@ -14,7 +14,8 @@ from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
-from attnscale.watching.call import Reading, SeenCall
+from attnscale.results import PlottedResult
+from attnscale.watching.call import NotedCall, Reading, SeenCall
 from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, Wiring
 from attnscale.watching.missed import MissedAttention
@@ -38,7 +39,7 @@ class Layers(dict[str, Layer]):
         raise KeyError(f"{path}: expected the path of one attention, one of: {known}")
 
 
-class Seen:
+class Seen(PlottedResult):
     """The attentions of a watched model, as they were computed."""
 
     def __init__(
@@ -50,6 +51,7 @@ class Seen:
         self._shown = shown
         self._declare = declare
         self.unused_norms = unused_norms
+        self.misplaced_norms: Callable[[str], tuple[str, ...]] = lambda path: ()
         self.without_gradients = False  # in training some calls ran with gradients off
         self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
         self.is_probed = False  # probes measured it inside the model's own run
@@ -58,10 +60,10 @@ class Seen:
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
         self.missed = MissedAttention()  # known when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
-        self._sites: dict[tuple[object, ...], list[SeenCall]] = {}
+        self._sites: dict[tuple[object, ...], list[NotedCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: Line, call: SeenCall, depth: int = 0) -> None:
+    def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
         site = (path, line, call.heads, call.head_dim)
         self._sites.setdefault(site, []).append(call)
@@ -69,9 +71,8 @@ class Seen:
 
     def settle(self) -> None:
         """Wait for no further backward pass."""
-        for seen in (seen for calls in self._sites.values() for seen in calls):
-            if seen.gradients is not None:
-                seen.gradients.settle()
+        for call in (call for calls in self._sites.values() for call in calls):
+            call.settle()
 
     @property
     def calls(self) -> int:
@@ -93,24 +94,26 @@ class Seen:
         """
         self.settle()
         if self._built[0] != self.calls:
-            layers = {name: self._layer(name, path, calls) for name, (path, calls) in self._calls_by_layer().items()}
+            by_layer = self.calls_by_layer().items()
+            layers = {name: self._layer(name, path, [call.seen for call in calls]) for name, (path, calls) in by_layer}
             self._built = (self.calls, Layers(layers))
         return self._built[1]
 
     def numbers(self) -> "dict[str, LayerNumbers]":
         """Return what a record holds of each layer; a sampled step is recorded without building layers."""
-        return {name: LayerNumbers.of(calls) for name, (_, calls) in self._calls_by_layer().items()}
+        by_layer = self.calls_by_layer().items()
+        return {name: LayerNumbers.of([call.seen for call in calls]) for name, (_, calls) in by_layer}
 
     def facts(self) -> "dict[str, LayerFacts]":
         """Return what a record says of each layer beside its numbers."""
         return {
-            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].reading.rescaled)
-            for name, (path, calls) in self._calls_by_layer().items()
+            name: LayerFacts(calls[-1].heads, calls[-1].softcap, path in self.fallbacks, calls[-1].rescaled)
+            for name, (path, calls) in self.calls_by_layer().items()
         }
 
-    def _calls_by_layer(self) -> dict[str, tuple[str, list[SeenCall]]]:
+    def calls_by_layer(self) -> dict[str, tuple[str, list[NotedCall]]]:
         """Return the path and the calls of each layer, by its name."""
-        found: dict[str, tuple[str, list[SeenCall]]] = {}
+        found: dict[str, tuple[str, list[NotedCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
             name = self._shown(path)
@@ -143,9 +146,12 @@ class Seen:
                 biased=any(call.biased for call in calls),
                 bias_is_scaled=any(call.bias_is_scaled for call in calls),
                 softcap_discarded=any(call.softcap_discarded for call in calls),
+                softcap_unbounded=any(call.softcap_unbounded for call in calls),
                 factor_after_softmax=last.softmax.factor_after,
                 mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
+                axis_of_keys=_axis_of_keys(calls),
                 unused_norms=self.unused_norms(path),
+                misplaced_norms=self.misplaced_norms(path),
             ),
             reading=Reading.of_calls([call.reading for call in calls]),
             softmaxes=tuple(call.softmax for call in calls),
@@ -169,7 +175,7 @@ class Seen:
         return table(self.layers.values())
 
     def __dir__(self) -> list[str]:
-        return ["calls", "layers"]  # the rest is for other rooms of the package
+        return ["calls", "layers", "plot", "to_pandas"]  # the rest is for other rooms of the package
 
 
 class LayerFacts(NamedTuple):
@@ -224,9 +230,9 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
     return "\n".join([*(line.rstrip() for line in lines), *padding_told(layers)])
 
 
-def by_depth(calls: list[SeenCall]) -> dict[str, list[SeenCall]]:
+def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
     """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
-    depths: dict[int, list[SeenCall]] = {}
+    depths: dict[int, list[NotedCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
     keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
@@ -244,6 +250,13 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
+
+
+def _axis_of_keys(calls: list[SeenCall]) -> tuple[int, int, int] | None:
+    """Return the axis of a softmax, the one that values are summed over instead, and the rank; None where the same."""
+    found = (each.softmax for each in calls if not each.mixes_along_softmax and each.softmax.axis_of_keys is not None)
+    softmax = next(found, None)
+    return None if softmax is None else (softmax.axis, softmax.axis_of_keys or 0, softmax.rank)
 
 
 def _is_over_time(keys: list[int]) -> bool:
@@ -283,7 +296,10 @@ def _counted(call: SeenCall, device: torch.device) -> Tensor:
 
 def _cells(layer: Layer) -> tuple[str, ...]:
     heads = str(layer.heads) if layer.kv_heads == layer.heads else f"{layer.heads}/{layer.kv_heads}"
-    statistics = [(entry.whole(layer.stats), entry.error(layer.stats)) for entry in in_place(Place.SEEN)]
+    statistics = [
+        (entry.factor * entry.whole(layer.stats), entry.factor * entry.error(layer.stats))
+        for entry in in_place(Place.SEEN)
+    ]
     numbers = ((layer.scale_applied, math.nan), (layer.scale_expected, math.nan), *statistics)
     shown = ("–" if math.isnan(number) else f"{readable(number)}{_give_or_take(error)}" for number, error in numbers)
     return printable(layer.name), printable(layer.kind), heads, str(layer.head_dim), *shown

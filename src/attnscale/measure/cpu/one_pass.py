@@ -3,7 +3,6 @@
 Its products and exponentials are no kernel that such a mode knows: to a watched model it would be no attention at all.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.attending.call_op import SCORES, arguments_of, call_of
 from attnscale.measure.row_blocks import measure_rows
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 
-FOUND = ", ".join(f"Tensor {name}" for name in ("output", *(each.name for each in fields(RowSums))))
+FOUND = ", ".join(f"Tensor {name}" for name in ("output", *ROW_FIELDS))
 
 
 def passed_over(call: Call) -> tuple[Tensor, RowSums]:
@@ -39,4 +38,4 @@ def passed_over_in_sight(call: Call) -> tuple[Tensor, RowSums]:
 def one_pass(*given: Any) -> tuple[Tensor, ...]:
     """The output, and the sums of every row in their order."""
     output, rows = passed_over(call_of(*given))
-    return output, *(getattr(rows, each.name).clone() for each in fields(rows))
+    return output, *(getattr(rows, name).clone() for name in ROW_FIELDS)

@@ -65,4 +65,4 @@ def capturing() -> bool:
 def _rows(sums: Tensor, kv_len: int, is_causal: bool) -> RowSums:
     every = torch.arange(sums.shape[-1], device=sums.device)
     visible = Visibility.of(None, is_causal).counts_at(every, kv_len)
-    return RowSums(visible.expand_as(sums[0]), *sums)
+    return RowSums(visible.expand_as(sums[0]), *sums, first=torch.full_like(sums[0], -torch.inf))

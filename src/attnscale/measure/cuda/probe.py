@@ -6,7 +6,8 @@ then a few allocations and launches.
 # mypy: disable-error-code="import-untyped"
 
 import math
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ from attnscale.measure.cuda.sampled import Sampled, weights_of
 from attnscale.measure.cuda.shown import stats_of_sample
 from attnscale.measure.cuda.spans import span_of
 from attnscale.measure.cuda.ways import ALIGNMENT, layout_of
-from attnscale.measure.pooled import TABLE
+from attnscale.measure.pooled import TABLE, Pooled, Table
 from attnscale.measure.sampling import Sample, design
 from attnscale.measure.stats import ScoreStats
+from attnscale.measure.uncertainty import Uncertainty
 
 LOG2_E = math.log2(math.e)  # the kernels' exponentials are base 2
 POOLED_AT_ONCE, BOUNDS_AT_ONCE = 64, 4096  # sampled rows of a head, and numbers that bound its maximum
@@ -30,10 +32,35 @@ PLAIN_PLANES, MASKED_PLANES = 6, 7  # sums of a row; behind a mask also how many
 
 
 class Probed(NamedTuple):
-    """The statistics of a call, and the root mean square lengths of its queries and of the key of each head."""
+    """What measuring a call has left on its device."""
 
-    stats: ScoreStats
-    lengths: Tensor  # (2, heads)
+    sample: Sample
+    sums: Tensor  # of each sampled row, over each span of keys
+    table: Tensor  # (heads, TABLE)
+    lengths: Tensor  # (4, heads): mean lengths of queries and of the key of each head, and the largest squares of both
+    span: int
+    kv_len: int
+    is_causal: bool
+
+    @property
+    def stats(self) -> ScoreStats:
+        """The statistics, on the device."""
+        return self._stats(capturing())
+
+    def on_host(self, table: Tensor) -> Pooled:
+        """Return what a table says that was copied to the host; what tells errors is fetched when one is asked for."""
+        return Table(table, partial(self._errors_on_host, table))()
+
+    def _errors_on_host(self, table: Tensor) -> Uncertainty:
+        sample = replace(self.sample, positions=self.sample.positions.cpu())
+        found = self._replace(sample=sample, sums=self.sums.cpu(), table=table)._stats(refreshed=False)
+        assert found.pooled.uncertainty is not None  # only some rows were looked at
+        return found.pooled.uncertainty
+
+    def _stats(self, refreshed: bool) -> ScoreStats:
+        if len(self.sums) == MASKED_PLANES:
+            return stats_of_sample(self.sums, self.sample, self.table, refreshed)
+        return Sampled(self.sample, self.sums, self.table, self.span, self.kv_len, self.is_causal).stats(refreshed)
 
 
 def probe(
@@ -45,17 +72,31 @@ def probe(
     scale: float,
     is_causal: bool,
     rows: int,
+    table: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Probed | None:
     """Measure about `rows` rows a head; None where no kernel takes the call.
 
     The mask, (batch or 1, heads or 1, q_len or 1, kv_len), is of booleans. Rows of `padding`, (batch, q_len), and
-    `hidden_keys`, (batch or 1, kv_len), do not count.
+    `hidden_keys`, (batch or 1, kv_len), do not count. `table` and `lengths`, float64 as Probed has them, are written
+    to; without them new ones are.
     """
     if scale <= 0.0 or not takes(query, key, mask):
         return None
     given = (None if each is None else layout_of(each) for each in (mask, padding, hidden_keys))
     prepared = _prepared(layout_of(query), layout_of(key), *given, scale, is_causal, rows)
-    return None if prepared is None else prepared.run(query, key, mask, padding, hidden_keys)
+    return None if prepared is None else prepared.run(query, key, mask, padding, hidden_keys, table, lengths)
+
+
+def measure_gradients(query: Tensor, key: Tensor, lengths: Tensor) -> bool:
+    """Write the lengths of what reaches each query head and the key that it has, (2, heads); False where no kernel can.
+
+    Heads that share a key stand side by side.
+    """
+    if not takes(query, key, None) or query.shape[-1] != key.shape[-1]:
+        return False
+    _prepared_gradients(layout_of(query), layout_of(key)).run(query, key, lengths)
+    return True
 
 
 class _Prepared:
@@ -91,7 +132,7 @@ class _Prepared:
         else:
             self._sample = self._plain_launch(dtype, index)
         self._finish = self._finish_launch()
-        self._lengths, self._parts = self._lengths_launch(padding, hidden_keys)
+        self._lengths = _Lengths(query, key, padding, hidden_keys, is_mean=True)
 
     def _plain_launch(self, dtype: torch.dtype, index: int) -> Launch:
         from attnscale.measure.cuda.triton.launch import LEAST_WIDTH
@@ -160,33 +201,15 @@ class _Prepared:
             1,
         )
 
-    def _lengths_launch(self, padding: Layout | None, hidden_keys: Layout | None) -> tuple[Launch, int]:
-        from attnscale.measure.cuda.triton.launch import LEAST_WIDTH
-        from attnscale.measure.cuda.triton.lengths import both_lengths_kernel, parts_of, rows_each
-        from attnscale.measure.cuda.triton.tiles import padded_width
-
-        rows, key_rows = self._batch * self._q_len, self._batch * self._kv_len
-        width = padded_width(self._head_dim, LEAST_WIDTH)
-        parts, tile = parts_of(self._heads + self._kv_heads, max(rows, key_rows), width)
-        hidden = (0, 0)
-        if hidden_keys is not None:
-            hidden = (0 if hidden_keys[0][0] == 1 else hidden_keys[1][0], hidden_keys[1][1])
-        launch = Launch(
-            both_lengths_kernel,
-            (parts, self._heads + self._kv_heads),
-            (
-                *(*self._query_strides[:3], *self._key_strides[:3], *((0, 0) if padding is None else padding[1])),
-                *(*hidden, self._heads, self._heads // self._kv_heads, rows, self._q_len, rows_each(rows, parts, tile)),
-                *(key_rows, self._kv_len, rows_each(key_rows, parts, tile)),
-            ),
-            (self._head_dim, width, tile, padding is not None, hidden_keys is not None, True, True),
-            4,
-            1,
-        )
-        return launch, parts
-
     def run(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, padding: Tensor | None, hidden_keys: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        padding: Tensor | None,
+        hidden_keys: Tensor | None,
+        table: Tensor | None,
+        lengths: Tensor | None,
     ) -> Probed:
         """Measure these tensors."""
         sample = self._draws.next()
@@ -194,41 +217,79 @@ class _Prepared:
         padding, hidden_keys = (None if each is None else each.view(torch.uint8) for each in (padding, hidden_keys))
         planes = MASKED_PLANES if self._is_masked else PLAIN_PLANES
         sums = self._empty(planes, self._spans, self._batch, self._heads, self._count)
-        table = self._empty(self._heads, TABLE, dtype=torch.float64)
+        table = self._empty(self._heads, TABLE, dtype=torch.float64) if table is None else table
+        lengths = self._empty(4, self._heads, dtype=torch.float64) if lengths is None else lengths
         if self._is_masked:
             visible = query if mask is None else mask.view(torch.uint8)
             own, others = (query, query) if padding is None else (padding, no_document(self._device))
             self._sample(query, key, sample.positions, visible, own, others, sums, alignment=alignment)
         else:
             self._sample(query, key, sample.positions, sums, sums, alignment=alignment)
-        lengths = self._measure_lengths(query, key, padding, hidden_keys)
+        self._lengths.run(query, key, lengths, padding, hidden_keys)
         self._finish(sums, sample.positions, self._weights, lengths[2:], table, alignment=alignment)
-        return Probed(self._stats(sample, sums, table), lengths[:2])
-
-    def _measure_lengths(
-        self, query: Tensor, key: Tensor, padding: Tensor | None, hidden_keys: Tensor | None
-    ) -> Tensor:
-        """(4, heads): mean lengths of queries and keys, and the largest squared length of each.
-
-        No score of a head is above scale · max‖q‖ · max‖k‖ (Cauchy–Schwarz).
-        """
-        from attnscale.measure.cuda.triton.launching import counters
-        from attnscale.measure.cuda.triton.lengths import PARTS
-
-        programs = self._heads + self._kv_heads
-        partial_sums = self._empty(programs * self._parts * PARTS.value, dtype=torch.float64)
-        found = self._empty(4, self._heads, dtype=torch.float64)
-        left_out = query if padding is None else padding, key if hidden_keys is None else hidden_keys
-        self._lengths(query, key, *left_out, partial_sums, counters(self._device, programs), found)
-        return found
-
-    def _stats(self, sample: Sample, sums: Tensor, table: Tensor) -> ScoreStats:
-        if self._is_masked:
-            return stats_of_sample(sums, sample, table)
-        return Sampled(sample, sums, table, self._span, self._kv_len, self._is_causal).stats(capturing())
+        return Probed(sample, sums, table, lengths, self._span, self._kv_len, self._is_causal)
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+class _Lengths:
+    """Lengths of the queries and keys of each head, in one launch.
+
+    Means come with the largest squared length of a query and of a key: no score of a head is above
+    scale · max‖q‖ · max‖k‖ (Cauchy–Schwarz).
+    """
+
+    def __init__(
+        self, query: Layout, key: Layout, padding: Layout | None, hidden_keys: Layout | None, is_mean: bool
+    ) -> None:
+        from attnscale.measure.cuda.triton.launch import LEAST_WIDTH
+        from attnscale.measure.cuda.triton.lengths import PARTS, both_lengths_kernel, parts_of, rows_each
+        from attnscale.measure.cuda.triton.tiles import padded_width
+
+        (batch, heads, q_len, head_dim), query_strides, _, index, _ = query
+        (key_batch, kv_heads, kv_len, _), key_strides, *_ = key
+        self._device, self._programs = torch.device("cuda", index), heads + kv_heads
+        rows, key_rows = batch * q_len, key_batch * kv_len
+        width = padded_width(head_dim, LEAST_WIDTH)
+        parts, tile = parts_of(self._programs, max(rows, key_rows), width)
+        self._size = self._programs * parts * PARTS.value
+        left_out = query_strides[:2] if not is_mean else (0, 0) if padding is None else padding[1]
+        hidden = key_strides[:2] if not is_mean else (0, 0)
+        if hidden_keys is not None:
+            hidden = (0 if hidden_keys[0][0] == 1 else hidden_keys[1][0], hidden_keys[1][1])
+        self._launch = Launch(
+            both_lengths_kernel,
+            (parts, self._programs),
+            (
+                *(*query_strides[:3], *key_strides[:3], *left_out, *hidden),
+                *(heads, heads // kv_heads, rows, q_len, rows_each(rows, parts, tile)),
+                *(key_rows, kv_len, rows_each(key_rows, parts, tile)),
+            ),
+            (head_dim, width, tile, padding is not None, hidden_keys is not None, is_mean, is_mean),
+            4,
+            1,
+        )
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        lengths: Tensor,
+        padding: Tensor | None = None,
+        hidden_keys: Tensor | None = None,
+    ) -> None:
+        """Measure these tensors."""
+        from attnscale.measure.cuda.triton.launching import counters
+
+        partial_sums = torch.empty(self._size, dtype=torch.float64, device=self._device)
+        left_out = query if padding is None else padding, key if hidden_keys is None else hidden_keys
+        self._launch(query, key, *left_out, partial_sums, counters(self._device, self._programs), lengths)
+
+
+@lru_cache(maxsize=256)
+def _prepared_gradients(query: Layout, key: Layout) -> _Lengths:
+    return _Lengths(query, key, None, None, is_mean=False)
 
 
 @lru_cache(maxsize=256)

@@ -135,7 +135,7 @@ def _pooled_rows(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
 @pooled_rows.register_kernel("cpu")
 def _pooled_rows_cpu(sums: Tensor, kv_len: int, is_causal: bool) -> Tensor:
     visible = Visibility.of(None, is_causal).counts_at(torch.arange(sums.shape[-1]), kv_len)
-    return table_of_rows(RowSums(visible.expand_as(sums[0]), *sums))
+    return table_of_rows(RowSums(visible.expand_as(sums[0]), *sums, first=torch.full_like(sums[0], -torch.inf)))
 
 
 @pooled_rows.register_fake
@@ -194,7 +194,7 @@ def _pooled_sample_cpu(
     visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
     begins = torch.arange(sums.shape[1]).mul_(span).view(-1, 1, 1, 1)
     shown = (visible - begins).clamp(min=0, max=span)
-    found = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
+    found = RowSums(shown.expand_as(sums[0]), *sums.double(), first=torch.full_like(sums[0], -torch.inf)).over_shards()
     if bounds.dim() == 3:
         highest = bounds.amax((0, 2)).double()
         highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)

@@ -89,7 +89,9 @@ class Sampled(NamedTuple):
         """What was found, over each span of keys."""
         begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
         shown = (self._visible() - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
-        return RowSums(shown.expand_as(self.sums[0]), *self.sums.double())
+        return RowSums(
+            shown.expand_as(self.sums[0]), *self.sums.double(), first=torch.full_like(self.sums[0], -torch.inf)
+        )
 
     def _visible(self) -> Tensor:
         counts = Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len)

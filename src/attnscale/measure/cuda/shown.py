@@ -63,7 +63,7 @@ def _sampled(call: Call, sample: Sample, weights: Tensor) -> ScoreStats:
     return stats_of_sample(sums, sample, table)
 
 
-def stats_of_sample(sums: Tensor, sample: Sample, table: Tensor) -> ScoreStats:
+def stats_of_sample(sums: Tensor, sample: Sample, table: Tensor, refreshed: bool | None = None) -> ScoreStats:
     """The statistics that a pass over sampled rows left."""
     pool = Unpooled(
         partial(rows_of, sums),
@@ -72,12 +72,12 @@ def stats_of_sample(sums: Tensor, sample: Sample, table: Tensor) -> ScoreStats:
         in_shards=True,
         known=Table(table, partial(_errors, sums, sample, table)),
     )
-    return ScoreStats(sums.shape[3], exact=False, pool=pool, refreshed=capturing())
+    return ScoreStats(sums.shape[3], exact=False, pool=pool, refreshed=capturing() if refreshed is None else refreshed)
 
 
 def rows_of(sums: Tensor) -> RowSums:
     """What the pass has left of each row."""
-    return RowSums(sums[6].long(), *sums[:6].double())
+    return RowSums(sums[6].long(), *sums[:6].double(), first=torch.full_like(sums[0], -torch.inf))
 
 
 def _errors(sums: Tensor, sample: Sample, table: Tensor) -> Uncertainty:

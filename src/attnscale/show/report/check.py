@@ -15,12 +15,11 @@ from attnscale.diagnose.scores import EXPLODING
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import finite
-from attnscale.show.check import columns, place
 from attnscale.show.figures import Axis, Figure, Heat, ticks
 from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.report.heads import concentrated_heads, errors_of, map_of_layers
 from attnscale.show.report.spread import densities, freezing, spread_of
-from attnscale.show.text import Column, by_pattern, number
+from attnscale.show.text import Column, by_pattern, columns, number, place
 from attnscale.watching import Layer
 from attnscale.watching.seen import padding_told
 
@@ -28,7 +27,7 @@ FREEZING = {"freezing point": "√(2 ln n): over n scores that spread wider, a h
 OF_MODELS = {
     "expected spread": "spread of independent queries and keys of the norms measured: "
     "expected scale · ‖q‖ · ‖k‖ / √d_k",
-    "scale": f"{STATISTICS['scale'].meaning}; {STATISTICS['scale'].reading}",
+    "scale": f"{STATISTICS['scale_applied'].meaning}; {STATISTICS['scale_applied'].reading}",
 }
 
 
@@ -111,7 +110,7 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
             f"Tried on all that was just seen in {checked.focus}, with its own masks, biases and values. The change "
             "is that of the output, over its norm; a dash where the values that the weights met could not be read."
         )
-        table = Table(("scale by", *COLUMNS), (("", tuple(rows)),))
+        table = Table(("scale by", *(heading.replace("\n", " ") for heading in COLUMNS)), (("", tuple(rows)),))
         yield Section("what-if", "What another scale would do", (told, table))
 
 

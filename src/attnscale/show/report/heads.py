@@ -37,10 +37,10 @@ def map_of_layers(name: str, layers: Mapping[str, Layer]) -> Figure:
     for entry in mapped():
         errors = bounds = None
         if not is_exact and entry.bounded_by:
-            bounds = [_numbers(STATISTICS[entry.bounded_by].of(one)) for one in stats]
+            bounds = [_numbers(entry, STATISTICS[entry.bounded_by].of(one)) for one in stats]
         elif not is_exact and entry.has_error and entry.attribute is not None:
-            errors = [_numbers(one.stderr(entry.attribute)) for one in stats]
-        values = [_numbers(entry.of(one)) for one in stats]
+            errors = [_numbers(entry, one.stderr(entry.attribute)) for one in stats]
+        values = [_numbers(entry, entry.of(one)) for one in stats]
         views[entry.long] = _map(entry, tuple(layers), values, errors, bounds)
     return Figure(name, views, choose="Colour heads by")
 
@@ -49,7 +49,8 @@ def map_of_record(name: str, record: Record) -> Figure:
     """Return the map of one sampled step."""
     views = {}
     for entry in mapped():
-        values = [layer.numbers.get(entry.name, []) for layer in record.layers.values()]
+        heads = (layer.numbers.get(entry.name, []) for layer in record.layers.values())
+        values = [[entry.factor * value for value in values] for values in heads]
         views[entry.long] = _map(entry, tuple(record.layers), values)
     return Figure(name, views, choose="Colour heads by")
 
@@ -60,7 +61,8 @@ def _map(
     """Colour heads in the statistic's range, or in that of the values where it has no highest."""
     values = _padded(values)
     known = [value for row in values for value in row if value is not None]
-    high = entry.highest or max(known, default=1.0) or 1.0
+    highest = entry.highest and entry.factor * entry.highest
+    high = highest or max(known, default=1.0) or 1.0
     log = entry.highest is None and bool(known) and min(known) > 0 and high > OUTLIERS * median(known)
     return Heat(
         values=values,
@@ -91,8 +93,8 @@ def _notice(entry: Statistic, names: Sequence[str], values: Values) -> str:
     )
 
 
-def _numbers(values: Tensor) -> list[Number]:
-    return list(map(finite, values.double().tolist()))
+def _numbers(entry: Statistic, values: Tensor) -> list[Number]:
+    return list(map(finite, (entry.factor * values.double()).tolist()))
 
 
 def _padded(values: Values) -> Values:
@@ -108,7 +110,7 @@ def errors_of(layers: Mapping[str, Layer]) -> Table | str:
     rows = []
     for entry in mapped():
         if entry.has_error and entry.attribute is not None:
-            errors = torch.cat([one.stderr(entry.attribute).double() for one in stats])
+            errors = entry.factor * torch.cat([one.stderr(entry.attribute).double() for one in stats])
             known = errors[torch.isfinite(errors)]
             typical, worst = (float(known.median()), float(known.max())) if len(known) else (math.nan, math.nan)
             rows.append(Row((entry.long, number(typical), number(worst))))

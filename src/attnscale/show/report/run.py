@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from attnscale.diagnose.forecast import Outlook
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
-from attnscale.show.check import place
 from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, short, thinned
 from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.report.check import FREEZING, largest_told, meanings, note_of, unbroken
 from attnscale.show.report.heads import map_of_record, mapped
 from attnscale.show.report.spread import freezes_over, freezing, spreads_of
 from attnscale.show.run import columns, conclusion
-from attnscale.show.text import by_pattern, number
+from attnscale.show.text import by_pattern, number, place
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
@@ -74,7 +73,9 @@ def _facts(run: Run) -> Iterator[Note]:
     entropies = {layer.name: layer.numbers.get("entropy_ratio", math.nan) for layer in run.layers}
     name, lowest = min(entropies.items(), key=lambda entry: _or(entry[1], math.inf), default=("", math.nan))
     if math.isfinite(lowest):
-        yield Note("fact", "entropy", f"The least mean entropy at the last record is {lowest:.2f} of ln n.", place=name)
+        yield Note(
+            "fact", "entropy", f"The lowest mean entropy at the last record is {lowest:.0%} of its maximum.", place=name
+        )
 
 
 def _or(value: float, otherwise: float) -> float:
@@ -190,7 +191,9 @@ def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> F
 
 def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int | str) -> Series:
     """Return the mean of the layers over the steps, with the range from the lowest to the highest."""
-    values = [finite(layer.whole(statistic.name) for layer in record.layers.values()) for record in records]
+    values = [
+        finite(statistic.factor * layer.whole(statistic.name) for layer in record.layers.values()) for record in records
+    ]
     low, high = ([edge(found, default=math.nan) for found in values] for edge in (min, max))
     steps = [record.step for record in records]
     return thinned(Series(name, steps, list(map(mean, values)), low, high, tone=tone, mode="both"))
@@ -199,7 +202,7 @@ def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int 
 def axis_of(statistic: Statistic, series: Sequence[Series]) -> Axis:
     """Return an axis over all of a statistic's range where that ends, else a logarithmic one where values allow it."""
     if statistic.highest is not None:
-        return Axis(statistic.long, range=(0.0, MARGIN * statistic.highest))
+        return Axis(statistic.long, range=(0.0, MARGIN * statistic.factor * statistic.highest))
     values = [value for one in series for value in (*one.y, *one.low) if value is not None]
     return Axis(statistic.long, log=all(value > 0 for value in values))
 
@@ -213,7 +216,7 @@ def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[La
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
         seen = [record for record in records if layer.name in record.layers]
-        values = [record.layers[layer.name].whole(statistic.name) for record in seen]
+        values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in seen]
         mode = "both" if len(seen) <= MARKED else "lines"
         steps = [record.step for record in seen]
         series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
@@ -278,5 +281,5 @@ def _growth_notice(run: Run) -> str:
 
 
 def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
-    first, last = (record.whole(statistic.name) for record in (records[0], records[-1]))
+    first, last = (statistic.factor * record.whole(statistic.name) for record in (records[0], records[-1]))
     return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."

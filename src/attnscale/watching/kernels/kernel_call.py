@@ -89,11 +89,12 @@ class KernelCall:
             divisor = np.where(by_entry == 0, 1.0, np.abs(by_entry))  # a row that sees one key is multiplied by ln 1
             query = query.detach() / torch.from_numpy(divisor).to(query)[..., None, None]
         factors = np.abs(query_path.factor), np.repeat(np.abs(key_path.factor), group)
-        factor = factors[0] * factors[1]
+        factor = query_path.signed_factor * np.repeat(key_path.signed_factor, group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         norm_factors = factors if query is self.query else (np.ones(heads), factors[1])
         not_counted = found.padding, found.hidden_keys
-        query_norm, key_norm = projected_norms(query, self.key, norm_factors, not_counted, every=rows is None)
+        lengths = measured_lengths(query, self.key, not_counted, every=rows is None)
+        query_norm, key_norm = map(_before, lengths, norm_factors)
         kept = (
             save_kernel_call(call, found.multiplier * factor, (query_path, key_path), found.softcap) if keep else None
         )
@@ -295,20 +296,20 @@ def _is_causal(mask: Tensor | None, length: int) -> bool:
     return looks_causal(rows.reshape(1, -1, *rows.shape[-2:]), probe, length)
 
 
-def projected_norms(
-    query: Tensor, key: Tensor, factors: tuple[Factors, Factors], left_out: tuple[Positions, Positions], every: bool
-) -> Iterator[Tensor]:
-    """Yield the lengths of queries, and of the key that each of their heads has, as they left their projections.
+def measured_lengths(
+    query: Tensor, key: Tensor, left_out: tuple[Positions, Positions], every: bool
+) -> tuple[Tensor, Tensor]:
+    """Return root mean square lengths of queries, and of the key that each of their heads has, as a kernel takes them.
 
     On their device, since to look at one would be to wait for a GPU. They are over every position that is not left out,
-    or over some that are spread evenly. `factors` multiplied them since, a value a query head.
+    or over some that are spread evenly.
     """
     query, padding = _measured(query, left_out[0], every)
     key, hidden = _measured(key, left_out[1], every)
-    return map(before, mean_lengths_of_both(query, key, (padding, hidden)), factors)
+    return mean_lengths_of_both(query, key, (padding, hidden))
 
 
-def before(norm: Tensor, factor: Factors) -> Tensor:
+def _before(norm: Tensor, factor: Factors) -> Tensor:
     """Return a norm as it was before the vectors were multiplied."""
     return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
 

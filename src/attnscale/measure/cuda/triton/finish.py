@@ -10,9 +10,9 @@ import triton.language as tl
 
 from attnscale.theory.limits import SATURATED_TOP1
 
-LEFT: tl.constexpr = tl.constexpr(18)  # what a program leaves: 6 numbers and 12 sums, in the order of the table
+LEFT: tl.constexpr = tl.constexpr(20)  # what a program leaves: 6 numbers and 14 sums, in the order of the table
 FIELDS: tl.constexpr = tl.constexpr(32)  # and room up to a power of two
-TABLE: tl.constexpr = tl.constexpr(30)  # columns: those, 10 statistics as they are read, and 2 whole numbers
+TABLE: tl.constexpr = tl.constexpr(33)  # columns: those, 11 statistics as they are read, and 2 whole numbers
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
 
@@ -61,17 +61,17 @@ def finish_kernel(
         table_at += head * TABLE
         tl.store(table_at + fields, total, mask=fields < LEFT)
         squares, within = _field(total, 8), _field(total, 9)
-        show(table_at, 18, squares / scores)
-        show(table_at, 19, tl.sqrt(squares / scores))
-        show(table_at, 20, within / scores)
-        show(table_at, 21, tl.sqrt(within / scores))
-        show(table_at, 22, _field(total, 11) / rows)
+        show(table_at, 20, squares / scores)
+        show(table_at, 21, tl.sqrt(squares / scores))
+        show(table_at, 22, within / scores)
+        show(table_at, 23, tl.sqrt(within / scores))
+        show(table_at, 24, _field(total, 11) / rows)
         several = _field(total, 12)
-        show(table_at, 23, tl.where(several > 0, _field(total, 13) / tl.maximum(several, 1.0), float("nan")))
-        for field in tl.static_range(14, 18):
-            show(table_at, 10 + field, _field(total, field) / rows)
-        show_number(table_at, 28, rows)
-        show_number(table_at, 29, scores)
+        show(table_at, 25, tl.where(several > 0, _field(total, 13) / tl.maximum(several, 1.0), float("nan")))
+        for field in tl.static_range(14, 19):
+            show(table_at, 12 + field, _field(total, field) / rows)
+        show_number(table_at, 31, rows)
+        show_number(table_at, 32, scores)
         tl.store(arrived_at + head, 0)  # for the next launch
 
 
@@ -196,3 +196,5 @@ def _pool(
     tl.store(left_at + 15, tl.sum(saturated, 0))
     tl.store(left_at + 16, tl.sum(gain, 0))
     tl.store(left_at + 17, tl.sum(keys, 0))
+    tl.store(left_at + 18, float("nan"))  # Σ of the weights on the first visible keys
+    tl.store(left_at + 19, 0.0)  # a learned sink joins rows that are pooled elsewhere

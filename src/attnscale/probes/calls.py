@@ -1,0 +1,278 @@
+"""The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
+
+While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
+SeenCall, is made of the plan and the buffer when somebody asks for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.measure.cuda.probe import Probed, measure_gradients
+from attnscale.measure.pool import pooled_together
+from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
+from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import constant_on
+from attnscale.torch_internals import copy_each_, graph_is_kept
+from attnscale.watching.call import Factors, SeenCall, Shard
+from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
+from attnscale.watching.plan import PlannedCall
+
+POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
+LENGTHS, GRADIENTS = 4, 2  # rows of them
+NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine; even, as kernels expect it
+COLUMNS = (POOLED, 2, 2, 1, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale, cosine
+
+
+class CallNumbers(NamedTuple):
+    """The numbers of one call, float64: views of its row of a buffer."""
+
+    table: Tensor  # (heads, TABLE), of which the columns of POOLED are always written
+    lengths: Tensor  # (4, heads): root mean squares of ‖q‖ and ‖k‖, and the largest square of each
+    gradients: Tensor  # (2, heads): ‖∂loss/∂q‖ and ‖∂loss/∂k‖
+    scales: Tensor  # (heads,), written where the plan does not say them
+    cosine: Tensor  # (heads,), of queries and keys, written where the scores hold a bias too
+
+    @classmethod
+    def of_row(cls, row: Tensor, heads: int) -> "CallNumbers":
+        """Return the views of a row."""
+        table, lengths, gradients, scales, cosine, _ = row.split(
+            [heads * TABLE, heads * LENGTHS, heads * GRADIENTS, heads, heads, len(row) - heads * NUMBERS_A_HEAD]
+        )
+        return cls(table.view(heads, TABLE), lengths.view(-1, heads), gradients.view(-1, heads), scales, cosine)
+
+
+class NumbersBuffer:
+    """A buffer on one device, with a row for each planned call; the same rows are used again at every step."""
+
+    def __init__(self, device: torch.device, calls: int, heads: int) -> None:
+        self.device, self._shape = device, (calls, heads * NUMBERS_A_HEAD)
+        self._parts: list[Tensor] = []  # further ones for further micro-batches
+        self._numbers: list[CallNumbers] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        """Use it from its beginning."""
+        self._used = 0
+
+    def next(self, heads: int) -> tuple[int, CallNumbers]:
+        """Return the number of the next row, and its views."""
+        number, self._used = self._used, self._used + 1
+        if number == len(self._numbers) or len(self._numbers[number].scales) != heads:
+            part, row = divmod(number, self._shape[0])
+            if part == len(self._parts):
+                self._parts.append(torch.zeros(self._shape, dtype=torch.float64, device=self.device))
+            self._numbers[number : number + 1] = [CallNumbers.of_row(self._parts[part][row], heads)]
+        return number, self._numbers[number]
+
+    def to_host(self) -> "HostNumbers":
+        """Copy what this step has written, without waiting for a GPU."""
+        is_cuda = self.device.type == "cuda"
+        parts = self._parts[: -(-self._used // self._shape[0])]
+        copies = [part.to("cpu", non_blocking=True) if is_cuda else part.cpu().clone() for part in parts]
+        event = torch.cuda.current_stream(self.device).record_event() if is_cuda else None
+        return HostNumbers(copies, tuple(len(each.scales) for each in self._numbers[: self._used]), event)
+
+
+@dataclass(frozen=True, eq=False)
+class HostNumbers:
+    """A step's buffer on its way to the host."""
+
+    _parts: list[Tensor]
+    heads: tuple[int, ...]  # of each row
+    _event: "torch.cuda.Event | None"
+
+    @property
+    def is_here(self) -> bool:
+        """True if nobody would wait for it."""
+        return self._event is None or self._event.query()
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+
+    def of(self, number: int) -> CallNumbers:
+        """Wait for it, and return the numbers of a call."""
+        return CallNumbers.of_row(self._rows[number], self.heads[number])
+
+    @cached_property
+    def columns(self) -> tuple[Tensor, ...]:
+        """What adds up over calls, of each call: (heads, COLUMNS), with POOLED, lengths, gradients, scale, cosine."""
+        if not self.heads:
+            return ()
+        columns = self._rows.flatten()[_column_index(self.heads, self._rows.shape[1])]
+        return torch.split(columns, list(self.heads))
+
+
+@lru_cache(maxsize=16)
+def _column_index(heads: tuple[int, ...], width: int) -> Tensor:
+    """Return where the columns of each head lie, (heads of all, COLUMNS), in rows so wide."""
+    found = []
+    for row, own in zip(torch.arange(len(heads) * width).view(-1, width), heads, strict=True):
+        numbers = CallNumbers.of_row(row, own)
+        by_head = torch.cat([numbers.lengths[:2], numbers.gradients, numbers.scales[None], numbers.cosine[None]]).mT
+        found.append(torch.cat([numbers.table[:, :POOLED], by_head], dim=1))
+    return torch.cat(found)
+
+
+@dataclass(eq=False, repr=False)
+class ProbedCall:
+    """One call of a probed step."""
+
+    planned: PlannedCall
+    depth: int  # runs of its module before this one, in the same forward
+    batch: int
+    query_len: int
+    key_len: int
+    dtype: torch.dtype
+    key_heads: int
+    place: int  # in the buffer
+    buffer: CallNumbers
+    multiplier: float | None = None  # of q·k; None where the buffer has the scale of each head
+    causal: bool = False
+    softcap: float | None = None
+    highest_bias: float = 0.0
+    padding: Tensor | None = None
+    stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
+    probed: Probed | None = None  # what a kernel leaves beside the buffer
+    shard: Shard | None = None
+    lengths: GradientLengths | None = None  # of gradients that are not in the buffer yet
+    has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
+    has_cosine: bool = False  # in the buffer
+    is_over: bool = False  # its step, to its end or not
+    node: int = -1  # of autograd, for the compiled graph that the call is in
+    backward: int | None = None  # the one that brought gradients to a compiled call
+    host: HostNumbers | None = None  # once the step is over
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.planned.template.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.planned.template.head_dim
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+        return self.planned.template.rescaled
+
+    @property
+    def factors(self) -> Factors:
+        """Constants that multiplied queries and keys before the call, (2, heads)."""
+        return self.planned.head_factors(self.key_heads)
+
+    @cached_property
+    def numbers(self) -> CallNumbers:
+        """The numbers on the host; waits for them."""
+        assert self.host is not None  # it is asked for once the step is over
+        return self.host.of(self.place)
+
+    @property
+    def columns(self) -> Tensor:
+        """What adds up over calls, (heads, COLUMNS), on the host; waits for it."""
+        assert self.host is not None  # it is asked for once the step is over
+        return self.host.columns[self.place]
+
+    @cached_property
+    def statistics(self) -> ScoreStats:
+        """Statistics of the scores; what a kernel has pooled is read when one of them is."""
+        return self.stats or ScoreStats(self.heads, exact=False, pool=self._pooled)
+
+    def _pooled(self) -> Pooled:
+        assert self.probed is not None  # or there are statistics
+        return self.probed.on_host(self.numbers.table)
+
+    def add_gradients(self, query: Tensor, key: Tensor) -> None:
+        """Add what reached queries and keys, or the operands of a product."""
+        if self.is_over:
+            return  # the next step writes to this row
+        if self.planned.written is not None:
+            query, key = self.planned.written.layout.operands(query, key)
+        owners, is_first = self.planned.template.key_owners, self.lengths is None and not any(self.has_gradients)
+        if (
+            is_first
+            and query.is_cuda
+            and not graph_is_kept()
+            and shares_as_kernels_do(self.heads, key.shape[1], owners)
+        ):
+            self.has_gradients = (True, True)
+            if measure_gradients(query, key, self.buffer.gradients):
+                return
+            self.has_gradients = (False, False)
+        if self.lengths is None:
+            known = self.buffer.gradients.clone() if all(self.has_gradients) else (None, None)
+            self.lengths = GradientLengths(*known)
+        self.lengths.add_both(query, key, owners)
+
+    def settle(self) -> None:
+        """Write to the buffer what is known of gradients; no other backward is waited for."""
+        if self.lengths is None:
+            return
+        self.lengths.settle()
+        found = self.lengths.query, self.lengths.key
+        self.has_gradients = found[0] is not None, found[1] is not None
+        for row, lengths in zip(self.buffer.gradients, found, strict=True):
+            if lengths is not None:
+                row.copy_(lengths)
+        self.lengths = None
+
+    @cached_property
+    def seen(self) -> SeenCall:
+        """The call as a trace would have seen it."""
+        return self._seen(self.numbers, self.statistics)
+
+    def seen_at_once(self) -> SeenCall:
+        """Return it before the step is over, for ranks that share out keys."""
+        assert self.stats is not None  # those are never measured by the fast path
+        return self._seen(CallNumbers(*(each.clone() for each in self.buffer)), self.stats)
+
+    def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> SeenCall:
+        seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
+        query_norm, key_norm = numbers.lengths[:2] / factors
+        scales = numbers.scales if self.multiplier is None else torch.from_numpy(self.multiplier * self.factors.prod(0))
+        seen.batch, seen.query_len, seen.key_len, seen.dtype = self.batch, self.query_len, self.key_len, self.dtype
+        seen.causal, seen.softcap, seen.highest_bias = self.causal, self.softcap, self.highest_bias
+        seen.stats, seen.scales = stats, scales
+        seen.padding = None if self.padding is None else self.padding.to(numbers.lengths.device)
+        seen.query_norm, seen.key_norm, seen.depth, seen.shard = query_norm, key_norm, self.depth, self.shard
+        seen.cosine = numbers.cosine if self.has_cosine else None
+        query, key = (row if known else None for row, known in zip(numbers.gradients, self.has_gradients, strict=True))
+        seen.gradients = GradientLengths(query, key)
+        return seen
+
+
+def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:
+    """Pool what is not pooled yet, alike calls at once, and have the buffers copied to the host."""
+    for call in calls:
+        call.settle()
+    unpooled = [(call, call.stats) for call in calls if call.stats is not None]
+    pooled = pooled_together([stats for _, stats in unpooled])
+    hosts = []
+    for buffer in buffers:
+        here = [
+            (call.buffer.table[:, :POOLED], each)
+            for (call, _), each in zip(unpooled, pooled, strict=True)
+            if call.buffer.table.device == buffer.device
+        ]
+        if here:
+            columns = pooled_columns([each for _, each in here])
+            copy_each_([table for table, _ in here], columns.split([len(table) for table, _ in here]))
+        hosts.append(buffer.to_host())
+    by_device = {buffer.device: host for buffer, host in zip(buffers, hosts, strict=True)}
+    for call in calls:
+        call.host = by_device[call.buffer.table.device]
+
+
+def pooled_columns(pooled: Sequence[Pooled]) -> Tensor:
+    """Return numbers and sums of all heads of all, (heads, POOLED) in float64."""
+    numbers = [torch.cat([getattr(each, name) for each in pooled]).double() for name in NUMBERS]
+    return torch.cat([torch.stack(numbers, dim=-1), torch.cat([each.sums for each in pooled])], dim=-1)

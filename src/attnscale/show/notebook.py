@@ -1,0 +1,333 @@
+"""Results in notebooks: the HTML table, the line of repr(), the data frame and the plot of each kind of result."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import singledispatch
+from html import escape
+from importlib import import_module
+from itertools import repeat
+from typing import Any
+
+from attnscale.acting.clip import ClipReport
+from attnscale.checking import Checked
+from attnscale.comparing.comparison import Comparison
+from attnscale.diagnose.audit import Audit
+from attnscale.diagnose.finding import grouped
+from attnscale.diagnose.verdict import head_verdicts
+from attnscale.diagnose.what_if import COLUMNS, WhatIf
+from attnscale.errors import SettingError
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
+from attnscale.measure.stats import ScoreStats
+from attnscale.plain import counted, printable
+from attnscale.show.text import columns, formatted, number
+from attnscale.theory.limits import freezing_point
+from attnscale.train.log import Log
+from attnscale.train.monitor import Monitor
+from attnscale.train.record import Record
+from attnscale.watching.layer import Layer
+from attnscale.watching.seen import Seen, padding_told
+
+COLOURS = {"error": "#d32f2f", "warning": "#c77700", "note": "#1976d2", "fine": "#2e7d32"}
+MOST_ROWS = 100  # of a table; a data frame has all
+MOST_CURVES = 10  # with a name in the legend
+FEW_POINTS = 40  # of a curve that has marks
+Row = tuple[str, Sequence[str]]  # the tone of the last cell, and the cells
+Fields = Iterable[dict[str, Any]]  # rows of a data frame
+LIVE, SEEN = in_place(Place.LIVE), in_place(Place.SEEN)
+
+
+@dataclass(frozen=True)
+class View:
+    """A result as people look at it: a verdict, a table, notes, the rows of a data frame, a plot."""
+
+    kind: str
+    verdict: str
+    headings: Sequence[str]
+    rows: Iterable[Row]
+    records: Fields
+    tone: str = "note"
+    notes: Iterable[str] = ()
+    draw: Callable[[Any, str, float], None] | None = None
+
+    @staticmethod
+    def of(result: object) -> "View":
+        """Return the view of a result."""
+        return view_of(result)
+
+    @property
+    def line(self) -> str:
+        """One line, for repr()."""
+        return f"<{self.kind}: {printable(self.verdict.rstrip('.'))}>"
+
+    def html(self) -> str:
+        """Return a table with the verdict above it. Names are data, and escaped."""
+        rows, headings = list(self.rows), [heading.replace("\n", " ") for heading in self.headings]
+        shown, left = rows[:MOST_ROWS], len(rows) - MOST_ROWS
+        is_text = [not all(_is_number(row[at]) for _, row in shown) for at in range(len(headings))]
+        head = "".join(_cell("th", *cell) for cell in zip(headings, is_text, strict=True))
+        body = "".join(f"<tr>{''.join(_cells(is_text, *row))}</tr>" for row in shown)
+        more = [f"And {left:,} more rows: .to_pandas() has all."] if left > 0 else []
+        notes = "".join(f"<p style='margin:.3em 0'>{_safe(note)}</p>" for note in (*more, *self.notes))
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if shown else ""
+        verdict = f"border-left:4px solid {COLOURS[self.tone]};padding-left:.6em'><b>{_safe(self.verdict)}</b>"
+        return f"<div><p style='{verdict}</p><div style='overflow-x:auto'>{table}</div>{notes}</div>"
+
+    def frame(self) -> Any:
+        """Return the data frame."""
+        return _package("pandas", "to_pandas()").DataFrame(list(self.records))
+
+    def plot(self, statistic: str, ax: Any) -> Any:
+        """Draw a statistic; return the axes."""
+        if statistic not in STATISTICS:
+            raise SettingError(f"Expected a statistic to plot, one of {', '.join(STATISTICS)}, got {statistic!r}.")
+        if self.draw is None:
+            raise SettingError("Expected a record to plot, and no step was sampled yet.")
+        ax = ax or _package("matplotlib.pyplot", "plot()").subplots(layout="constrained")[1]
+        self.draw(ax, statistic, STATISTICS[statistic].factor)
+        ax.set_ylabel(STATISTICS[statistic].long)
+        ax.legend(fontsize="small")
+        return ax
+
+
+@singledispatch
+def view_of(result: object) -> View:
+    """Return the view of a result."""
+    raise TypeError(f"Expected a result of attnscale, got {type(result).__name__}.")
+
+
+@view_of.register
+def _(audit: Audit) -> View:
+    checked = Checked("", "", "", None, (), audit)
+    rows = (
+        (line.severity or "fine", [line.name, *(column.cell(line) for column in columns()), line.judgement])
+        for line in checked.lines
+    )
+    notes = [f"{word}: {meaning}." for word, meaning in checked.footnotes.items()]
+    notes += [*map(str, checked.groups), *padding_told(audit.layers.values()), *audit.unchecked]
+    headings = ("layer", *(column.short for column in columns()), "verdict")
+    records = (row for layer in audit.layers.values() for row in _judged(layer))
+    return View("Audit", checked.conclusion, headings, rows, records, audit.worst or "fine", notes, _layers(audit))
+
+
+@view_of.register
+def _(seen: Seen) -> View:
+    layers = seen.layers.values()
+    found = f"{counted(len(layers), 'attention layer')}, {counted(seen.calls, 'call')}"
+    headings = ("layer", "kind", "heads", "d_k", "scale", "expected\nscale", *(entry.short for entry in SEEN))
+    rows = (("", [*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)]) for layer in layers)
+    records = (row for layer in layers for row in _head_rows(layer))
+    return View("Seen", found, headings, rows, records, notes=padding_told(layers), draw=_layers(seen))
+
+
+@view_of.register
+def _(stats: ScoreStats) -> View:
+    looked, shown = "every row" if stats.exact else "sampled rows", in_place(Place.CHECK | Place.LIVE)
+    numbers = ", ".join(f"{name} {number(STATISTICS[name].whole(stats))}" for name in ("spread", "max"))
+    verdict = f"{counted(stats.heads, 'head')}, {int(stats.rows.sum()):,} rows ({looked}): {numbers}"
+    cells = [_cells_of_heads(stats, entry) for entry in shown]
+    rows = (("", [str(head), *(column[head] for column in cells)]) for head in range(stats.heads))
+    return View("ScoreStats", verdict, ("head", *(entry.short for entry in shown)), rows, _stats_rows(stats))
+
+
+@view_of.register
+def _(table: WhatIf) -> View:
+    now, tried = table.rows[0], counted(len(table.rows) - 1, "candidate")
+    spread = f"Now the scores spread by {number(now.spread)}"
+    verdict = f"{spread}, entropy {100 * now.entropy_ratio:.1f}% of its maximum; {tried} tried"
+    rows = (("", [row.name, *row.numbers()]) for row in table.rows)
+    records = ({"candidate": row.name} | {key: own for key, own in asdict(row).items() if key != "name"}
+               for row in table.rows)  # fmt: skip
+    return View("WhatIf", verdict, ("scale by", *COLUMNS), rows, records)
+
+
+@view_of.register
+def _(comparison: Comparison) -> View:
+    changed = [*comparison.changed, *comparison.carried]
+    rows = (
+        ("warning" if head.worse else "note", [
+            head.layer, str(head.head), "; ".join(map(str, head.changed)), str(head.by_factor),
+            "its inputs" if head.carried else "its own weights",
+        ])
+        for head in changed
+    )  # fmt: skip
+    found = [("new", comparison.new), ("gone", comparison.gone)]
+    notes = [f"{word}: {group}" for word, findings in found for group in grouped(findings)]
+    records = (
+        {"layer": head.layer, "head": head.head, "same_weights": head.carried} | asdict(move)
+        for head in comparison.heads
+        for move in head.moves.values()
+    )
+    tone, headings = "warning" if comparison.worse else "fine", ("layer", "head", "change", "by factor", "cause")
+    return View("Comparison", comparison.conclusion, headings, rows, records, tone, (*notes, *comparison.notes))
+
+
+@view_of.register
+def _(report: ClipReport) -> View:
+    skipped = f", {counted(len(report.left), 'head')} skipped" if report.left else ""
+    verdict = f"{counted(len(report.heads), 'head')} clipped to {report.threshold:g}{skipped}"
+    headings = ("layer", "head", "largest score", "measured", "at most", "multiplied by", "parameters")
+    rows = (
+        ("", [head.layer, str(head.head), number(head.maximum), head.measured, number(head.bound),
+              number(head.gamma, 4), "; ".join(map(str, head.touched))])
+        for head in report.heads
+    )  # fmt: skip
+    records = (
+        {"layer": head.layer, "head": head.head, "max": head.maximum, "max_bound": head.bound,
+         "measured": head.measured, "factor": head.gamma, "parameters": [one.parameter for one in head.touched]}
+        for head in report.heads
+    )  # fmt: skip
+    return View("ClipReport", verdict, headings, rows, records, notes=map(str, report.left))
+
+
+@view_of.register
+def _(record: Record) -> View:
+    groups = grouped(record.alarms)
+    alarms = counted(len(record.alarms), "alarm") if groups else "no new alarm"
+    loss = "" if record.loss is None else f", loss {number(record.loss)}"
+    verdict = f"Step {record.step}{loss}: {counted(len(record.layers), 'layer')}, {alarms}"
+    rows = (
+        ("", [name, *(formatted(entry, layer.whole(entry.name)) for entry in LIVE)])
+        for name, layer in record.layers.items()
+    )
+    keys = [layer.keys or 1.0 for layer in record.layers.values()]
+    tone, headings = groups[0].first.severity if groups else "fine", ("layer", *(entry.short for entry in LIVE))
+    draw = _by_layer(_record_rows(record), keys)
+    return View("Record", verdict, headings, rows, _record_rows(record), tone, map(str, groups), draw)
+
+
+@view_of.register
+def _(monitor: Monitor) -> View:
+    verdict = f"step {monitor.steps}, sampled every {counted(monitor.every, 'step')}"
+    if monitor.last is None:
+        return View("Monitor", verdict, (), (), ())
+    last = view_of(monitor.last)
+    verdict = f"{verdict}. {last.verdict}"
+    return View("Monitor", verdict, last.headings, last.rows, last.records, last.tone, last.notes, last.draw)
+
+
+@view_of.register
+def _(log: Log) -> View:
+    records, alarms = log.records, sum(len(record.alarms) for record in log.records)
+    steps = f", steps {records[0].step} to {records[-1].step}" if len(log.runs) == 1 else ""
+    verdict = f"{counted(len(log.runs), 'run')}, {counted(len(records), 'record')}{steps}"
+    rows = (
+        ("warning" if record.alarms else "", [
+            str(record.step), "–" if record.loss is None else number(record.loss),
+            *(formatted(entry, record.whole(entry.name)) for entry in LIVE),
+            ", ".join(dict.fromkeys(alarm.code for alarm in record.alarms)),
+        ])
+        for record in reversed(records)
+    )  # fmt: skip
+
+    def draw(ax: Any, statistic: str, factor: float) -> None:
+        run = list(log.runs.values())[-1]
+        for at, name in enumerate(dict.fromkeys(name for record in run for name in record.layers)):
+            own = [record for record in run if name in record.layers]
+            values = [factor * record.layers[name].whole(statistic) for record in own]
+            label, mark = printable(name) if at < MOST_CURVES else None, "." if len(own) < FEW_POINTS else ""
+            ax.plot([record.step for record in own], values, marker=mark, label=label)
+        ax.set_xlabel("step")
+
+    fields = (row for record in records for row in _record_rows(record))
+    headings, notes = ("step", "loss", *(entry.short for entry in LIVE), "alarms"), ["Latest first; means of layers."]
+    return View("Log", f"{verdict}, {counted(alarms, 'alarm')}", headings, rows, fields, notes=notes, draw=draw)
+
+
+def _layers(seen: Audit | Seen) -> Callable[[Any, str, float], None]:
+    keys = (float(layer.stats.keys.double().nanmean()) for layer in seen.layers.values())
+    rows = (row for layer in seen.layers.values() for row in _head_rows(layer))
+    return _by_layer(rows, (known if math.isfinite(known) else 1.0 for known in keys))
+
+
+def _by_layer(rows: Fields, keys: Iterable[float]) -> Callable[[Any, str, float], None]:
+    """Return what draws a statistic of every head by layer; for the spread, also the critical spread."""
+
+    def draw(ax: Any, statistic: str, factor: float) -> None:
+        heads: dict[str, list[float]] = {}
+        for row in rows:
+            heads.setdefault(row["layer"], []).append(factor * row.get(statistic, math.nan))
+        points = [(at, value) for at, values in enumerate(heads.values()) for value in values]
+        means = [math.fsum(values) / len(values) for values in heads.values()]
+        ax.plot(*zip(*points, strict=True), "o", color="C0", alpha=0.4, label="one head")
+        ax.plot(range(len(heads)), means, color="C0", label="mean of the layer")
+        if statistic == "spread":
+            critical = [freezing_point(max(1, round(known))) for known in keys]
+            ax.plot(range(len(heads)), critical, "--", color="C3", label="critical spread √(2 ln n)")
+        ax.set_xticks(range(len(heads)), list(map(printable, heads)), rotation=90, fontsize="x-small")
+
+    return draw
+
+
+def _stats_rows(stats: ScoreStats) -> Iterator[dict[str, Any]]:
+    known = {name: entry.of(stats).tolist() for name, entry in STATISTICS.items() if entry.attribute is not None}
+    for head in range(stats.heads):
+        yield {"head": head, **{name: values[head] for name, values in known.items()}}
+
+
+def _head_rows(layer: Layer) -> Iterator[dict[str, Any]]:
+    of_heads = {"scale_applied": layer.scales, "query_norm": layer.query_norm, "key_norm": layer.key_norm}
+    numbers = {name: own.double().tolist() for name, own in (of_heads | {"alignment": layer.alignment}).items()}
+    for row in _stats_rows(layer.stats):
+        head = row.pop("head")
+        place = {"layer": layer.name, "head": head, "kind": layer.kind, "head_dim": layer.head_dim}
+        own = {name: values[head] for name, values in numbers.items()}
+        yield {**place, "scale_expected": layer.scale_expected, **own, **row}
+
+
+def _judged(layer: Layer) -> Iterator[dict[str, Any]]:
+    verdicts = {found.head: found.verdict for found in head_verdicts(layer)}
+    return (row | {"verdict": verdicts.get(row["head"])} for row in _head_rows(layer))
+
+
+def _record_rows(record: Record) -> Iterator[dict[str, Any]]:
+    of_step = {"run": record.run, "step": record.step, "loss": record.loss, "lr": record.lr}
+    for name, layer in record.layers.items():
+        for head in range(max(map(len, layer.numbers.values()), default=0)):
+            numbers = {statistic: values[head] for statistic, values in layer.numbers.items() if head < len(values)}
+            yield {**of_step, "layer": name, "head": head, **numbers}
+
+
+def _facts(layer: Layer) -> list[str]:
+    heads = str(layer.heads) if layer.heads == layer.kv_heads else f"{layer.heads}/{layer.kv_heads}"
+    scales = number(layer.scale_applied), number(layer.scale_expected)
+    return [layer.name, layer.kind, heads, str(layer.head_dim), *scales]
+
+
+def _cell_of(stats: ScoreStats, entry: Statistic) -> str:
+    return formatted(entry, entry.whole(stats), entry.error(stats))
+
+
+def _cells_of_heads(stats: ScoreStats, entry: Statistic) -> list[str]:
+    errors = [math.nan] * stats.heads
+    if entry.attribute is not None and entry.has_error and not stats.exact:
+        errors = stats.stderr(entry.attribute).nan_to_num(math.inf).tolist()
+    return list(map(formatted, repeat(entry), entry.of(stats).tolist(), errors))
+
+
+def _cells(is_text: Sequence[bool], tone: str, cells: Sequence[str]) -> Iterator[str]:
+    for at, text in enumerate(cells):
+        yield _cell("td", text, is_text[at], COLOURS.get(tone, "") if at == len(cells) - 1 else "")
+
+
+def _cell(tag: str, text: str, is_text: bool, colour: str = "") -> str:
+    tint = f";color:{colour}" if colour else ""
+    style = f"text-align:{'left' if is_text else 'right'};padding:.15em .6em{tint}"
+    return f"<{tag} style='{style}'>{_safe(text)}</{tag}>"
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in ("", "-", "–")
+
+
+def _safe(text: str) -> str:
+    return escape(printable(text))
+
+
+def _package(name: str, what: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        missing = f"{what} needs the package {package}, which is not installed"
+        raise SettingError(f"{missing}: pip install {package}.") from None
