@@ -19,13 +19,13 @@ REPORT = {"width": 900, "height": 900}
 
 
 def explore(browser: Browser, folder: Path) -> None:
-    """Return the upper part of what `attnscale explore` opens, for unscaled scores of 24 dimensions."""
+    """Take the upper part of what `attnscale explore` opens."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "explore.html"
         path.write_text(explore_page(), encoding="utf-8")
         page = browser.new_page(viewport=WINDOW)
-        page.goto(path.as_uri() + "#rule=unscaled&d=24&n=64")
-        last = page.locator("#received-panel").bounding_box()
+        page.goto(path.as_uri() + "#third=1")
+        last = page.locator("#phenomenon").bounding_box()
         assert last is not None
         height = last["y"] + last["height"] + MARGIN
         page.screenshot(
@@ -34,7 +34,7 @@ def explore(browser: Browser, folder: Path) -> None:
 
 
 def report(browser: Browser, folder: Path) -> None:
-    """Return the upper part of the report of the bundled model, as `attnscale check --html` writes it."""
+    """Take the upper part of the report of the bundled model, as `attnscale check --html` writes it."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "report.html"
         path.write_text(report_page(check_model(Request())), encoding="utf-8")

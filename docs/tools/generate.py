@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -17,12 +16,13 @@ import typer
 from typer.cli import get_docs_for_click
 
 from attnscale import claims
+from attnscale.claims.judging import ARITHMETIC, STATEMENT
 from attnscale.cli import app
 from attnscale.diagnose import CODES
 from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.measure.statistics import STATISTICS, Statistic, of_scores
 from attnscale.rules.listing import catalogue
-from attnscale.show.ledger import shown_value
+from attnscale.show.ledger import counted, shown_value
 from attnscale.show.text import shown
 
 DOCS = Path(__file__).parents[1]
@@ -73,19 +73,17 @@ def _commands() -> str:
 
 def _ledger() -> str:
     judged = claims.ledger()
-    counts = Counter(claim.verdict for claim in judged)
-    parts = [f"**{len(judged)} claims: {', '.join(f'{counts[verdict]} {verdict}' for verdict in claims.VERDICTS)}.**"]
+    parts = [f"**{' '.join(counted(judged))}**"]
     for source in claims.SOURCES:
-        rows = (
-            [claim.verdict, f"`{claim.id}`<br>{text_of(claim.claim)} *{text_of(shown_value(claim.claimed))}*",
-             text_of(shown_value(claim.computed)), text_of(claim.note)]
-            for claim in judged if claim.source == source.name
-        )  # fmt: skip
-        parts += [
-            f"## The {source.kind}",
-            f"*{text_of(source.title)}*",
-            table(["", "claimed", "computed", "note"], rows),
-        ]
+        parts += [f"## The {source.kind}", f"*{text_of(source.title)}*"]
+        for kind in (STATEMENT, ARITHMETIC):
+            rows = [
+                [claim.verdict, f"`{claim.id}`<br>{text_of(claim.claim)} *{text_of(shown_value(claim.claimed))}*",
+                 text_of(shown_value(claim.computed)), text_of(claim.note), text_of(claim.section)]
+                for claim in judged if (claim.source, claim.kind) == (source.name, kind)
+            ]  # fmt: skip
+            parts += ["Plain arithmetic:"] if kind == ARITHMETIC and rows else []
+            parts += [table(["", "claimed", "computed", "note", "section"], rows)] if rows else []
     return "\n\n".join(parts)
 
 

@@ -17,6 +17,9 @@ def softmax(x: ArrayLike, axis: int = -1) -> Array:
     return np.asarray(exponentials / np.where(total == 0.0, 1.0, total))
 
 
+stable_softmax = softmax  # the name that a textbook gives it
+
+
 def softmax_jacobian(p: ArrayLike) -> Array:
     """∂p_i/∂x_j = p_i (δ_ij − p_j), from the probabilities p."""
     p = np.asarray(p, dtype=np.float64)

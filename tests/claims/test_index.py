@@ -1,6 +1,7 @@
 """Every exercise, listing and worked example has a command, and each command is one that there is."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from attnscale.claims import INDEX, SOURCES
 from attnscale.cli import app
 from attnscale.lab.experiments import EXPERIMENTS
 
-CLAIMS = {entry.id for source in SOURCES for entry in source.entries}
+ROOT = Path(__file__).parents[2]
 EXERCISES = ("standard deviation", "softmax([x, 0, 0, 0])", "with and without", "temperatures", "peaked and uniform")
 
 
@@ -29,10 +30,12 @@ def test_the_five_exercises_and_both_listings_are_there():
 def test_a_command_of_the_index_is_one_that_there_is(worked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, command, *arguments = shlex.split(worked.command)
+    if program == "jupyter":
+        assert (ROOT / arguments[0]).exists()
+        return
     assert program == "attnscale"
-    if command == "claims":
-        assert set(arguments) <= CLAIMS
-    elif command == "lab":
+    assert command != "claims"  # a verdict is nothing to see
+    if command == "lab":
         assert arguments[0] in EXPERIMENTS
     elif command == "demo":
         assert not arguments

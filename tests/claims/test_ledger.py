@@ -67,17 +67,35 @@ def test_a_claim_is_one_short_sentence_with_a_known_verdict(claims):
         assert claim.verdict in VERDICTS
 
 
+def test_every_claim_names_its_section_and_plain_arithmetic_is_marked(claims, by_id):
+    assert all(claim.section for claim in claims)
+    assert (by_id["exp-50"].kind, by_id["gradient-flow"].kind) == ("arithmetic", "statement")
+
+
+def test_what_is_drawn_or_trained_has_its_error(claims):
+    for claim in claims:
+        if isinstance(claim.computed, str) and ("drawn" in claim.computed or "small models" in claim.computed):
+            assert "±" in claim.computed, claim.id
+
+
+def test_the_terminal_prints_ids_and_arithmetic_apart(claims, monkeypatch):
+    monkeypatch.setattr(attnscale.claims, "ledger", lambda ids: claims)
+    shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "140"}).output
+    assert "gradient-flow" in shown
+    assert shown.index("real-head-dims") < shown.index("Plain arithmetic:") < shown.index("exp-50")
+
+
 def test_whatever_is_not_confirmed_says_why(claims):
     assert all(claim.note for claim in claims if claim.verdict != "confirmed")
 
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_seven_fields(claims, every):
+def test_the_ledger_is_the_same_every_time_and_survives_json_with_exactly_nine_fields(claims, every):
     again = ledger([claim.id for claim in claims[::every]])
     assert again == claims[::every]
     for claim in again:
         fields = dataclasses.asdict(claim)
-        assert list(fields) == ["id", "source", "claim", "claimed", "computed", "verdict", "note"]
+        assert list(fields) == ["id", "source", "section", "kind", "claim", "claimed", "computed", "verdict", "note"]
         assert json.loads(json.dumps(fields, allow_nan=False)) == fields
 
 
@@ -121,10 +139,9 @@ def test_right_numbers_are_confirmed(by_id, id_, computed):
 @pytest.mark.parametrize(
     ("id_", "verdict", "shown"),
     [
-        ("modern-llms-universal", "refuted", "3 of 7 models"),
         ("modern-llms-universal", "refuted", "Granite 3.1 2B 0.125"),
         ("inverse-dim-precision", "confirmed", "in 4 of 4 cases"),
-        ("large-scores-sharpen", "confirmed", "0% with it"),
+        ("large-scores-sharpen", "confirmed", "0% ± 0.0% with it"),
         ("inverse-dim-harms", "confirmed", "at d_k = 256"),
         ("trained-controlled", "confirmed", "the bundled model's scores"),
         ("trained-less-critical", "qualified", "removed from the bundled model"),
@@ -159,7 +176,7 @@ def test_a_flipped_verdict_is_noticed(claims):
 
 
 def test_a_new_and_a_missing_claim_are_noticed(claims):
-    new = Claim("brand-new", "notes.txt", "It is so.", "so", "so", "confirmed", "")
+    new = Claim("brand-new", "notes.txt", "1.", "statement", "It is so.", "so", "so", "confirmed", "")
     assert changed([*(claim for claim in claims if claim.id != "exp-50"), new]) == [
         "'brand-new' is new: confirmed, with no recorded verdict.",
         "'exp-50' is gone: it was recorded as refuted.",

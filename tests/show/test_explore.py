@@ -1,5 +1,6 @@
 """The page of `attnscale explore` in a real browser: its numbers are the library's, its controls do what they say."""
 
+import json
 import math
 import random
 import runpy
@@ -10,22 +11,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attnscale import reference, theory
 from attnscale.claims import INDEX
-from attnscale.lab.experiments import divisors
+from attnscale.claims.computations import gradient_without_scale
+from attnscale.lab.demo import Demo, TwinTraining
+from attnscale.models import encode, load_bundled
+from attnscale.operator import attention_weights
 from attnscale.rules import RULES, get_rule
-from attnscale.show.explore import CONTROLS, PRESETS, explore_page
+from attnscale.show.explore import CONTROLS, explore_page, presets
+from attnscale.watching import watch
 from tests.browser import PHONE, sideways
 from tests.busy import held_up
 from tests.show.test_scales import by_length
 
 ROOT = Path(__file__).parents[2]
+RECORDED = json.loads((ROOT / "src/attnscale/show/templates/explore/recorded.json").read_text(encoding="utf-8"))
 EXACT = 1e-6
-EXPECTED = ("expected-entropy", "expected-entropy_ratio", "expected-top1", "expected-jacobian_trace")
-ROW = ("row-spread", "row-top1", "row-jacobian_trace")
-SHOWN = ("spread", "variance", "freezing", "score-scale", "sampled-spread", *EXPECTED, *ROW)
+STATISTICS = ("entropy_ratio", "top1", "jacobian_trace")
+OF_COLUMN = ("spread", *STATISTICS)
 A4 = {"width": 718, "height": 1047}  # pixels, at 1 cm margins
+WIDE = {"width": 1400, "height": 900}
+WIDTHS = pytest.mark.parametrize("window", [WIDE, PHONE], ids=["1400", "390"])
 
 
 @pytest.fixture(scope="module")
@@ -44,43 +52,40 @@ def value(page, name):
     return float(page.get_attribute(f"#{name}", "data-value"))
 
 
-def values(page, names=SHOWN):
-    found = page.evaluate("names => names.map(name => document.getElementById(name).dataset.value)", list(names))
-    return dict(zip(names, map(float, found), strict=True))
+def column(page, slot):
+    return {name: value(page, f"{slot}-{name}") for name in OF_COLUMN}
 
 
-def moved(before, after):
-    return {name for name in before if before[name] != after[name]}
+def drawn(page, slot):
+    """What is drawn in a column: its hill and its weights."""
+    return page.inner_html(f"#{slot}-hill") + page.inner_html(f"#{slot}-weights")
 
 
 def set_number(page, name, number):
+    page.evaluate("document.getElementById('more').open = true")
     page.fill(f"#{name}-number", str(number))
     page.press(f"#{name}-number", "Enter")
 
 
-def library(setting):
+def show_answers(page):
+    page.evaluate("document.getElementById('show-all').click()")
+
+
+def library(d, n, q, k, rule, number):
     """What the library says of a setting of the page."""
-    d, n, q, k, rule = (setting[name] for name in ("d", "n", "q", "k", "rule"))
     variance = theory.score_variance(d, query_variance=q**2, key_variance=k**2)
     if rule == "calibrated":
         scale = theory.unit_variance_scale(variance)
     else:
-        made = get_rule(f"{rule}:{setting['number']!r}" if setting["number"] else rule)
+        made = get_rule(f"{rule}:{number!r}" if number else rule)
         scale = made(torch.empty(1, d, device="meta"), torch.empty(n, d, device="meta"))[2]
-    scale /= setting["t"]
     spread = scale * math.sqrt(variance)
     expected = theory.expected_softmax(spread, n)
     return {
-        "scale": scale,
-        "spread": spread,
-        "variance": variance,
-        "freezing": theory.freezing_point(n),
-        "regime": theory.regime(spread, n),
-        "entropy": expected.entropy,
-        "entropy_ratio": expected.entropy_ratio,
-        "top1": expected.top1,
-        "jacobian_trace": expected.jacobian_trace,
-    }
+        "scale": scale, "spread": spread, "variance": variance, "critical": theory.freezing_point(n),
+        "regime": theory.regime(spread, n), "entropy": expected.entropy,
+        **{name: getattr(expected, name) for name in STATISTICS},
+    }  # fmt: skip
 
 
 def grid(parameters):
@@ -101,30 +106,28 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
     settings = grid(parameters)
     computed = page.evaluate(
         """settings => settings.map(asked => {
-          const { scale, spread, variance, freezing, regime, expected } = attnscale.at(asked);
-          return { scale, spread, variance, freezing, regime, ...expected };
+          const { scale, spread, variance, critical, regime, expected } = attnscale.at(asked);
+          return { scale, spread, variance, critical, regime, ...expected };
         })""",
         settings,
     )
     assert len(computed) >= 100
     for setting, here in zip(settings, computed, strict=True):
-        there = library(setting)
+        there = library(**setting)
         assert here.pop("regime") == there.pop("regime"), setting
         # relative where a number passes one, absolute below
         assert here == pytest.approx(there, rel=EXACT, abs=EXACT), setting
 
 
 @pytest.mark.slow
-def test_expectations_hold_from_uniform_to_frozen_weights(page):
-    names = ("entropy", "entropy_ratio", "top1", "jacobian_trace")
+def test_expectations_hold_from_uniform_to_one_hot_weights(page):
+    names = ("entropy", *STATISTICS)
     for spread in (0.0, 1e-9, 1e-5, 0.013, 0.7, 3.3, 21.0, 1999.0, 2001.0, 1e7):
         for keys in (2, 3, 11, 1021, 1_000_003):
             expected = theory.expected_softmax(spread, keys)
             computed = page.evaluate(f"attnscale.expectedSoftmax({spread}, {keys})")
-            assert computed == pytest.approx({name: getattr(expected, name) for name in names}, abs=EXACT), (
-                spread,
-                keys,
-            )
+            there = {name: getattr(expected, name) for name in names}
+            assert computed == pytest.approx(there, abs=EXACT), (spread, keys)
 
 
 def test_softmax_its_jacobian_and_its_statistics_are_the_references(page):
@@ -140,92 +143,150 @@ def test_softmax_its_jacobian_and_its_statistics_are_the_references(page):
         assert row == pytest.approx({name: float(getattr(statistics, name)) for name in row}, nan_ok=True)
 
 
-def test_every_slider_moves_its_number_and_what_follows_from_it(page):
-    scores = {"spread", "sampled-spread", *EXPECTED, *ROW}
-    page.select_option("#rule", "temperature")
-    follows = {
-        "d": scores | {"variance"},
-        "n": {"freezing", *EXPECTED, "row-top1", "row-jacobian_trace"},
-        "q": scores | {"variance"},
-        "k": scores | {"variance"},
-        "t": scores | {"score-scale"},
-        "number": scores | {"score-scale"},
-    }
-    for name, expected in follows.items():
-        before, plots = values(page), page.inner_html("main")
-        page.locator(f"#{name}").fill(str(int(page.input_value(f"#{name}")) + 9))
-        assert moved(before, values(page)) == expected, name
-        assert page.inner_html("main") != plots
-        number = float(page.input_value(f"#{name}-number"))
-        assert page.get_attribute(f"#{name}", "aria-valuetext") == f"{number:g}"
+# The opening
 
 
-def test_numbers_rule_draw_and_reset_move_what_they_should(page):
-    start = values(page)
-    set_number(page, "d", 100)
-    assert moved(start, values(page)) >= {"variance", "score-scale"}
-    assert value(page, "spread") == pytest.approx(1.0)  # whatever d_k, under 1/√d_k
-    page.select_option("#rule", "unscaled")
-    assert value(page, "spread") == pytest.approx(10.0)
-    assert page.inner_text("#verdict-word") == "Saturated"
-    before = values(page)
-    page.click("#again")
-    assert moved(before, values(page)) == {"sampled-spread", *ROW}
+@WIDTHS
+def test_dragging_d_k_changes_the_unscaled_column_and_not_the_other(open_page, path, window):
+    page = open_page(path, "#d=4&third=1", viewport=window)
+    slider = page.locator("#d")
+    box = slider.bounding_box()
+    before = {slot: (column(page, slot), drawn(page, slot)) for slot in ("unscaled", "inverse_sqrt", "third")}
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + box["height"] / 2)
+    page.mouse.down()
+    tops = []
+    for share in (0.4, 0.6, 0.8):
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+        d = int(page.input_value("#d-number"))
+        for slot, rule in (("unscaled", "unscaled"), ("inverse_sqrt", "inverse_sqrt"), ("third", "inverse_dim")):
+            expected = library(d, 16, 1.0, 1.0, rule, None)
+            assert column(page, slot) == pytest.approx({name: expected[name] for name in OF_COLUMN}, abs=EXACT)
+        tops.append(value(page, "unscaled-top1"))
+    page.mouse.up()
+    assert tops == sorted(tops)
+    assert tops[-1] > 0.85 > tops[0]
+    assert column(page, "inverse_sqrt") == pytest.approx(before["inverse_sqrt"][0], abs=1e-12)
+    assert drawn(page, "inverse_sqrt") == before["inverse_sqrt"][1]
+    for slot in ("unscaled", "third"):
+        after = column(page, slot), drawn(page, slot)
+        assert all(new != old for new, old in zip(after, before[slot], strict=True))
+    assert page.inner_text("#unscaled-verdict").startswith("Sharp")
+    assert page.inner_text("#inverse_sqrt-verdict").startswith("Healthy")
+
+
+def test_the_axes_of_the_hills_never_move(page):
+    def ticks():
+        place = "#unscaled-hill .tick, #inverse_sqrt-hill .tick, #unscaled-weights .tick"
+        return page.evaluate(f"[...document.querySelectorAll('{place}')].map(each => each.textContent)")
+
+    before = ticks()
+    set_number(page, "d", 300)
+    assert ticks() == before
+
+
+def test_the_third_column_is_switched_on_and_takes_other_rules(page):
+    assert not page.is_visible("#third")
+    page.check("#third-on")
+    assert page.inner_text("#third-title") == "q·k ÷ dₖ"
+    assert value(page, "third-spread") == pytest.approx(1 / 8)
+    page.evaluate("document.getElementById('more').open = true")
+    page.select_option("#rule", "mup")
+    assert value(page, "third-spread") == pytest.approx(1.0)  # at d_k = base
     page.select_option("#rule", "calibrated")
     set_number(page, "q", 5)
-    assert value(page, "spread") == pytest.approx(1.0)
+    assert value(page, "third-spread") == pytest.approx(1.0)
+    assert value(page, "inverse_sqrt-spread") == pytest.approx(5.0)
+    page.uncheck("#third-on")
+    assert not page.is_visible("#third")
+
+
+def test_each_rule_keeps_its_colour_on_the_whole_page(open_page, path):
+    page = open_page(path, "#third=1")
+    show_answers(page)
+    colours = page.evaluate(
+        """["unscaled", "inverse_sqrt", "third"].map(slot => [...new Set(
+          [...document.querySelectorAll(`.solid.${slot}, .line.${slot}, .swatch.${slot}, .dot.${slot}, .fill.${slot}`)]
+          .map(each => { const style = getComputedStyle(each);
+            return each.matches(".line") ? style.stroke : each.matches("span") ? style.backgroundColor : style.fill; })
+        )])"""
+    )
+    assert [len(own) for own in colours] == [1, 1, 1]
+    assert len({own[0] for own in colours}) == 3
+
+
+def test_the_spread_stands_against_the_critical_spread_as_intervals(page):
+    left, right, critical = page.evaluate(
+        """["#unscaled-hill .line.bar", "#inverse_sqrt-hill .line.bar", "#inverse_sqrt-hill .limit.bar"]
+           .map(each => document.querySelector(each).getBBox().width)"""
+    )
+    assert left / right == pytest.approx(8.0, rel=0.01)
+    assert critical / right == pytest.approx(theory.freezing_point(16), rel=0.01)
+
+
+def test_every_slider_moves_its_number_and_what_follows_from_it(open_page, path):
+    page = open_page(path, "#rule=temperature")
+    page.evaluate("document.getElementById('more').open = true")
+    scores = {f"{slot}-{name}" for slot in ("unscaled", "inverse_sqrt", "third") for name in OF_COLUMN}
+    moved = {
+        "d": {each for each in scores if "inverse_sqrt" not in each} | {"variance"},
+        "n": {each for each in scores if "spread" not in each} | {"critical", "keys-shown"},
+        "q": scores | {"variance"},
+        "k": scores | {"variance"},
+        "number": {each for each in scores if "third" in each},
+    }
+    names = [*scores, "variance", "critical", "keys-shown"]
+    for name, expected in moved.items():
+        before = {each: value(page, each) for each in names}
+        page.locator(f"#{name}").fill(str(int(page.input_value(f"#{name}")) + 9))
+        assert {each for each in names if abs(value(page, each) - before[each]) > 1e-9} == expected, name
+        assert page.get_attribute(f"#{name}", "aria-valuetext") == f"{float(page.input_value(f'#{name}-number')):g}"
+    row = drawn(page, "inverse_sqrt")
+    page.click("#again")
+    assert drawn(page, "inverse_sqrt") != row
     page.click("#reset")
-    assert values(page) == start
+    assert (page.input_value("#d-number"), page.is_visible("#third")) == ("64", False)
+
+
+@WIDTHS
+def test_slider_and_first_plots_are_on_one_screen_and_the_slider_stays(open_page, path, window):
+    page = open_page(path, viewport=window)
+    for place in ("#d", "#unscaled-hill", "#inverse_sqrt-hill", "#unscaled-weights"):
+        box = page.locator(place).bounding_box()
+        assert box["y"] >= 0, place
+        assert box["y"] + box["height"] <= window["height"], place
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    assert page.locator("#d").bounding_box()["y"] >= 0
+    assert page.locator("#controls").bounding_box()["height"] < 0.15 * window["height"]
+
+
+# The story
+
+
+def test_every_step_asks_for_a_prediction_before_it_shows(page):
+    answers = {
+        1: "1", 2: "2 times", 3: f"{reference.softmax([14, 10, 12])[0]:.0%}",
+        4: "larger" if gradient_without_scale(64, 64).on_query.low > 1 else "smaller",
+        5: "1/8", 6: f"{theory.Initialisation.parse('normal:0.02').projected_variance(768, 768):.2f}",
+    }  # fmt: skip
+    assert page.locator(".reveal:visible").count() == 0
+    for step, answer in answers.items():
+        panel = page.locator(f"#step-{step} .reveal")
+        page.locator(f"#step-{step} .predict button").filter(has_not_text=answer).last.click()
+        assert panel.is_visible()
+        assert f"It is: {answer}." in page.inner_text(f"#step-{step} .answer")
+        assert page.locator(f"#step-{step} [data-answer=right]").inner_text() == answer
 
 
 @pytest.mark.slow
-def test_the_chosen_point_is_marked_on_the_curves_along_d_k(page):
-    places = []
-    for d in (1, 32, 1024):
-        set_number(page, "d", d)
-        places.append(float(page.get_attribute("#along-plot .dot.second", "cx")))
-        assert value(page, "along-top1") == pytest.approx(theory.expected_softmax(1.0, 1024).top1, abs=EXACT)
-    assert places[2] - places[1] == pytest.approx(places[1] - places[0])  # a logarithmic axis
-
-
-@pytest.mark.slow
-def test_the_chosen_point_lies_on_the_curves_that_are_drawn(page):
-    page.select_option("#rule", "unscaled")
-    set_number(page, "d", 29)
-    gaps = page.evaluate(
-        """["first", "second", "third"].map(name => {
-          const dot = document.querySelector(`#along-plot .dot.${name}`);
-          const line = document.querySelector(`#along-plot .line.${name}:not(.beside)`);
-          const steps = Array.from({ length: 2000 }, (_, i) => line.getPointAtLength(line.getTotalLength() * i / 2000));
-          return Math.min(...steps.map(at => Math.hypot(at.x - dot.cx.baseVal.value, at.y - dot.cy.baseVal.value)));
-        })"""
-    )
-    assert max(gaps) < 0.5  # of a pixel
-
-
-BLANK = "#rule=unscaled&d=1024&n=1024"  # one key has everything
-
-
-def coloured(page):
-    """The share of the gradient map that an eye sees as coloured, as it is drawn."""
-    return page.evaluate(
-        """() => { const cells = document.querySelectorAll("#jacobian-plot .cell").length;
-          const drawn = [...document.querySelectorAll("#jacobian-plot .positive, #jacobian-plot .negative")];
-          return drawn.filter(each => +each.getAttribute("fill-opacity") > 0.05).length / cells; }"""
-    )
-
-
-def test_the_gradient_map_shows_at_its_defaults_what_its_caption_says(page, open_page, path):
-    caption = page.inner_text("#jacobian-panel .notice")
-    assert "where many keys share the weight, every score moves weights" in caption
-    assert coloured(page) == pytest.approx(value(page, "jacobian-coloured"))
-    assert coloured(page) > 0.6
-    assert value(page, "jacobian-largest") > 0.1
-    assert "once one key has everything, the map goes blank" in caption
-    blank = open_page(path, BLANK)
-    assert value(blank, "row-top1") > 0.98
-    assert coloured(blank) == pytest.approx(value(blank, "jacobian-coloured"))
-    assert coloured(blank) < 0.1
+def test_the_table_of_gradients_is_what_autograd_measures(open_page, path):
+    for d, keys in ((64, 64), (256, 256), (512, 64)):
+        page = open_page(path, f"#d={d}&n={keys}")
+        show_answers(page)
+        found = gradient_without_scale(d, keys)
+        for name, expected in (("scores", found.on_scores), ("query", found.on_query)):
+            assert abs(math.log(value(page, f"gradient-unscaled-{name}") / expected.mean)) < math.log(3), (d, keys)
+        assert value(page, "gradient-unscaled-half") == pytest.approx(found.lower_half.mean, abs=0.05)
+        assert value(page, "gradient-inverse_sqrt-half") == pytest.approx(found.lower_half_scaled.mean, abs=0.05)
 
 
 @pytest.mark.slow
@@ -240,34 +301,8 @@ def test_the_map_of_groups_is_the_jacobian_summed_over_their_keys(page):
     np.testing.assert_allclose(page.evaluate("p => attnscale.softmaxJacobian(p)", groups), summed, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("d", [64, 256, 1024])
-def test_without_the_scale_the_gradient_is_larger_in_sum_and_shared_less_evenly(open_page, path, d):
-    page = open_page(path, f"#d={d}")
-    assert "larger in sum, and shared far less evenly" in page.inner_text("#received-panel .notice")
-    assert value(page, "received-times") > 10  # unscaled, beside 1/√d_k
-    assert value(page, "received-other-half") < 0.6 * value(page, "received-half")
-    assert value(page, "received-other-tenth") > 1.3 * value(page, "received-tenth")
-    assert value(page, "received-other-evenness") < value(page, "received-evenness")
-    ends = page.evaluate(
-        """["first", "second"].map(name => { const line = document.querySelector(`#received-plot .line.${name}`);
-             return line.getPointAtLength(line.getTotalLength() / 2).y; })"""
-    )
-    assert ends[1] > ends[0]  # the unscaled curve lies lower
-
-
-@pytest.mark.slow
-def test_shares_over_queries_are_those_that_the_lab_measures(open_page, path):
-    page = open_page(path, "#d=256&n=256&rule=unscaled")
-    measured = divisors.run("none", 256, seed=0)
-    by_root = divisors.run("√d_k", 256, seed=0)
-    evenness = measured["median_gradient"] / measured["query_gradient"]
-    assert value(page, "received-evenness") == pytest.approx(evenness, abs=0.1)
-    times = by_root["query_gradient"] / measured["query_gradient"]
-    assert value(page, "received-times") == pytest.approx(times, rel=0.3)
-
-
 def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_page, path):
+    show_answers(page)
     assert (page.inner_text("#vectors-dot"), page.inner_text("#vectors-scaled")) == ("1", "0.5")  # the tutorial's
     page.fill("#query", "1, 2, −3")
     page.fill("#key", "4 5 6")
@@ -275,8 +310,6 @@ def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_p
     assert products == [1, 4, 4, 2, 5, 10, -3, 6, -18]
     assert value(page, "vectors-dot") == -4.0
     assert value(page, "vectors-scaled") == pytest.approx(-4 / math.sqrt(3))
-    page.select_option("#rule", "unscaled")
-    assert value(page, "vectors-scaled") == -4.0
     page.fill("#key", "4 banana")
     assert page.inner_text("#vectors-notes") == (
         "Not read as numbers: “banana”. q has 3 numbers and k 1: the dot product takes the first 1 of each."
@@ -287,42 +320,19 @@ def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_p
     assert value(sent, "vectors-dot") == 2.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worked", [each for each in INDEX if "--view" in each.command], ids=lambda each: each.what)
-def test_a_view_of_the_index_is_one_that_the_page_takes_as_it_stands(open_page, path, worked):
-    view = shlex.split(worked.command)[-1]
-    page = open_page(path, f"#{view}")
-    assert not page.is_visible("#notes")
-    assert not page.inner_text("#own-notes")
-    for name, typed in (part.split("=") for part in view.split("&")):
-        place = f"#{name}-number" if name == "d" else f"#{name}"
-        assert name == "step" or page.input_value(place) == typed
-
-
-@pytest.mark.slow
-def test_with_fewer_keys_the_same_spread_passes_the_freezing_point(page):
-    page.select_option("#rule", "constant")
-    set_number(page, "number", 0.375)  # a spread of 3, which freezes below e^4.5 = 90.02 keys
-    words = []
-    for keys in (100_000, 400, 20):
-        set_number(page, "n", keys)
-        words.append(page.inner_text("#freezing-words").split(":")[0])
-        assert page.inner_text("#verdict-word") == words[-1]
-    assert words == ["Healthy", "Saturated", "Saturated"]
-    assert value(page, "freezing-square") == pytest.approx(9.0)
-    assert value(page, "freezing-limit") == pytest.approx(2 * math.log(20))
-
-
-def test_own_scores_and_presets_pass_through_softmax_both_ways(page):
-    set_number(page, "d", 9)
-    for index, (_, scores, d) in enumerate(PRESETS):
-        page.locator("#presets button").nth(index).click()
+def test_own_scores_pass_through_softmax_both_ways(page):
+    show_answers(page)
+    for preset in presets():
+        if not preset["scores"]:
+            continue
+        page.select_option("#example", preset["view"], force=True)
+        scores = np.array([float(score) for score in preset["scores"].split(",")])
         cells = page.evaluate("[...document.querySelectorAll('#own-table td')].map(cell => +cell.dataset.value)")
         typed, raw, scaled, both = np.reshape(cells, (-1, 4)).T
-        assert typed == pytest.approx(np.array(scores))
+        assert typed == pytest.approx(scores)
         assert raw == pytest.approx(reference.softmax(scores), abs=EXACT)
-        assert scaled == pytest.approx(np.array(scores) / math.sqrt(d))
-        assert both == pytest.approx(reference.softmax(np.array(scores) / math.sqrt(d)), abs=EXACT)
+        assert scaled == pytest.approx(scores / 8)
+        assert both == pytest.approx(reference.softmax(scores / 8), abs=EXACT)
     page.fill("#scores", "3; −1 [2.5] banana 1e400")
     assert page.locator("#own-table tr").count() == 3
     assert page.inner_text("#own-notes") == "Not read as numbers: “banana”, “1e400”."
@@ -336,74 +346,178 @@ def test_own_scores_and_presets_pass_through_softmax_both_ways(page):
 @pytest.mark.parametrize("dim", [1, 3, 8])
 def test_each_step_of_the_proof_agrees_with_its_sample(open_page, path, dim):
     page = open_page(path, f"#dim={dim}&q=2&k=0.5&d=7")
-    unit = 1.0
     assert page.locator("#proof-plot .cell").count() == dim**2
-    expected = {2: 0.0, 3: dim * unit, 4: unit, 5: 0.0, 6: dim * unit, 7: 1.0}
+    expected = {2: 0.0, 3: dim, 4: 1.0, 5: 0.0, 6: dim, 7: 1.0}
     for step, exact in expected.items():
         page.click("#proof-next")
         assert page.inner_text("#proof-title").startswith(f"{step}.")
         assert value(page, "proof-value") == pytest.approx(exact)
-        shown = page.inner_text("#proof-sampled").replace("−", "-")
-        sampled, _, error = shown.partition(" ± ")
+        sampled, _, error = page.inner_text("#proof-sampled").replace("−", "-").partition(" ± ")
         assert abs(float(sampled) - exact) <= 4 * float(error or 0) + 1e-3
     page.dispatch_event("#proof-next", "click")  # there is no step after the last
     assert page.inner_text("#proof-title").startswith("7.")
-    page.click("[data-step='4']")
+    page.click("#proof-list [data-step='4']")
     assert page.inner_text("#proof-formula").endswith("σ_q² σ_k²")
     page.click("#proof-back")
     assert page.inner_text("#proof-title").startswith("3.")
 
 
+def test_an_initialisation_is_tried_in_the_columns(page):
+    show_answers(page)
+    page.locator("#start-panel button").nth(1).click()
+    assert value(page, "inverse_sqrt-spread") == pytest.approx(0.307, abs=0.001)
+
+
+# The model and the runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relative", [1.0, math.sqrt(32), 1 / math.sqrt(32), 2.5])
+def test_the_model_in_the_page_is_the_one_in_torch(page, relative):
+    model, _ = load_bundled()
+    for block in model.blocks:
+        block.attention.scale = relative / math.sqrt(block.attention.head_dim)
+    for text in ("The value of a name is the value of the object.", "√dₖ: def f(x):\n  return x", "ab"):
+        tokens = encode(text)[None, :64]
+        with torch.no_grad(), watch(model, keep=True) as seen:
+            logits = model(tokens)
+        loss = F.cross_entropy(logits[0, :-1], tokens[0, 1:]).item()
+        found = page.evaluate(
+            """([text, relative]) => {
+              const { logits, maps, loss } = attnscale.runModel(attnscale.bytesOf(text), relative);
+              const plain = maps.map(heads => heads.map(rows => rows.map(row => [...row])));
+              return { logits: [...logits], loss, maps: plain };
+            }""",
+            [text, relative],
+        )
+        np.testing.assert_allclose(np.reshape(found["logits"], logits[0].shape), logits[0].numpy(), atol=1e-4)
+        assert found["loss"] == pytest.approx(loss, abs=1e-4)
+        for layer, maps in zip(seen.layers.values(), found["maps"], strict=True):
+            weights = attention_weights(layer.query, layer.key, is_causal=True, scale=relative / math.sqrt(32))[0]
+            for own, there in zip(maps, weights.numpy(), strict=True):
+                for t, row in enumerate(own):
+                    np.testing.assert_allclose(row, there[t, : t + 1], atol=1e-4)
+
+
+@WIDTHS
+def test_without_its_scale_the_models_maps_collapse_and_its_loss_rises(open_page, path, window):
+    page = open_page(path, "#sentence=A try statement may have an else clause.", viewport=window)
+    page.wait_for_selector("#map-now svg")
+    names = ("loss", "entropy", "top1")
+    kept = {name: value(page, f"model-{name}") for name in names}
+    assert {name: value(page, f"model-{name}-kept") for name in names} == kept
+    assert "".join(page.locator("#map-now text").all_text_contents()[::2]) == "A␣try␣statement␣may␣have␣an␣else␣clause."
+    page.check("input[value=unscaled]")
+    assert value(page, "model-loss") > kept["loss"]
+    assert value(page, "model-top1") > kept["top1"] + 0.1
+    assert value(page, "model-entropy") < 0.5 * kept["entropy"]
+    page.check("input[value=inverse_dim]")
+    assert value(page, "model-loss") > kept["loss"] + 0.5
+    assert value(page, "model-entropy") > kept["entropy"]
+    page.locator("#tau").fill("-10")
+    assert page.is_checked("input[value=temperature]")
+    assert value(page, "model-entropy") < kept["entropy"]
+    page.locator("#heads button").nth(5).click()
+    page.locator("#map-now").hover(position={"x": 20, "y": 20})
+    assert "Layer 1, head 1" in page.inner_text("#map-words")
+    page.fill("#sentence", "a")
+    assert page.inner_text("#bytes-note") == "Type at least two letters."
+
+
+@WIDTHS
+def test_two_recorded_runs_are_played_back(open_page, path, window):
+    page = open_page(path, viewport=window)
+    page.click("#steps a[data-go=runs]")
+    page.wait_for_selector("#run-loss svg")
+    last = {slot: value(page, f"run-{slot}-loss") for slot in ("unscaled", "inverse_sqrt")}
+    assert last["inverse_sqrt"] < 0.1 < 1.2 < last["unscaled"]
+    page.locator("#run-step").fill("0")
+    first = {slot: value(page, f"run-{slot}-spread") for slot in ("unscaled", "inverse_sqrt")}
+    assert first["unscaled"] == pytest.approx(math.sqrt(128), rel=0.1)
+    assert first["inverse_sqrt"] == pytest.approx(1.0, rel=0.1)
+    page.click("#play")
+    assert page.inner_text("#play") == "Pause"
+    while int(page.input_value("#run-step")) < 5:
+        page.wait_for_timeout(50)
+    page.click("#play")
+    assert page.inner_text("#play") == "Play"
+
+
+def test_the_recorded_runs_are_the_demos():
+    training = TwinTraining(Demo(RECORDED["demo"]["head_dim"], RECORDED["demo"]["steps"]))
+    steps = training.steps()
+    for number in range(2):
+        pair = next(steps)
+        for slot, step in zip(("inverse_sqrt", "unscaled"), pair.values(), strict=True):
+            assert RECORDED["demo"]["runs"][slot]["loss"][number] == [number, pytest.approx(step.loss, rel=2e-3)]
+
+
+# Addresses and links
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worked", [each for each in INDEX if "--view" in each.command], ids=lambda each: each.what)
+def test_a_view_of_the_index_leads_to_its_panel(open_page, path, worked):
+    view = shlex.split(worked.command)[-1]
+    page = open_page(path, f"#{view}", reduced_motion="reduce")
+    assert not page.is_visible("#notes")
+    for name, typed in (part.split("=") for part in view.split("&")):
+        place = f"#{name}-number" if name == "d" else f"#{name}"
+        assert name == "step" or page.input_value(place) == typed
+    panel = "own" if "scores" in view else "proof" if "dim" in view else "vectors" if "query" in view else None
+    if panel:
+        assert 0 <= page.locator(f"#{panel}-panel").bounding_box()["y"] < 400
+
+
 def test_a_view_that_is_sent_shows_the_same(page, open_page, path):
+    page.check("#third-on")
+    page.evaluate("document.getElementById('more').open = true")
     page.select_option("#rule", "log_length")
-    set_number(page, "number", 0.31)
-    set_number(page, "d", 77)
-    set_number(page, "n", 4321)
-    set_number(page, "q", 1.37)
-    page.fill("#scores", "1, 2 & 3")
+    for name, number in (("number", 0.31), ("d", 77), ("n", 4321), ("q", 1.37)):
+        set_number(page, name, number)
     page.click("#again")
-    page.click("[data-step='5']")
+    show_answers(page)
+    page.fill("#scores", "1, 2 & 3")
+    page.click("#proof-list [data-step='5']")
     page.locator("#dim").fill("6")
     page.wait_for_url("**dim=6**")
     other = open_page(path, page.evaluate("location.hash"))
-    assert values(other) == values(page)
-    for place in ("main", "#controls"):
-        assert other.inner_text(place) == page.inner_text(place)
-    assert other.input_value("#scores") == "1, 2 & 3"
-    assert other.input_value("#number-number") == "0.31"
+    show_answers(other)
+    for slot in ("unscaled", "inverse_sqrt", "third"):
+        assert column(other, slot) == column(page, slot)
+    assert other.inner_text("#step-4") == page.inner_text("#step-4")
+    assert (other.input_value("#scores"), other.input_value("#number-number")) == ("1, 2 & 3", "0.31")
 
 
 @pytest.mark.slow
 def test_back_and_forward_walk_through_the_views(page):
-    start = values(page)
+    start = column(page, "unscaled")
     set_number(page, "d", 256)
     page.wait_for_url("**#d=256")
-    page.select_option("#rule", "unscaled")
-    page.wait_for_url("**unscaled**")
+    page.check("#third-on")
+    page.wait_for_url("**third=1**")
     page.go_back()
-    assert (page.input_value("#rule"), page.input_value("#d-number")) == ("inverse_sqrt", "256")
+    assert (page.is_visible("#third"), page.input_value("#d-number")) == (False, "256")
     page.go_back()
-    assert values(page) == start
+    assert column(page, "unscaled") == start
     page.go_forward()
-    page.go_forward()
-    assert value(page, "spread") == pytest.approx(16.0)
+    assert value(page, "unscaled-spread") == pytest.approx(16.0)
 
 
 def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
     attack, script = "<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>"
-    numbers = "d=1e99&n=abc&q=-5&t=NaN&seed=0.2&step=99"
+    numbers = "d=1e99&n=abc&q=-5&k=NaN&seed=0.2&step=99"
     page = open_page(path, f"#rule={attack}&{numbers}&scores={script}&{attack}=1&__proto__=2&%ZZ=%")
     notes = page.inner_text("#notes")
-    assert f"There is no rule “{attack}”; showing inverse_sqrt." in notes
+    assert f"There is no rule “{attack}”; showing inverse_dim." in notes
     assert "d = 1e99 became 1024" in notes
-    assert "“abc” is no number for n; showing 1024." in notes
+    assert "“abc” is no number for n; showing 16." in notes
     assert "q = -5 became 0.1" in notes
     assert "“__proto__”" in notes
     assert page.input_value("#scores") == script
     assert "“</script><script>alert”" in page.inner_text("#own-notes")
     assert page.locator("img, main script").count() == 0
-    assert all(math.isfinite(number) for number in values(page).values())
-    assert page.inner_text("#proof-title").startswith("7.")
+    assert all(math.isfinite(number) for number in column(page, "unscaled").values())
 
 
 @pytest.mark.slow
@@ -421,39 +535,34 @@ def test_a_rule_that_is_new_to_the_catalogue_is_on_the_page(open_page, tmp_path,
     path.write_text(explore_page(), encoding="utf-8")
     page = open_page(path, "#rule=by_length&d=50&n=77777")
     assert page.input_value("#rule") == "by_length"
-    assert value(page, "score-scale") == pytest.approx(50**-0.5 * (1 + 0.1 * math.log1p(77777 / 8192)), rel=EXACT)
+    assert value(page, "third-spread") == pytest.approx(1 + 0.1 * math.log1p(77777 / 8192), rel=EXACT)
+
+
+# For everybody
 
 
 @pytest.mark.slow
-def test_the_keyboard_alone_reaches_and_moves_everything(page):
-    page.select_option("#rule", "yarn")
-    before = page.evaluate(
-        "[...document.querySelectorAll('input, select, button')].map(each => each.id || each.textContent)"
-    )
+def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
+    page = open_page(path, "#rule=yarn")
+    page.evaluate("document.getElementById('more').open = true")
+    show_answers(page)
+    page.wait_for_timeout(300)
+    seen = """[...document.querySelectorAll('input, select, button, a, summary')].filter(each => each.offsetParent)
+              .map(each => each.id || each.textContent.trim() || each.value)"""
+    expected = set(page.evaluate(seen)) - {"unscaled", "inverse_dim", "temperature"}  # one group: arrows move in it
     page.evaluate("document.activeElement.blur()")
-    reached = []
-    for _ in range(60):
+    reached = set()
+    for _ in range(120):
         page.keyboard.press("Tab")
         name, kind = page.evaluate(
-            "[document.activeElement.id || document.activeElement.textContent, document.activeElement.type]"
+            "(each => [each.id || each.textContent.trim() || each.value, each.type])(document.activeElement)"
         )
-        if name in reached or kind is None:
-            break
-        reached.append(name)
-        if kind == "range":
+        reached.add(name)
+        if kind == "range" and name != "run-step":
             old = page.input_value(f"#{name}")
             page.keyboard.press("ArrowRight")
             assert page.input_value(f"#{name}") != old, name
-    assert reached == before
-    page.focus("#rule")
-    page.keyboard.press("Home")
-    assert page.input_value("#rule") == "inverse_sqrt"
-    page.focus("#proof-next")
-    page.keyboard.press("Enter")
-    assert page.inner_text("#proof-title").startswith("2.")
-    page.focus("#presets button:nth-child(2)")
-    page.keyboard.press("Space")
-    assert page.input_value("#scores") == "50, 10, 5"
+    assert expected - reached == set()
 
 
 @pytest.mark.slow
@@ -469,21 +578,19 @@ def test_one_press_of_an_arrow_moves_d_k_by_one_where_it_is_small(page):
 def test_every_control_has_a_name(page):
     unnamed = page.evaluate(
         """[...document.querySelectorAll("input, select, button")].filter(each =>
-           !(each.labels?.length || each.getAttribute("aria-labelledby") || each.textContent.trim()))
-           .map(each => each.id)"""
+           !(each.labels?.length || each.getAttribute("aria-labelledby") || each.getAttribute("aria-label")
+             || each.textContent.trim())).map(each => each.id)"""
     )
     assert unnamed == []
 
 
-@pytest.mark.parametrize("address", ["#d=1024&n=1048576&rule=unscaled&q=10&k=10&t=0.1&step=7&dim=8", "#rule=yarn"])
+@pytest.mark.parametrize("address", ["#d=1024&n=1048576&third=1&q=10&k=10&step=7&dim=8", "#rule=yarn"])
 def test_on_a_phone_nothing_need_be_scrolled_sideways(open_page, path, address):
-    page = open_page(
-        path,
-        address + ("&" if address else "#") + "scores=" + "-123.456," * 48,
-        viewport=PHONE,
-        is_mobile=True,
-        has_touch=True,
-    )
+    address += "&scores=" + "-123.456," * 48
+    page = open_page(path, address, viewport=PHONE, is_mobile=True, has_touch=True)
+    show_answers(page)
+    page.evaluate("document.getElementById('model').scrollIntoView()")
+    page.wait_for_selector("#map-now svg")
     assert sideways(page) == 0
     cut = page.evaluate(
         """[...document.querySelectorAll("main *, header *, form *")].filter(each => {
@@ -496,7 +603,7 @@ def test_on_a_phone_nothing_need_be_scrolled_sideways(open_page, path, address):
 
 @pytest.mark.slow
 def test_printed_it_fits_the_paper_without_its_buttons(open_page, path):
-    page = open_page(path, "#rule=unscaled", color_scheme="dark")
+    page = open_page(path, "#third=1", color_scheme="dark")
     page.emulate_media(media="print")
     page.set_viewport_size(A4)
     assert sideways(page) == 0
@@ -515,7 +622,7 @@ CONTRAST = """() => {
     const colour = getComputedStyle(each).backgroundColor;
     return colour.endsWith(", 0)") ? ground(each.parentElement) : colour;
   };
-  const text = "h1, h2, p, dt, output, label, button:not([aria-disabled=true]), td, th, code";
+  const text = "h1, h2, h3, p, dt, output, label, legend, button:not([aria-disabled=true]), td, th, code";
   return Math.min(...[...document.querySelectorAll(text)].map(each => {
     const [more, less] = [light(getComputedStyle(each).color), light(ground(each))].sort((a, b) => b - a);
     return (more + 0.05) / (less + 0.05);
@@ -530,15 +637,15 @@ def test_text_stands_out_from_its_ground(open_page, path, scheme):
 
 
 @pytest.mark.slow
-def test_a_change_is_drawn_within_50_ms(page):
+def test_a_change_is_drawn_within_50_ms(open_page, path):
+    page = open_page(path, "#third=1")
+    show_answers(page)
     busy = held_up()
     taken = page.evaluate(
         """() => { const taken = [];
-          for (const rule of ["unscaled", "inverse_sqrt", "log_length"]) for (const name of ["d", "n", "q", "t"]) {
-            document.getElementById("rule").value = rule;
-            document.getElementById("rule").dispatchEvent(new Event("change"));
+          for (const name of ["d", "n", "q", "k"]) {
             const slider = document.getElementById(name);
-            for (const share of [0.15, 0.35, 0.6, 0.8, 0.95]) {
+            for (const share of [0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.8, 0.9, 0.95]) {
               const start = performance.now();
               slider.value = Math.round(share * slider.max);
               slider.dispatchEvent(new Event("input"));
@@ -549,17 +656,18 @@ def test_a_change_is_drawn_within_50_ms(page):
           return taken; }"""
     )
     busy = max(busy, held_up())
-    assert len(taken) == 60
-    assert sorted(taken)[30] < 50 * busy
-    assert sorted(taken)[54] < 100 * busy  # nine of ten
+    assert sorted(taken)[20] < 50 * busy
+    assert sorted(taken)[36] < 100 * busy  # nine of ten
 
 
-def test_the_page_is_small_and_runs_by_its_hash_alone(path):
+def test_the_page_is_one_file_of_less_than_3_mb_that_runs_by_its_hash_alone(path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.encode()) < 200_000
+    assert len(text.encode()) < 3_000_000
     assert "default-src &#39;none&#39;; script-src &#39;sha256-" in text
     assert "unsafe-eval" not in text
-    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    weights = text.index('<script type="text/plain" id="model-weights">')
+    rest = text[:weights] + text[text.index("</script>", weights) :]
+    assert "http" not in rest.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import T5
-from attnscale.lab.outcomes import band
+from attnscale.lab.outcomes import Band, band
 from attnscale.reference import Array, RowStatistics, row_statistics
 from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
@@ -26,7 +26,8 @@ TINY_GAIN = 1 - SATURATED_TOP1**2  # the most that 1 − Σp² can be once one w
 NEAR_ONE = 0.05  # a spread within this of one counts as one
 PAIRS = 2**14  # drawn pairs of q and k, for a variance within about 2%
 ERRORS = 4.0  # standard errors: one sample in 16,000 is further off
-QUERIES = 256  # of a table of drawn scores
+ROWS = 1000  # of drawn scores, each with keys of its own
+TABLES, QUERIES = 16, 256  # whose gradients are compared, each table with keys of its own
 SIGN_PAIRS = 8192  # average products of signs within 0.05
 SAMPLED_ROWS = 2000
 D_MODEL, HEADS = 768, 12  # GPT-2's
@@ -105,6 +106,10 @@ class Spread:
         """Standard deviation."""
         return math.sqrt(self.variance)
 
+    def __format__(self, form: str) -> str:
+        """Format the standard deviation, followed by its 95% margin."""
+        return f"{self.std:{form}} ± {1.96 * self.error / (2 * self.std):.1g}"
+
     def is_(self, variance: float) -> bool:
         """Return True if the sample could come from a distribution of this variance."""
         return abs(self.variance - variance) < ERRORS * self.error
@@ -128,9 +133,9 @@ def drawn_spread(dim: int, shift: float = 0.0) -> Spread:
 
 @cache
 def drawn_scores(dim: int) -> Array:
-    """Return a table of unscaled scores of standard normal queries and keys."""
+    """Return rows of unscaled scores: a query's scores over standard normal keys are normal, with the spread ‖q‖."""
     rng = np.random.default_rng(1000 + dim)
-    return np.asarray(rng.standard_normal((QUERIES, dim)) @ rng.standard_normal((KEYS, dim)).T)
+    return np.asarray(np.sqrt(rng.chisquare(dim, (ROWS, 1))) * rng.standard_normal((ROWS, KEYS)))
 
 
 @cache
@@ -154,30 +159,32 @@ def leading_row(keys: int) -> RowStatistics:
 class WithoutScale:
     """Gradients without a scale over those with 1/√d_k, and the share of the half of the queries that gets least."""
 
-    on_scores: float  # median row
-    on_query: float  # median query
-    lower_half: float
-    lower_half_scaled: float
+    on_scores: Band  # median row
+    on_query: Band  # median query
+    lower_half: Band
+    lower_half_scaled: Band
 
 
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
-    """Compare gradients for random q, k, v and a random gradient at the output."""
+    """Compare gradients for random q, k, v and a random gradient at the output, with errors over tables."""
     rng = torch.Generator().manual_seed(0)
-    query, key, value, upstream = (torch.randn(8, keys, dim, generator=rng, dtype=torch.float64) for _ in range(4))
-    medians, halves = [], []
-    for scale in (1.0, dim**-0.5):
-        q = query.clone().requires_grad_()
-        scores = scale * q @ key.mT
-        output = scores.softmax(-1) @ value
-        on_scores, on_query = (
-            gradient.norm(dim=-1).flatten() for gradient in torch.autograd.grad(output, (scores, q), upstream)
+    found = []
+    for _ in range(TABLES):
+        query, key, value, upstream = (
+            torch.randn(rows, dim, generator=rng, dtype=torch.float64) for rows in (QUERIES, keys, keys, QUERIES)
         )
-        medians.append((on_scores.median().item(), on_query.median().item()))
-        lower = on_query.sort().values[: len(on_query) // 2]
-        halves.append((lower.sum() / on_query.sum()).item())
-    (raw_scores, raw_query), (scores_scaled, query_scaled) = medians
-    return WithoutScale(raw_scores / scores_scaled, raw_query / query_scaled, *halves)
+        medians, halves = [], []
+        for scale in (1.0, dim**-0.5):
+            q = query.clone().requires_grad_()
+            scores = scale * q @ key.mT
+            gradients = torch.autograd.grad(scores.softmax(-1) @ value, (scores, q), upstream)
+            on_scores, on_query = (gradient.norm(dim=-1) for gradient in gradients)
+            medians.append((on_scores.median().item(), on_query.median().item()))
+            halves.append((on_query.sort().values[: QUERIES // 2].sum() / on_query.sum()).item())
+        (raw_scores, raw_query), (scores_scaled, query_scaled) = medians
+        found.append((raw_scores / scores_scaled, raw_query / query_scaled, *halves))
+    return WithoutScale(*map(band, zip(*found, strict=True)))
 
 
 # Heads as modules initialise them
@@ -194,30 +201,30 @@ WEIGHTS: dict[str, Callable[[], Sequence[Tensor]]] = {  # of query and key
 
 
 @cache
-def head(initialisation: str) -> tuple[Array, Array]:
-    """Return queries and keys of one head of 64, projected from normalised inputs by freshly drawn weights."""
+def heads(initialisation: str) -> tuple[Array, Array]:
+    """Return queries and keys of 12 heads of 64, projected from normalised inputs by freshly drawn weights."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         x = F.layer_norm(torch.randn(KEYS, D_MODEL), (D_MODEL,))
         query, key = WEIGHTS[initialisation]()
-        width = D_MODEL // HEADS
-        return (x @ query.T)[:, :width].double().numpy(), (x @ key.T)[:, :width].double().numpy()
+        query, key = ((x @ weight.T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for weight in (query, key))
+        return query.double().numpy(), key.double().numpy()  # (heads, tokens, d_k)
 
 
-def head_std(initialisation: str) -> float:
-    """Return the standard deviation of a head's query components."""
-    return float(head(initialisation)[0].std())
+def head_std(initialisation: str) -> Band:
+    """Return the standard deviation of a head's query components, over heads."""
+    return band(heads(initialisation)[0].std((1, 2)))
 
 
-def head_spread(initialisation: str) -> float:
-    """Return the spread of a head's unscaled scores."""
-    query, key = head(initialisation)
-    return float((query @ key.T).std())
+@cache
+def head_spread(initialisation: str) -> Band:
+    """Return the spread of a head's unscaled scores, over heads."""
+    return band((query @ key.T).std() for query, key in zip(*heads(initialisation), strict=True))
 
 
 def t5_spread() -> float:
     """Return the spread of T5's scores at initialisation, with its own multiplier."""
-    return T5.multiplier * head_spread("T5")
+    return T5.multiplier * head_spread("T5").mean
 
 
 def layer_norm(x: Array) -> Array:
@@ -238,13 +245,13 @@ def unit_spread_at_start() -> Evidence:
     """Test if scores of drawn vectors, divided by √d_k, have a spread of one at every width."""
     spreads = {dim: drawn_spread(dim).over(math.sqrt(dim)) for dim in DIMS}
     holds = all(found.is_(1.0) and regime(found.std, KEYS) == "healthy" for found in spreads.values())
-    stds = [found.std for found in spreads.values()]
-    return Evidence(holds, f"drawn: spread {min(stds):.2f} to {max(stds):.2f} for d_k from {DIMS[0]} to {DIMS[-1]}")
+    ends = f"{spreads[DIMS[0]]:.2f} at d_k = {DIMS[0]}, {spreads[DIMS[-1]]:.2f} at {DIMS[-1]}"
+    return Evidence(holds, f"drawn: spread {ends}")
 
 
 def gpt2_scaled_spread() -> Evidence:
     """Test if GPT-2's scaled scores start with a spread of one."""
-    spread = head_spread("GPT-2") / SPREAD
+    spread = head_spread("GPT-2").mean / SPREAD
     return Evidence(abs(spread - 1) < NEAR_ONE, f"spread {spread:.2f} at GPT-2's initialisation")
 
 
@@ -252,7 +259,7 @@ def softmax_passes_little() -> Evidence:
     """Test if the gradient on the scores of the median row is small without a scale, at a large d_k."""
     found = gradient_without_scale(512, 64)
     return Evidence(
-        found.on_scores < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times that with it"
+        found.on_scores.high < 0.1, f"median row at d_k = 512 over 64 keys: {found.on_scores:.2g} times that with it"
     )
 
 
@@ -260,7 +267,7 @@ def queries_receive_little() -> Evidence:
     """Test if the gradient on the median query is small without a scale, at the d_k of most models."""
     found = gradient_without_scale(DIM, 64)
     return Evidence(
-        found.on_query < 0.1,
+        found.on_query.high < 0.1,
         f"median query at d_k = {DIM} over 64 keys: {found.on_query:.2g} times, the lower half of the queries sharing "
         f"{found.lower_half:.1%} instead of {found.lower_half_scaled:.0%}",
     )

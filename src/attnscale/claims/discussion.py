@@ -38,6 +38,9 @@ def _stable_without_shift() -> Evidence:
     return Evidence(not overflowed, f"without the subtraction {overflowed} of {KEYS} exponentials overflow")
 
 
+SOURCE.section("the whole post")
+
+
 @SOURCE.claim(
     "not-numerical-stability", "The scale is not there for numerical stability.", "not numerical",
     limit=Limit("when softmax subtracts its maximum", "for plain exponentials in float16", _stable_without_shift),
@@ -52,7 +55,7 @@ def _stable_without_scale() -> Evidence:
 @SOURCE.claim("score-std-root-dim", "Unscaled scores have the standard deviation √d_k.", "√d_k")
 def _root_dim() -> Evidence:
     spreads = {dim: compute.drawn_spread(dim) for dim in DIMS}
-    shown = f"drawn: std {spreads[DIM].std:.2f} at d_k = {DIM}, {spreads[DIMS[-1]].std:.1f} at {DIMS[-1]}"
+    shown = f"drawn: std {spreads[DIM]:.2f} at d_k = {DIM}, {spreads[DIMS[-1]]:.1f} at {DIMS[-1]}"
     return Evidence(all(found.is_(dim) for dim, found in spreads.items()), shown)
 
 
@@ -62,7 +65,7 @@ def _typical_dim(since: int, before: int) -> Evidence:
 
 
 SOURCE.claim(
-    "typical-head-dim", "64 is the typical d_k.", "64",
+    "typical-head-dim", "64 is the typical d_k.", "64", remark="Medians over a selection of models, not all.",
     limit=Limit(f"before {MODERN}", "since", lambda: _typical_dim(MODERN, 9999)),
 )(lambda: _typical_dim(0, MODERN))  # fmt: skip
 
@@ -119,14 +122,14 @@ def _softer() -> Evidence:
     "depends on initialisation",
 )  # fmt: skip
 def _depends_on_initialisation() -> Evidence:
-    scales = {name: 1 / compute.head_spread(name) for name in ("Xavier", "GPT-2")}
+    scales = {name: 1 / compute.head_spread(name).mean for name in ("Xavier", "GPT-2")}
     shown = ", ".join(f"{scale:.3f} for {name}" for name, scale in scales.items())
     return Evidence(not math.isclose(*scales.values(), rel_tol=NEAR_ONE), f"a spread of one needs {shown}")
 
 
 def _xavier(name: str) -> Evidence:
     std = compute.head_std(name)
-    return Evidence(abs(std - 1) < NEAR_ONE, f"q std {std:.2f} ({name})")
+    return Evidence(abs(std.mean - 1) < NEAR_ONE, f"q std {std:.2f} ({name})")
 
 
 SOURCE.claim(

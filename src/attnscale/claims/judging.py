@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 
 from attnscale.reference import Array
 
+ARITHMETIC, STATEMENT = "arithmetic", "statement"
 CONFIRMED, QUALIFIED, REFUTED = VERDICTS = ("confirmed", "qualified", "refuted")
 FLOAT_SLACK = 1 + 1e-9  # half a unit is often no binary fraction: 0.2 − 0.15 is slightly more than 0.05
 FACTOR = 2.0  # a wrong number off by more is reported as a factor, otherwise as a difference
@@ -51,6 +52,7 @@ class Entry:
     compute: Callable[[], ArrayLike | Evidence]
     limit: Limit | None = None
     remark: str = ""
+    section: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,15 @@ class Source:
     title: str
     kind: str
     entries: list[Entry] = field(default_factory=list)
+    sections: list[str] = field(default_factory=lambda: [""])
+
+    def section(self, heading: str) -> None:
+        """Say which section of the text the following claims stand in."""
+        self.sections.append(heading)
 
     def number(self, id_: str, claim: str, claimed: str, compute: Callable[[], ArrayLike], remark: str = "") -> None:
         """Add a claimed number."""
-        self.entries.append(Entry(id_, claim, claimed, compute, remark=remark))
+        self.entries.append(Entry(id_, claim, claimed, compute, remark=remark, section=self.sections[-1]))
 
     def claim(
         self, id_: str, claim: str, claimed: str, *, limit: Limit | None = None, remark: str = ""
@@ -72,7 +79,7 @@ class Source:
         """Add a statement, with the decorated function as its evidence."""
 
         def add(evidence: Callable[[], Evidence]) -> Callable[[], Evidence]:
-            self.entries.append(Entry(id_, claim, claimed, evidence, limit, remark))
+            self.entries.append(Entry(id_, claim, claimed, evidence, limit, remark, self.sections[-1]))
             return evidence
 
         return add
@@ -84,6 +91,8 @@ class Claim:
 
     id: str
     source: str
+    section: str
+    kind: str  # ARITHMETIC: a number that needs no data, no draw and no model; or STATEMENT
     claim: str
     claimed: Value
     computed: Value
@@ -99,13 +108,13 @@ def judge(entry: Entry, source: str) -> Claim:
     'Claimed is 0.534 too high.'
     """
     found = entry.compute()
+    kind = STATEMENT if isinstance(found, Evidence) else ARITHMETIC
     if isinstance(found, Evidence):
         claimed, computed, verdict, note = _judge_statement(entry, found)
     else:
         claimed, computed, verdict, note = _judge_number(entry, np.atleast_1d(np.asarray(found, dtype=np.float64)))
-    return Claim(
-        entry.id, source, entry.claim, claimed, computed, verdict, " ".join(filter(None, (note, entry.remark)))
-    )
+    note = " ".join(filter(None, (note, entry.remark)))
+    return Claim(entry.id, source, entry.section, kind, entry.claim, claimed, computed, verdict, note)
 
 
 def _judge_number(entry: Entry, computed: Array) -> tuple[Value, Value, str, str]:

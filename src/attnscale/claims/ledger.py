@@ -77,39 +77,34 @@ def _explore(**settings: object) -> str:
     return f'attnscale explore --view "{view}"'
 
 
-def _claims(*ids: str) -> str:
-    return " ".join(["attnscale claims", *ids])
-
-
 EXERCISE, LISTING, EXAMPLE = "exercise", "listing", "worked example"
+LESSON = "jupyter notebook docs/lesson/worksheet.ipynb"
 
 INDEX = (
-    Worked("post", EXAMPLE, "Var(q·k/√d_k) = 1", _claims("scaled-variance-identity", "scaled-variance-near-one")),
+    Worked("post", EXAMPLE, "Var(q·k/√d_k) = 1", _explore(dim=3, step=7)),
     Worked("post", EXAMPLE, "dividing by d_k instead: variance 1/d_k, weights alike", "attnscale lab divisors"),
-    Worked("tutorial", EXAMPLE, "heights of students: what variance is", _claims("height-ranges")),
+    Worked("tutorial", EXAMPLE, "Without scaling one key has nearly all the weight", _explore(d=512)),
+    Worked("tutorial", EXAMPLE, "dot products grow with d_k: 4 and 512", "attnscale lab variance"),
     Worked("tutorial", EXAMPLE, "the nine terms of (q·k)² at d_k = 3", _explore(dim=3, step=3)),
-    Worked("tutorial", EXAMPLE, "the 4,096 terms at d_k = 64", _claims("terms-64", "own-terms-64", "cross-terms-64")),
-    Worked("tutorial", EXAMPLE, "e to the 1, 5, 10, 20 and 50",
-           _claims("exp-1", "exp-5", "exp-10", "exp-20", "exp-50")),
+    Worked("tutorial", EXAMPLE, "the d_k² terms at a larger d_k", _explore(dim=8, step=3)),
+    Worked("tutorial", EXAMPLE, "exponentials of 1, 5, 10 and 20 as shares", _explore(scores="1, 5, 10, 20")),
     Worked("tutorial", EXAMPLE, "softmax of [50, 10, 5]", _explore(scores="50, 10, 5")),
     Worked("tutorial", EXAMPLE, "softmax of [5, 1, 0.5]", _explore(scores="5, 1, 0.5")),
-    Worked("tutorial", EXAMPLE, "[2, 4, 6] and its half: the variance falls by four",
-           _claims("variance-2-4-6", "variance-1-2-3", "variance-ratio")),
+    Worked("tutorial", EXAMPLE, "[2, 4, 6] and its half: softmax of both", _explore(scores="2, 4, 6", d=4)),
     Worked("tutorial", EXAMPLE, "q = [1, 0, 1, 0] and k = [0, 1, 1, 1]: a score of 1, scaled 0.5",
            _explore(query="1, 0, 1, 0", key="0, 1, 1, 1")),
     Worked("tutorial", EXAMPLE, "scores [14, 10, 12] at d_k = 64, with and without scaling",
            _explore(scores="14, 10, 12", d=64)),
-    Worked("textbook", EXAMPLE, "Var(XY) = 1 of two standard normals",
-           _claims("normal-product-mean", "normal-product-square", "normal-product-variance")),
+    Worked("textbook", EXAMPLE, "Var(XY) = 1 of two standard normals", _explore(dim=1, step=4)),
     Worked("textbook", EXAMPLE, "softmax of [8.5, -2.1, 7.9]", _explore(scores="8.5, -2.1, 7.9")),
     Worked("textbook", EXAMPLE, "d_k = 64: spread 8 without, 1 with the scale",
            "attnscale predict --d-model 512 --heads 8"),
     Worked("textbook", EXAMPLE, "five positions, with and without scaling",
            _explore(scores="9.2, -3.1, 8.8, -5.4, 1.2", d=64)),
     Worked("textbook", EXAMPLE, "the softmax Jacobian of [1, 0, 0] and of [0.3, 0.3, 0.2, 0.2]",
-           _claims("jacobian-formula", "one-hot-gradients", "mixed-gradients")),
-    Worked("textbook", LISTING, "scaled_dot_product_attention", _claims("implementation")),
-    Worked("textbook", LISTING, "stable_softmax", _claims("softmax-overflows", "stable-softmax-same")),
+           "attnscale lab gradients"),
+    Worked("textbook", LISTING, "scaled_dot_product_attention", LESSON),
+    Worked("textbook", LISTING, "stable_softmax", LESSON),
     Worked("textbook", EXERCISE, "1. the standard deviation at d_k = 512", "attnscale predict --d-model 512 --heads 1"),
     Worked("textbook", EXERCISE, "2. softmax([x, 0, 0, 0]) as x goes from 0 to 10", "attnscale lab saturation"),
     Worked("textbook", EXERCISE, "3. attention trained with and without scaling", "attnscale demo"),
@@ -117,6 +112,11 @@ INDEX = (
     Worked("textbook", EXERCISE, "4. temperatures of ½√d_k, √d_k and 2√d_k", "attnscale lab temperature"),
     Worked("textbook", EXERCISE, "5. ∂softmax/∂input of peaked and uniform rows", "attnscale lab gradients"),
     Worked("textbook", EXAMPLE, "when scaling matters most: in a trained model", "attnscale lab trained"),
+    Worked("textbook", EXAMPLE, "when scaling matters most: all four rows, measured", LESSON),
+    Worked("textbook", EXAMPLE, "a learned and a query-dependent temperature: what is learned", LESSON),
+    Worked("textbook", EXAMPLE, "a model under other temperatures, on a sentence",
+           _explore(sentence="def f(x): return x")),
     Worked("forum", EXAMPLE, "logits [-20, 3, 25, -15], and divided by 8", _explore(scores="-20, 3, 25, -15", d=64)),
-    Worked("forum", EXAMPLE, "the constant depends on the initialisation", "attnscale lab initialisation"),
+    Worked("forum", EXAMPLE, "the constant depends on the initialisation: GPT-2's", _explore(q=0.554, k=0.554)),
+    Worked("forum", EXAMPLE, "the same for seven ways to draw weights", "attnscale lab initialisation"),
 )  # fmt: skip

@@ -12,7 +12,8 @@ from attnscale.claims import computations as compute
 from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SIGNS, SKEWED, TINY_GAIN
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.settings import MUP_ATTENTION, SETTINGS, language_models
-from attnscale.claims.trained import HEAD_DIMS, WIDE, final_loss, gradients, has_learned
+from attnscale.claims.trained import HEAD_DIMS, WIDE, extra_loss, final_loss, gradients, has_learned
+from attnscale.lab.outcomes import Band, band
 from attnscale.reference import softmax
 from attnscale.theory import regime
 from attnscale.theory.limits import SATURATED_TOP1
@@ -23,9 +24,11 @@ WIDE_DIM = 1024  # much larger than any head, so that small scores are as small 
 FOCUS_LOST = 10  # a weight this many times smaller means that focus is lost
 NEARLY_UNIFORM = 0.99  # of ln n
 MANY = 5  # models
-HARM = 0.1  # nats
 GROWS = 3.0  # times from the last layer to the first: the gradient explodes
 VANISHES = 0.1  # times: the gradient vanishes
+
+
+SOURCE.section("1. Variance of Dot Product")
 
 
 @SOURCE.claim(
@@ -34,13 +37,13 @@ VANISHES = 0.1  # times: the gradient vanishes
 )  # fmt: skip
 def _variance_is_dim() -> Evidence:
     drawn, exact = compute.drawn_spread(DIM), compute.enumerated_variance(SIGNS, DIM)
-    shown = f"{exact:g} over every pair of signs at d_k = {DIM}; {drawn.variance:.1f} drawn"
+    shown = f"{exact:g} over every pair of signs at d_k = {DIM}; spread {drawn:.2f} drawn"
     return Evidence(compute.enumerated_is_dim() and drawn.is_(DIM), shown)
 
 
 def _after_initialisation() -> Evidence:
     stds = {name: compute.head_std(name) for name in ("GPT-2", "nn.Linear", "nn.MultiheadAttention")}
-    holds = all(abs(std - 1) < NEAR_ONE for std in stds.values())
+    holds = all(abs(std.mean - 1) < NEAR_ONE for std in stds.values())
     return Evidence(holds, "q std " + ", ".join(f"{std:.2f} ({name})" for name, std in stds.items()))
 
 
@@ -59,15 +62,18 @@ def _head_dims() -> Evidence:
     return Evidence({64, 128} < set(dims) and dims[-1] > 128, f"published: {', '.join(map(str, dims))}")
 
 
+SOURCE.section("2. Softmax Stability")
+
+
 @SOURCE.claim(
     "large-scores-sharpen",
     "Scores too large, as without scaling, can make softmax give one key nearly all the weight.", "can be very sharp",
     remark="Size alone does not do it: softmax of [50, 50, 50] is uniform.",
 )  # fmt: skip
 def _can_be_sharp() -> Evidence:
-    raw, scaled = (float((compute.drawn_rows(DIM, by).top1 > SATURATED_TOP1).mean()) for by in (1.0, math.sqrt(DIM)))
+    raw, scaled = (band(compute.drawn_rows(DIM, by).top1 > SATURATED_TOP1) for by in (1.0, math.sqrt(DIM)))
     shown = f"drawn at d_k = {DIM}: {raw:.0%} of rows give one key 0.99 without a scale, {scaled:.0%} with it"
-    return Evidence(raw > scaled == 0, shown)
+    return Evidence(raw.low > scaled.mean == 0, shown)
 
 
 @SOURCE.claim(
@@ -91,20 +97,23 @@ SOURCE.claim(
 )  # fmt: skip
 def _balanced() -> Evidence:
     row = compute.drawn_rows(DIM, math.sqrt(DIM))
-    ratio, top1, gain = (float(x.mean()) for x in (row.entropy_ratio, row.top1, row.jacobian_trace))
-    shown = f"drawn at d_k = {DIM}: entropy {ratio:.0%} of its maximum, largest weight {top1:.3f}, 1 − Σp² {gain:.3f}"
-    return Evidence(NEARLY_UNIFORM > ratio > 0.5 > top1, shown)
+    ratio, top1, trace = map(band, (row.entropy_ratio, row.top1, row.jacobian_trace))
+    shown = f"drawn at d_k = {DIM}: entropy {ratio:.1%} of its maximum, largest weight {top1:.3f}, 1 − Σp² {trace:.3f}"
+    return Evidence(NEARLY_UNIFORM > ratio.mean > 0.5 > top1.mean, shown)
+
+
+SOURCE.section("3. Why Not d_k?")
 
 
 @SOURCE.claim("inverse-dim-variance", "Dividing by d_k leaves scores a variance of 1/d_k.", "1/d_k")
 def _inverse_dim_variance() -> Evidence:
     spreads = {dim: compute.drawn_spread(dim).over(dim) for dim in DIMS}
     holds = all(found.is_(1 / dim) for dim, found in spreads.items())
-    return Evidence(holds, f"{spreads[DIM].variance:.4f} drawn; 1/{DIM} = {1 / DIM:.4f}")
+    return Evidence(holds, f"drawn: spread {spreads[DIM]:.4f}; 1/√{DIM} = {DIM**-0.5:.4f}")
 
 
-def _entropy(dim: int, divisor: float) -> float:
-    return float(compute.drawn_rows(dim, divisor).entropy_ratio.mean())
+def _entropy(dim: int, divisor: float) -> Band:
+    return band(compute.drawn_rows(dim, divisor).entropy_ratio)
 
 
 @SOURCE.claim(
@@ -112,8 +121,8 @@ def _entropy(dim: int, divisor: float) -> float:
 )  # fmt: skip
 def _inverse_dim_uniform() -> Evidence:
     ratios = {dim: _entropy(dim, dim) for dim in DIMS if dim >= DIM}
-    holds = all(ratio > NEARLY_UNIFORM for ratio in ratios.values())
-    return Evidence(holds, f"drawn at d_k = {DIM}: entropy {ratios[DIM]:.2%} of its maximum")
+    holds = all(ratio.low > NEARLY_UNIFORM for ratio in ratios.values())
+    return Evidence(holds, f"drawn at d_k = {DIM}: entropy {ratios[DIM]:.1%} of its maximum")
 
 
 @SOURCE.claim("small-scores-uniform", "Scores near zero give weights near 1/n.", "close to 1/n")
@@ -124,11 +133,11 @@ def _small_scores() -> Evidence:
     return Evidence(holds, f"n·p within {away[-1]:.2g} of 1 for scores within {sizes[-1]} of 0")
 
 
-def _weight_of_match(divisor: float) -> float:
+def _weight_of_match(divisor: float) -> Band:
     """Return the weight of a key that equals its query, whose score is |q|², about d_k, among drawn keys."""
     scores = compute.drawn_scores(DIM).copy()
     scores[:, 0] = DIM
-    return float(softmax(scores / divisor)[:, 0].mean())
+    return band(softmax(scores / divisor)[:, 0])
 
 
 @SOURCE.claim(
@@ -136,7 +145,9 @@ def _weight_of_match(divisor: float) -> float:
 )  # fmt: skip
 def _cannot_focus() -> Evidence:
     by_root, by_dim = _weight_of_match(math.sqrt(DIM)), _weight_of_match(DIM)
-    return Evidence(by_dim * FOCUS_LOST < by_root, f"drawn: a matching key gets {by_dim:.4f} instead of {by_root:.2f}")
+    return Evidence(
+        by_dim.high * FOCUS_LOST < by_root.low, f"drawn: a matching key gets {by_dim:.4f} instead of {by_root:.2f}"
+    )
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,9 @@ def _less_precise() -> Evidence:
     return Evidence(worse > 0 or by_dim.gradients > by_root.gradients, shown)
 
 
+SOURCE.section("4. Why √d_k?")
+
+
 SOURCE.number(
     "scaled-variance-identity", "Var(q·k)/d_k, the variance after dividing by √d_k.", "1",
     lambda: compute.enumerated_variance(SKEWED, DIM) / DIM,
@@ -203,6 +217,9 @@ def _three_regimes() -> Evidence:
     entropies = ", ".join(f"{name} {_entropy(DIM, divisor):.1%}" for name, divisor in divisors.items())
     shown = f"{', '.join(regimes)}; entropy, of its maximum: {entropies}"
     return Evidence(regimes == ["sharp", "healthy", "diluted"], shown)
+
+
+SOURCE.section("5. Empirical Effectiveness")
 
 
 @SOURCE.claim("introduced-2017", "The Transformer of 2017 introduced the division by √d_k.", "2017")
@@ -230,6 +247,9 @@ def _works_at_every_dim() -> Evidence:
     return Evidence(all(map(has_learned, losses.values())), f"small models trained with it end at a loss of {shown}")
 
 
+SOURCE.section("Summary")
+
+
 @SOURCE.claim(
     "avoids-exploding-and-vanishing", "Without the scale gradients explode or vanish; √d_k avoids both.", "neither",
     remark="They explode on the way back through layers. They vanish at softmax's input, once √d_k is much larger "
@@ -237,14 +257,14 @@ def _works_at_every_dim() -> Evidence:
 )  # fmt: skip
 def _explodes_or_vanishes() -> Evidence:
     raw, scaled, rows = gradients("none"), gradients("1/√d_k"), compute.gradient_without_scale(512, 64)
-    times = raw["first_query"] / scaled["first_query"]
-    explodes = raw["backwards"] > GROWS > scaled["backwards"] and times > GROWS
+    times = raw["first_query"].mean / scaled["first_query"].mean
+    explodes = raw["backwards"].low > GROWS > scaled["backwards"].high and times > GROWS
     shown = (
         f"before training at d_k = {WIDE}, without it: {times:.0f} times the gradient on the first W_q, which is "
         f"{raw['backwards']:.1f} times the last layer's (with it {scaled['backwards']:.1f}); on the median row's "
         f"scores {rows.on_scores:.2g} times the gradient at d_k = 512 over 64 keys"
     )
-    return Evidence(explodes and rows.on_scores < VANISHES, shown)
+    return Evidence(explodes and rows.on_scores.high < VANISHES, shown)
 
 
 def _divides_by_dim() -> str:
@@ -257,10 +277,8 @@ def _divides_by_dim() -> str:
     "potentially", remark=_divides_by_dim(),
 )  # fmt: skip
 def _may_harm() -> Evidence:
-    losses = {dim: (final_loss(dim, "1/d_k"), final_loss(dim)) for dim in (HEAD_DIMS[0], HEAD_DIMS[-1])}
-    is_flatter = _entropy(DIM, DIM) > _entropy(DIM, math.sqrt(DIM))
-    is_worse = any(by_dim > by_root + HARM for by_dim, by_root in losses.values())
-    shown = "; ".join(
-        f"loss {by_dim:.2f} against {by_root:.2f} at d_k = {dim}" for dim, (by_dim, by_root) in losses.items()
-    )
-    return Evidence(is_flatter and is_worse, f"small models trained with 1/d_k: {shown}")
+    more = {dim: extra_loss(dim, "1/d_k") for dim in (HEAD_DIMS[0], HEAD_DIMS[-1])}
+    is_flatter = _entropy(DIM, DIM).low > _entropy(DIM, math.sqrt(DIM)).high
+    is_worse = any(extra.low > 0 for extra in more.values())
+    shown = ", ".join(f"{extra:+.2f} at d_k = {dim}" for dim, extra in more.items())
+    return Evidence(is_flatter and is_worse, f"small models trained with 1/d_k, nats more than with 1/√d_k: {shown}")

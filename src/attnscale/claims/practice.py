@@ -30,6 +30,7 @@ from attnscale.claims.trained import (
     final_loss,
     has_learned,
 )
+from attnscale.lab.outcomes import Band, band
 from attnscale.reference import attention_scores, row_statistics
 from attnscale.theory import regime
 
@@ -40,26 +41,26 @@ MODERN = 2019  # GPT-2's year
 UNIT = "when q and k have unit variance"
 
 
-def _lost(dim: int) -> float:
+def _lost(dim: int) -> Band:
     """Return the share of 1 − Σp² that rows of drawn scores lose without a scale."""
-    raw, scaled = (float(compute.drawn_rows(dim, divisor).jacobian_trace.mean()) for divisor in (1.0, math.sqrt(dim)))
-    return 1 - raw / scaled
+    raw, scaled = (compute.drawn_rows(dim, divisor).jacobian_trace for divisor in (1.0, math.sqrt(dim)))
+    return band(1 - raw / scaled.mean())
 
 
 def _gpt2_variance() -> Evidence:
-    variance = compute.head_spread("GPT-2") ** 2
+    variance = compute.head_spread("GPT-2").mean ** 2
     return Evidence(abs(variance / DIM - 1) < NEAR_ONE, f"variance {variance:.1f} at GPT-2's initialisation")
 
 
 def _cost(scale: str) -> float:
     """Return what another scale costs the bundled model, as a share of what it has learned."""
-    return (bundled(scale) - bundled("1/√d_k")) / (TEXT - bundled("1/√d_k"))
+    return (bundled(scale).mean - bundled("1/√d_k").mean) / (TEXT - bundled("1/√d_k").mean)
 
 
 def _fresh_cost() -> float:
     """Return what a model loses that learns without a scale, as a share of what another learns with it."""
     wide = HEAD_DIMS[-1]
-    return (final_loss(wide, "none") - final_loss(wide)) / (TASK.chance - final_loss(wide))
+    return (final_loss(wide, "none").mean - final_loss(wide).mean) / (TASK.chance - final_loss(wide).mean)
 
 
 def _trained_indifferent() -> Evidence:
@@ -83,9 +84,9 @@ def _learned_alone() -> Evidence:
     return Evidence(bool(found), f"published: {', '.join(found) or 'none here'} with a τ in place of √d_k")
 
 
-def _entropy_at(temperature: float) -> float:
+def _entropy_at(temperature: float) -> Band:
     """Return the entropy of drawn scores, as a share of its maximum, when divided by this many √d_k."""
-    return float(compute.drawn_rows(DIM, temperature * math.sqrt(DIM)).entropy_ratio.mean())
+    return band(compute.drawn_rows(DIM, temperature * math.sqrt(DIM)).entropy_ratio)
 
 
 def _llama4() -> Evidence:
@@ -103,13 +104,14 @@ def _stable(rate: float) -> Evidence:
     learned = sum(map(has_learned, losses))
     shown = (
         f"at a rate of {rate:g}, {learned} of {len(losses)} small models of d_k {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} "
-        f"learn (loss {min(losses):.2f} to {max(losses):.2f}; guessing {TASK.chance:.2f})"
+        f"learn (loss {', '.join(f'{loss:.2f}' for loss in losses)}; guessing {TASK.chance:.2f})"
     )
     return Evidence(learned == len(losses), shown)
 
 
 def add_claims(source: Source) -> None:
     """Add these claims to the textbook's."""
+    source.section("When Scaling Matters Most")
 
     @source.claim("high-dim-critical", "For wide heads scaling is critical.", "critical")
     def _high_dim() -> Evidence:
@@ -119,7 +121,7 @@ def add_claims(source: Source) -> None:
     @source.claim("low-dim-less-critical", "For narrow heads scaling matters less.", "less critical")
     def _low_dim() -> Evidence:
         shown = f"1 − Σp² falls by {_lost(4):.0%} without it at d_k = 4, by {_lost(64):.0%} at 64"
-        return Evidence(_lost(4) < _lost(64), shown)
+        return Evidence(_lost(4).high < _lost(64).low, shown)
 
     @source.claim(
         "random-init-normal", "At random initialisation scores are close to N(0, d_k).", "N(0, d_k)",
@@ -129,9 +131,7 @@ def add_claims(source: Source) -> None:
         scores = compute.drawn_scores(DIM)
         kurtosis = float(((scores - scores.mean()) ** 4).mean() / scores.var() ** 2 - 3)
         holds = abs(kurtosis) < NEARLY_NORMAL and compute.drawn_spread(DIM).is_(DIM)
-        shown = (
-            f"drawn at d_k = {DIM}: variance {compute.drawn_spread(DIM).variance:.0f}, excess kurtosis {kurtosis:.2f}"
-        )
+        shown = f"drawn at d_k = {DIM}: spread {compute.drawn_spread(DIM):.2f}, excess kurtosis {kurtosis:.2f}"
         return Evidence(holds, shown)
 
     @source.claim(
@@ -169,6 +169,8 @@ def add_claims(source: Source) -> None:
         shown = f"{on_scores:.2%} of the operations at d_k = {DIM}, {on_query:.3%} if the query is multiplied instead"
         return Evidence(on_scores < NEGLIGIBLE, shown)
 
+    source.section("Alternative Scaling Factors")
+
     @source.claim("learned-temperature", "Some implementations learn the temperature.", "some")
     def _learned() -> Evidence:
         return Evidence(len(LEARNED) > 1, f"published: {'; '.join(map(str, LEARNED))}")
@@ -185,12 +187,12 @@ def add_claims(source: Source) -> None:
     @source.claim("small-temperature-sharper", "A temperature below √d_k sharpens attention.", "sharper")
     def _sharper() -> Evidence:
         shown = f"entropy, of its maximum: {_entropy_at(0.5):.0%} at ½√d_k, {_entropy_at(1):.0%} at √d_k"
-        return Evidence(_entropy_at(0.5) < _entropy_at(1), shown)
+        return Evidence(_entropy_at(0.5).high < _entropy_at(1).low, shown)
 
     @source.claim("large-temperature-softer", "A temperature above √d_k softens attention.", "softer")
     def _softer() -> Evidence:
         shown = f"entropy, of its maximum: {_entropy_at(2):.0%} at 2√d_k, {_entropy_at(1):.0%} at √d_k"
-        return Evidence(_entropy_at(2) > _entropy_at(1), shown)
+        return Evidence(_entropy_at(2).low > _entropy_at(1).high, shown)
 
     @source.claim("scale-by-query", "A scale for each query lets queries differ in sharpness.", "differ")
     def _by_query() -> Evidence:
@@ -199,16 +201,16 @@ def add_claims(source: Source) -> None:
         shown = ", ".join(f"{ratio:.0%}" for ratio in ratios)
         return Evidence(bool((np.diff(ratios) < 0).all()), f"entropy, of its maximum: {shown} at three scales")
 
+    source.section("Connection to Modern LLMs")
+
     @source.claim(
         "modern-llms-universal", "All modern language models scale by 1/√d_k.", "universal",
-        remark="One exception refutes a universal claim. The table is a selection of models, not all.",
+        remark="One exception refutes a universal claim. How many models do so a selection cannot say: not testable.",
     )  # fmt: skip
     def _universal() -> Evidence:
         models = language_models(since=MODERN, millions=FULL_SIZE)
         others = [setting for setting in models if not setting.standard]
-        listed = ", ".join(map(str, others))
-        shown = f"published: {len(models) - len(others)} of {len(models)} models; the others, times 1/√d_k: {listed}"
-        return Evidence(not others, shown)
+        return Evidence(not others, f"published, times 1/√d_k: {', '.join(map(str, others)) or 'none that differs'}")
 
     @source.claim("gpt-standard", "GPT scales by 1/√d_k.", "standard")
     def _gpt() -> Evidence:
@@ -223,6 +225,8 @@ def add_claims(source: Source) -> None:
     def _llama() -> Evidence:
         model = find("LLaMA-2 7B")
         return Evidence(model.standard, f"published, times 1/√d_k: {model}")
+
+    source.section("Summary")
 
     source.claim(
         "stable-training-any-dim", "With 1/√d_k training is stable whatever the dimension.", "stable",

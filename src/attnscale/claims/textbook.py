@@ -8,6 +8,7 @@ from attnscale.claims import computations as compute
 from attnscale.claims.computations import AT_SOFTMAX, DIM, DIMS, KEYS, NEAR_ONE, SPREAD
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.practice import add_claims
+from attnscale.lab.outcomes import band
 from attnscale.reference import Array, row_statistics, scaled_dot_product_attention, softmax, softmax_jacobian
 from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
@@ -26,6 +27,9 @@ def normal_product_moment(power: int) -> float:
     return float(weights @ np.outer(nodes, nodes) ** power @ weights)
 
 
+SOURCE.section("Variance Analysis")
+
+
 SOURCE.number("normal-product-mean", "E[XY] for independent standard normals.", "0", lambda: normal_product_moment(1))
 SOURCE.number(
     "normal-product-square", "E[(XY)²] for independent standard normals.", "1", lambda: normal_product_moment(2)
@@ -38,13 +42,23 @@ SOURCE.number(
 
 @SOURCE.claim("variance-linear", "The variance of q·k grows linearly with d_k.", "linear")
 def _linear() -> Evidence:
-    variances = [compute.drawn_spread(dim).variance for dim in DIMS]
-    power = float(np.polyfit(np.log(DIMS), np.log(variances), 1)[0])
-    shown = f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}: as d_k to the power {power:.3f}"
+    drawn, along = [compute.drawn_spread(dim) for dim in DIMS], np.log(DIMS) - np.log(DIMS).mean()
+    power = float(along @ np.log([each.variance for each in drawn]) / (along @ along))
+    errors = along * [each.error / each.variance for each in drawn]
+    margin = 1.96 * float(np.sqrt(errors @ errors) / (along @ along))
+    shown = f"drawn from d_k = {DIMS[0]} to {DIMS[-1]}: as d_k to the power {power:.3f} ± {margin:.1g}"
     return Evidence(abs(power - 1) < NEAR_ONE, shown)
 
 
-SOURCE.number("score-std-64", "Spread of unscaled scores at d_k = 64.", "8", lambda: compute.drawn_spread(DIM).std)
+SOURCE.section("Why This Matters")
+
+
+@SOURCE.claim("score-std-64", "The spread of unscaled scores at d_k = 64 is 8.", "8")
+def _std_64() -> Evidence:
+    found = compute.drawn_spread(DIM)
+    return Evidence(found.is_(DIM), f"drawn: {found:.2f}")
+
+
 SOURCE.number(
     "softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
     "Further scores, which the source omits, would not change the ratio of the first to the third.",
@@ -56,7 +70,7 @@ SOURCE.number(
     limit=Limit("if that means a spread above the critical one", "if it means one-hot rows", compute.mostly_one_hot),
 )  # fmt: skip
 def _saturates() -> Evidence:
-    found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), float(compute.drawn_rows(DIM).top1.mean())
+    found, top1 = regime(compute.drawn_spread(DIM).std, KEYS), band(compute.drawn_rows(DIM).top1)
     return Evidence(found == "sharp", f"drawn: {found}, with a largest weight of {top1:.2f} on average")
 
 
@@ -73,9 +87,15 @@ def _one_contributes() -> Evidence:
     return Evidence(effective < 1 + NEAR_ONE, f"{effective:.2f} effective keys at weight {SATURATED_TOP1}")
 
 
+SOURCE.section("Why √d_k Works")
+
+
 SOURCE.claim("scaled-unit-any-dim", "Division by √d_k gives variance 1 at every d_k.", "1")(
     compute.unit_spread_at_start
 )
+
+
+SOURCE.section("Visualizing the Effect")
 
 
 @SOURCE.claim(
@@ -114,6 +134,9 @@ def _spreads() -> Evidence:
     return Evidence(after > before, f"{before:.2f} effective keys before, {after:.2f} after")
 
 
+SOURCE.section("Implementation")
+
+
 @SOURCE.claim(
     "implementation", "The listing returns [n, d_v] outputs and [n, n] weights of scaled attention.", "correct"
 )  # fmt: skip
@@ -132,6 +155,9 @@ def _plain_softmax(scores: list[float]) -> Array:
         return np.asarray(np.exp(scores) / np.exp(scores).sum())
 
 
+SOURCE.section("Numerical Stability")
+
+
 @SOURCE.claim("softmax-overflows", "A plain softmax overflows for large scores.", "overflow")
 def _overflows() -> Evidence:
     limit = math.log(np.finfo(np.float64).max)
@@ -146,6 +172,9 @@ def _same() -> Evidence:
     difference = abs(softmax(FIVE) - _plain_softmax(FIVE.tolist())).max()
     holds = difference < 1e-15 and np.isfinite(softmax([1000.0, 999.0])).all()
     return Evidence(bool(holds), f"largest difference {difference:.1g}; finite at 1000")
+
+
+SOURCE.section("Gradient Flow")
 
 
 SOURCE.claim(
@@ -174,10 +203,13 @@ SOURCE.number(
 )  # fmt: skip
 
 
+SOURCE.section("Exercises")
+
+
 @SOURCE.claim("std-512", "Exercise: the standard deviation at d_k = 512.", "√512")
 def _std_512() -> Evidence:
     found = compute.drawn_spread(512)
-    return Evidence(found.is_(512), f"{found.std:.2f} drawn; √512 = {math.sqrt(512):.2f}")
+    return Evidence(found.is_(512), f"drawn: {found:.2f}; √512 = {math.sqrt(512):.2f}")
 
 
 @SOURCE.claim(

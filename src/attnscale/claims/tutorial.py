@@ -1,6 +1,7 @@
 """Claims of the tutorial on the mathematics behind √d_k: its numbers are in worked_numbers, its statements here."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import FULL_SIZE, T5, language_models
 from attnscale.claims.trained import HEAD_DIMS, LEARNED, final_loss
 from attnscale.claims.worked_numbers import RAW, SCALED
+from attnscale.lab.outcomes import band
 from attnscale.reference import row_statistics
 from attnscale.theory import regime
 from attnscale.theory.limits import SATURATED_TOP1
@@ -28,6 +30,9 @@ def _smallest_dims() -> Evidence:
     return Evidence(not small, ", ".join(f"{setting.model} {setting.head_dim}" for setting in small))
 
 
+SOURCE.section("What Happens Without Scaling?")
+
+
 @SOURCE.claim(
     "real-head-dims", "Real Transformers have heads of 64, 128 or more dimensions.", "64 or more",
     limit=Limit("for full-size language models", "for small ones", _smallest_dims),
@@ -37,17 +42,23 @@ def _full_size_dims() -> Evidence:
     return Evidence(dims[0] >= 64, f"published: {dims[0]} to {dims[-1]} from {FULL_SIZE} million parameters on")
 
 
+SOURCE.section("Why Do Dot Products Grow with dₖ?")
+
+
 @SOURCE.claim("dot-products-grow", "At d_k = 512 dot products are far larger than at 4.", "grows with d_k")
 def _dot_products_grow() -> Evidence:
-    narrow, wide = compute.drawn_spread(4).std, compute.drawn_spread(512).std
-    return Evidence(wide > FAR_LARGER * narrow, f"drawn: std {narrow:.2f} at d_k = 4, {wide:.1f} at d_k = 512")
+    narrow, wide = compute.drawn_spread(4), compute.drawn_spread(512)
+    return Evidence(wide.std > FAR_LARGER * narrow.std, f"drawn: std {narrow:.2f} at d_k = 4, {wide:.1f} at d_k = 512")
 
 
 @SOURCE.claim("wider-is-worse", "The wider the head, the worse an unscaled softmax fares.", "worse with d_k")
 def _wider_is_worse() -> Evidence:
-    gains = [float(compute.drawn_rows(dim).jacobian_trace.mean()) for dim in (4, *DIMS)]
-    shown = f"drawn: 1 − Σp² from {gains[0]:.2f} at d_k = 4 to {gains[-1]:.2f} at 512"
-    return Evidence(gains == sorted(gains, reverse=True), shown)
+    traces = [band(compute.drawn_rows(dim).jacobian_trace) for dim in (4, *DIMS)]
+    shown = f"drawn: 1 − Σp² from {traces[0]:.2f} at d_k = 4 to {traces[-1]:.2f} at 512"
+    return Evidence(all(wider.high < narrower.low for narrower, wider in pairwise(traces)), shown)
+
+
+SOURCE.section("Understanding Variance of the Dot Product")
 
 
 @SOURCE.claim(
@@ -74,6 +85,9 @@ def _layer_norm_centres() -> Evidence:
     return Evidence(abs(normed.mean()) < 1e-12, f"mean {abs(normed.mean()):.2f} after LayerNorm")
 
 
+SOURCE.section("Proving It Step by Step")
+
+
 @SOURCE.claim("mean-square", "At mean zero the variance is the average square.", "equal")
 def _mean_square() -> Evidence:
     scores = compute.products(SKEWED, 2).sum(-1)
@@ -81,7 +95,7 @@ def _mean_square() -> Evidence:
 
 
 def _exact_anyway() -> Evidence:
-    shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2") ** 2
+    shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2").mean ** 2
     holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < LITTLE
     return Evidence(holds, f"{shifted.variance:.0f} with means of 0.5; {drawn:.1f} at GPT-2's initialisation")
 
@@ -97,6 +111,9 @@ def _always_exact() -> Evidence:
     return Evidence(compute.enumerated_is_dim(), shown)
 
 
+SOURCE.section("What Large Dot Products Do to Softmax")
+
+
 @SOURCE.claim("exp-gap", "From e¹⁰ to e⁵⁰ is an astronomical distance.", "astronomical")
 def _astronomical() -> Evidence:
     ratio = math.exp(50) / math.exp(10)
@@ -110,8 +127,8 @@ def _still_learns() -> Evidence:
 
 
 def _typical_one_hot() -> Evidence:
-    top1 = float(np.median(compute.drawn_rows(DIM).top1))
-    return Evidence(top1 > SATURATED_TOP1, f"drawn: {top1:.2f} in the median row over {KEYS} keys at d_k = {DIM}")
+    top1 = band(compute.drawn_rows(DIM).top1)
+    return Evidence(top1.mean > SATURATED_TOP1, f"drawn: {top1:.2f} on average over {KEYS} keys at d_k = {DIM}")
 
 
 @SOURCE.claim(
@@ -130,6 +147,9 @@ SOURCE.claim(
 )(compute.softmax_passes_little)  # fmt: skip
 
 
+SOURCE.section("Why √dₖ is the Right Scaling Factor")
+
+
 @SOURCE.claim("variance-of-quotient", "Dividing by c divides the variance by c².", "Var/c²")
 def _quotient() -> Evidence:
     scores = compute.products(SKEWED, 3).sum(-1)
@@ -141,12 +161,12 @@ def _quotient() -> Evidence:
 def _divisor() -> Evidence:
     found = {dim: compute.drawn_spread(dim) for dim in DIMS}
     holds = all(spread.over(math.sqrt(dim)).is_(1.0) for dim, spread in found.items())
-    return Evidence(holds, f"c = {found[DIM].std:.2f} brings drawn scores of d_k = {DIM} to unit variance")
+    return Evidence(holds, f"c = {found[DIM]:.2f} brings drawn scores of d_k = {DIM} to unit variance")
 
 
 def _divisor_for_gpt2() -> Evidence:
     needed = compute.head_spread("GPT-2")
-    return Evidence(math.isclose(needed, SPREAD, rel_tol=LITTLE), f"c = {needed:.2f} at GPT-2's initialisation")
+    return Evidence(math.isclose(needed.mean, SPREAD, rel_tol=LITTLE), f"c = {needed:.2f} at GPT-2's initialisation")
 
 
 SOURCE.claim(
@@ -166,9 +186,12 @@ def _paper() -> Evidence:
 
 
 def _skipping(keys: int) -> Evidence:
-    scaled, raw = (float(compute.drawn_rows(4, divisor, keys).jacobian_trace.mean()) for divisor in (2.0, 1.0))
+    scaled, raw = (band(compute.drawn_rows(4, divisor, keys).jacobian_trace) for divisor in (2.0, 1.0))
     shown = f"over {keys} keys: 1 − Σp² {scaled:.2f} with the scale, {raw:.2f} without"
-    return Evidence(scaled - raw < LITTLE * scaled, shown)
+    return Evidence(scaled.mean - raw.mean < LITTLE * scaled.mean, shown)
+
+
+SOURCE.section("Seeing It with Real Numbers")
 
 
 SOURCE.claim(
@@ -188,6 +211,9 @@ def _t5_struggles() -> Evidence:
     return Evidence(regime(compute.t5_spread(), KEYS) != "healthy", shown)
 
 
+SOURCE.section("Putting It All Together")
+
+
 @SOURCE.claim(
     "struggles-without",
     "Without the division a Transformer would struggle to learn, especially with larger d_k.",
@@ -198,5 +224,5 @@ def _struggles() -> Evidence:
     losses = {dim: (final_loss(dim, "none"), final_loss(dim)) for dim in (HEAD_DIMS[0], HEAD_DIMS[-1])}
     (narrow, narrow_scaled), (wide, wide_scaled) = losses.values()
     shown = ", ".join(f"{raw:.2f} against {scaled:.2f} at d_k = {dim}" for dim, (raw, scaled) in losses.items())
-    holds = wide - wide_scaled > max(LEARNED, narrow - narrow_scaled)
+    holds = wide.low - wide_scaled.high > max(LEARNED, narrow.mean - narrow_scaled.mean)
     return Evidence(holds, f"small models end at a loss of {shown}")

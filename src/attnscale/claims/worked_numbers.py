@@ -47,6 +47,9 @@ def _summed(scores: Sequence[float] | Array) -> float:
 
 # The proof
 
+SOURCE.section("Proving It Step by Step")
+
+
 SOURCE.number("product-mean", "Mean of one product q_i·k_i.", "0", lambda: products(SIGNS, 1).mean())
 SOURCE.number("product-variance", "Variance of one product q_i·k_i.", "1", lambda: products(SIGNS, 1).var())
 SOURCE.number("score-mean", "Mean of q·k when components have mean 0.", "0", lambda: enumerated_mean(SIGNS, DIM))
@@ -82,6 +85,9 @@ SOURCE.number("variance-64", "Variance of q·k at d_k = 64.", "64", lambda: enum
 
 # Exponentials
 
+SOURCE.section("What Large Dot Products Do to Softmax")
+
+
 SOURCE.number("euler", "The constant e.", "2.718", lambda: math.e)
 SOURCE.number("exp-1", "e to the 1.", "2.718", lambda: math.exp(1))
 SOURCE.number("exp-5", "e to the 5.", "148.4", lambda: math.exp(5))
@@ -100,6 +106,9 @@ SOURCE.number("softmax-5-1-half", "Softmax of [5, 1, 0.5].", "0.971 0.018 0.011"
 
 # Variances
 
+SOURCE.section("Why √dₖ is the Right Scaling Factor")
+
+
 SOURCE.number("mean-2-4-6", "Mean of [2, 4, 6].", "4", TRIPLE.mean)
 SOURCE.number("differences-2-4-6", "Distances of [2, 4, 6] from their mean.", "-2 0 2", lambda: TRIPLE - TRIPLE.mean())
 SOURCE.number("squares-2-4-6", "Squared distances of [2, 4, 6] from their mean.", "4 0 4", lambda: _squares(TRIPLE))
@@ -115,6 +124,9 @@ SOURCE.number(
 )  # fmt: skip
 
 # Examples
+
+SOURCE.section("Seeing It with Real Numbers")
+
 
 SOURCE.number("dot-4", "Dot product of [1, 0, 1, 0] and [0, 1, 1, 1].", "1", lambda: QUERY @ KEY)
 SOURCE.number("root-4", "The square root of d_k = 4.", "2", lambda: math.sqrt(QUERY.size))

@@ -14,8 +14,8 @@ from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
 PAGE = Path("attnscale-explore.html")
-NUMBERS = ("number", "dim", "step", "seed")  # settings that the page keeps in range by itself
-TEXTS = ("scores", "query", "key")
+NUMBERS = ("number", "third", "dim", "step", "seed")  # settings that the page keeps in range by itself
+TEXTS = ("scores", "query", "key", "sentence")
 
 
 def explore(
@@ -28,8 +28,8 @@ def explore(
 ) -> None:
     """Write an interactive page on scores, their scale and their softmax, and open it in the browser.
 
-    It is one self-contained file: no server, no network. Move d_k, the number of keys, the spreads and the rule; type
-    your own scores; step through the proof. The address of the page holds its settings, so a view can be shared.
+    It is one self-contained file: no server, no network. Drag d_k and compare scales side by side; follow the story in
+    six steps; run a trained model with and without its scale. The address of the page holds its settings.
 
     Example: attnscale explore --out why.html --no-open
     """

@@ -20,13 +20,14 @@ from attnscale.errors import AttnscaleError, DamagedFileWarning, SettingError
 from attnscale.files import read_whole, write_whole
 from attnscale.lab.experiment import Cell, Experiment, Outcome
 from attnscale.lab.experiments import EXPERIMENTS
-from attnscale.lab.outcomes import Outcomes
+from attnscale.lab.outcomes import Outcomes, tally
 from attnscale.lab.result import Result
 from attnscale.lab.training import one_thread
 
 MOST_BYTES = 2**27  # of a cell's file: a thousand times the largest
 POLL = 0.02  # seconds between two looks at the tasks that run
 ONE_SEED = "One seed has no interval, so it decides nothing; the tables show its numbers. Run two seeds or more."
+QUICK = "A quick run trains too few and too small models to decide anything. The tables show its numbers."
 INTERVALS = "95% interval of the mean over seeds, by Student's t"
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
@@ -86,6 +87,9 @@ def concluded(experiment: Experiment, done: Iterable[tuple[Cell, Stored]], setti
     found = experiment.conclude(outcomes)
     if len(outcomes.values("seed")) == 1:
         found = replace(found, text=ONE_SEED)
+    elif experiment.trains and settings.get("quick"):
+        checks = tuple(replace(check, holds=check.holds or None) for check in found.checks)  # none fails
+        found = replace(found, text=f"{QUICK} {tally(checks)}", checks=checks)
     return Result(experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings)
 
 

@@ -1,11 +1,13 @@
-"""The page of `attnscale explore`: scale, spread and softmax move with sliders, in one file.
+"""The page of `attnscale explore`: scale, spread and softmax move with sliders, and a trained model runs, in one file.
 
 The page knows no rule. A rule is asked here for its scale on tensors that have a shape and no memory. If it answers
 with the tensors untouched and a positive number that is a product of factors of one setting each, these are tabulated;
 a rule that learns, or normalises, is left out.
 """
 
+import base64
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -20,11 +22,13 @@ from attnscale.claims.discussion import LOGITS
 from attnscale.claims.textbook import FIVE
 from attnscale.claims.worked_numbers import RAW
 from attnscale.errors import SettingError
+from attnscale.lab.training import attentions_of
+from attnscale.models import load_bundled
 from attnscale.rules import RULES
 from attnscale.rules.calibrated import calibrated
 from attnscale.rules.rule import Rule, about_rule
 from attnscale.show.page import code, data, environment, policy, source
-from attnscale.theory import score_variance, unit_variance_scale
+from attnscale.theory import Initialisation, score_variance, unit_variance_scale
 from attnscale.theory.gaussian import FROZEN, UNIFORM_BELOW
 from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN
 
@@ -32,8 +36,22 @@ Range: TypeAlias = tuple[float, float]
 Scale: TypeAlias = Callable[[Mapping[str, float]], float]  # of d, n, spread (σ_q σ_k) and number
 
 SCRIPTS = tuple(
-    f"explore/{name}.js" for name in ("numerics", "settings", "view", "draw", "panels", "gradient", "proof", "controls")
-)
+    f"explore/{name}.js"
+    for name in (
+        "numerics", "settings", "view", "draw", "panels", "gradient", "proof", "model", "recorded", "story", "controls",
+    )
+)  # fmt: skip
+RECORDED = "explore/recorded.json"  # made by `python scripts/record_results.py`
+STEPS = ("what a score is", "why it spreads", "what softmax does", "what can be learned", "why √dₖ and not dₖ",
+         "when it is not enough")  # fmt: skip
+INITIALISATIONS = {
+    "Xavier": ("xavier", 1),
+    "GPT-2, N(0, 0.02²), width 768": ("normal:0.02", 1),
+    "nn.Linear": ("torch", 1),
+    "nn.MultiheadAttention, one Xavier matrix for q, k and v": ("xavier", 3),
+}
+WIDTH = 768
+MOST_BYTES = 64  # of a sentence: more would be too small to read
 STARTS = {"constant": 0.125, "temperature": 8.0, "yarn": 4.0, "mup": 64.0}  # where a rule's number has no default
 REACH = 100.0  # a rule's number can be moved this many times up and down
 EVERY = 24  # integers up to here are all in a table
@@ -56,34 +74,44 @@ class Control:
 
 CONTROLS = (
     Control("d", "dₖ, the key dimension", 1, 1024, 64, integer=True),
-    Control("n", "keys a row sees", 2, 2**20, 1024, integer=True),
+    Control("n", "n, keys a row sees", 2, 2**20, 16, integer=True),
     Control("q", "spread of q", 0.1, 10.0, 1.0),
     Control("k", "spread of k", 0.1, 10.0, 1.0),
-    Control("t", "temperature, on top of the rule", 0.1, 10.0, 1.0),
 )
 
-# The scores that the articles work with, each at the d_k they give.
-PRESETS = (
-    ("tutorial", RAW, 64),
-    ("tutorial", [50, 10, 5], 64),
-    ("tutorial", [5, 1, 0.5], 64),
-    ("textbook", FIVE, 64),
-    ("forum", LOGITS, 64),
+# What the articles work with: the scores with the d_k they give, two vectors, and the proof for d_k = 3.
+SCORES = (("tutorial", RAW), ("tutorial", [50, 10, 5]), ("tutorial", [5, 1, 0.5]), ("textbook", FIVE),
+          ("discussion", LOGITS))  # fmt: skip
+OTHER_EXAMPLES = (
+    {"name": "tutorial", "what": "q = [1, 0, 1, 0], k = [0, 1, 1, 1]", "view": "query=1, 0, 1, 0&key=0, 1, 1, 1"},
+    {"name": "tutorial", "what": "the nine terms of (q·k)² at dₖ = 3", "view": "dim=3&step=3"},
 )
+
+
+def presets() -> list[dict[str, str]]:
+    """List the articles' examples, each with the settings that show it."""
+    found = []
+    for name, scores in SCORES:
+        written = ", ".join(f"{float(score):g}" for score in scores)
+        found.append({"name": name, "what": f"scores {written}", "scores": written, "view": f"scores={written}&d=64"})
+    return [*found, *({**example, "scores": ""} for example in OTHER_EXAMPLES)]
 
 
 def explore_page() -> str:
     """Return the page as a string: no request leaves it, and what an address asks of it is only ever text."""
     templates = environment()
     script = code("\n".join(["'use strict';", source(templates, *SCRIPTS)]))
-    presets = [
-        {"name": name, "scores": ", ".join(f"{float(score):g}" for score in scores), "d": d}
-        for name, scores, d in PRESETS
-    ]
+    shape, weights = _model()
+    recorded = json.loads(source(templates, RECORDED))
     return templates.get_template("explore/page.html.j2").render(
         controls=CONTROLS,
-        presets=presets,
-        data=data(explore_data()),
+        presets=presets(),
+        steps=STEPS,
+        initialisations=_initialisations(),
+        most_bytes=MOST_BYTES,
+        recorded=recorded,
+        data=data({**explore_data(), "model": shape, "recorded": recorded}),
+        weights=weights,
         policy=policy(script),
         style=Markup(source(templates, "explore/page.css")),
         script=script,
@@ -93,10 +121,33 @@ def explore_page() -> str:
 
 def explore_data() -> dict[str, Any]:
     """Return what the page takes from the library: rules, ranges, and where softmax changes its behaviour."""
-    (d, n, q, k) = ((control.low, control.high) for control in CONTROLS[:4])
+    (d, n, q, k) = ((control.low, control.high) for control in CONTROLS)
     limits = {"diluted": DILUTED_SPREAD, "margin": FREEZING_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW}
     rules = tabulated_rules({"d": d, "n": n, "spread": (q[0] * k[0], q[1] * k[1])})
     return {"controls": [asdict(control) for control in CONTROLS], "rules": rules, "limits": limits}
+
+
+def _model() -> tuple[dict[str, Any], Markup]:
+    """Return the shape of the bundled model with the order of its tensors, and its float16 weights in base64."""
+    model, _ = load_bundled()
+    tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    attention = attentions_of(model)[0]
+    shape = {
+        "vocabulary": model.head.out_features, "d_model": model.head.in_features, "layers": len(model.blocks),
+        "heads": attention.heads, "head_dim": attention.head_dim,
+    }  # fmt: skip
+    sizes = [[name, tensor.numel()] for name, tensor in tensors.items()]
+    written = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
+    return {"shape": shape, "tensors": sizes, "most_bytes": MOST_BYTES}, Markup(base64.b64encode(written).decode())
+
+
+def _initialisations() -> list[dict[str, Any]]:
+    """List the spread that the components of q and k start with, for normalised inputs."""
+    found = []
+    for name, (initialisation, parts) in INITIALISATIONS.items():
+        variance = Initialisation.parse(initialisation).projected_variance(WIDTH, parts * WIDTH)
+        found.append({"name": name, "std": math.sqrt(variance)})
+    return found
 
 
 class NotTabulatedError(Exception):

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
+from attnscale.claims.judging import ARITHMETIC, STATEMENT
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
 NARROW = 72  # columns of a terminal: with fewer, columns would break words, and claims are told as sentences
@@ -15,17 +16,28 @@ LARGE = 1e9  # a float from here on has an exponent
 
 
 def show_ledger(claims: Sequence[Claim]) -> None:
-    """Print the claims of each source, then how many hold, and those that do not."""
+    """Print the claims of each source, plain arithmetic apart, then how many hold, and those that do not."""
     console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
         if own:
             console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
-            console.print(_sentences(own) if console.width < NARROW else _claims(own))
-    counts = Counter(claim.verdict for claim in claims)
-    found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    console.print(Text(f"\n{len(claims)} claims: {found}.", style="bold"))
+            show = _sentences if console.width < NARROW else _claims
+            for kind, heading in ((STATEMENT, ""), (ARITHMETIC, "Plain arithmetic:")):
+                if group := [claim for claim in own if claim.kind == kind]:
+                    console.print(*([heading] if heading else []), show(group), sep="\n")
+    console.print(Text("\n" + "\n".join(counted(claims)), style="bold"))
     console.print(_sentences([claim for claim in claims if claim.verdict == "refuted"]))
+
+
+def counted(claims: Sequence[Claim]) -> list[str]:
+    """Count the verdicts, plain arithmetic apart."""
+    sentences = []
+    for kind, what in ((STATEMENT, "statements"), (ARITHMETIC, "numbers by plain arithmetic")):
+        counts = Counter(claim.verdict for claim in claims if claim.kind == kind)
+        found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+        sentences += [f"{counts.total()} {what}: {found}."] if counts else []
+    return sentences
 
 
 def show_index() -> None:
@@ -46,7 +58,7 @@ def _claims(claims: Sequence[Claim]) -> Table:
     for column, ratio in zip(table.columns[1:], (5, 3, 5), strict=True):
         column.ratio, column.overflow = ratio, "fold"
     for claim in claims:
-        stated = Text.assemble(claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
+        stated = Text.assemble((f"{claim.id} ", "cyan"), claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
         table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
     return table
@@ -56,7 +68,7 @@ def _sentences(claims: Sequence[Claim]) -> Table:
     table = _grid()
     for claim in claims:
         claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
-        sentence = f"{claim.claim} Claimed {claimed}, computed {computed}. {claim.note}"
+        sentence = f"{claim.id}: {claim.claim} Claimed {claimed}, computed {computed}. {claim.note}"
         table.add_row(Text(claim.verdict, style=STYLES[claim.verdict]), Text(sentence.strip()))
     return table
 

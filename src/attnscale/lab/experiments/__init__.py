@@ -4,9 +4,11 @@ from attnscale.lab.experiment import Experiment
 from attnscale.lab.experiments import (
     ablation,
     divisors,
+    entropy_bound,
     gradients,
     growth,
     initialisation,
+    kappa,
     length,
     saturation,
     temperature,
@@ -14,5 +16,8 @@ from attnscale.lab.experiments import (
     variance,
 )
 
-FILES = (variance, saturation, divisors, gradients, initialisation, length, ablation, temperature, growth, trained)
+FILES = (
+    variance, saturation, divisors, gradients, initialisation, length, entropy_bound, ablation, kappa, temperature,
+    growth, trained,
+)  # fmt: skip
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in FILES}

@@ -166,7 +166,8 @@ def _plots(task: str, own: Outcomes) -> list[Plot | Heatmap]:
     ]  # fmt: skip
     for settings, found in own:
         if settings["seed"] == PATTERN_SEED and found["pattern"] is not None:
-            positions = tuple(range(len(found["pattern"])))
+            shown = TASKS[task].held_out(1).tokens[0, : len(found["pattern"])].tolist()
+            positions = tuple(map(TASKS[task].name_of, shown))
             plots.append(
                 Heatmap(f"Weights of a trained head, τ = {_name(float(settings['multiple'] or 0))}, {task}", "key",
                         "query", positions, positions, tuple(column(row) for row in found["pattern"]),

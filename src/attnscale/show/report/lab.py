@@ -1,6 +1,7 @@
 """The report of an experiment of the lab."""
 
 import re
+from dataclasses import replace
 
 from attnscale.lab import result as lab
 from attnscale.show.figures import Axis, Chart, Figure, Heat, Series
@@ -18,10 +19,16 @@ def lab_page(result: lab.Result) -> str:
 def lab_report(result: lab.Result) -> Page:
     """Return what an experiment found, as a report: checks that fail stand first."""
     checks = sorted(result.checks, key=lambda check: bool(check.holds))
-    sections = [
-        Section(f"figure-{index}", plot.title, ((_figure(f"plot-{index}", plot),),))
-        for index, plot in enumerate(result.plots)
+    figures = [_figure(f"plot-{index}", plot) for index, plot in enumerate(result.plots)]
+    maps = [
+        replace(figure, caption=plot.title) for figure, plot in zip(figures, result.plots, strict=True) if _is_map(plot)
     ]
+    sections = [
+        Section(f"figure-{index}", plot.title, ((figures[index],),))
+        for index, plot in enumerate(result.plots)
+        if not _is_map(plot)
+    ]
+    sections += [Section("maps", "Side by side", (tuple(maps),))] if maps else []
     sections += [Section(f"table-{index}", table.title, (_table(table),)) for index, table in enumerate(result.tables)]
     if result.settings:
         settings = Terms({name: shown(value) for name, value in result.settings.items()})
@@ -36,6 +43,10 @@ def lab_report(result: lab.Result) -> Page:
         notes=tuple(map(_note, checks)),
         sections=tuple(sections),
     )
+
+
+def _is_map(plot: lab.Plot | lab.Heatmap) -> bool:
+    return isinstance(plot, lab.Heatmap)
 
 
 def _note(check: lab.Check) -> Note:

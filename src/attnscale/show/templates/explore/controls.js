@@ -2,11 +2,14 @@
 
 const data = JSON.parse(byId("explore-data").textContent);
 const REST = 250; // milliseconds without a change
-const PANELS = [drawSpread, drawWeights, drawJacobian, drawReceived, drawAlong, drawFreezing, drawVectors, drawOwn, drawProof];
+const PANELS = {
+  phenomenon: [drawColumns], "vectors-panel": [drawVectors], "proof-panel": [drawProof], "own-panel": [drawOwn, drawCritical],
+  "gradient-panel": [drawGradient], "along-panel": [drawAlong], "start-panel": [drawKappa], model: [drawModel], runs: [drawRuns],
+};
 const FREE_NUMBERS = { dim: { name: "dim", low: LIMITS.dim[0], high: LIMITS.dim[1], start: FREE.dim, integer: true } };
 
 let settings, resting;
-const ladders = {};
+const ladders = {}, near = new Set(["phenomenon"]); // panels that are or were near the window: what is far is drawn later
 
 const parameterControl = () => {
   const parameter = ruleNamed(data, settings.rule).parameter;
@@ -17,30 +20,15 @@ const controlNamed = (name) =>
 
 function redraw() {
   const shown = view(data, settings);
-  for (const draw of PANELS) draw(shown);
-  showNumbers(shown);
-  return shown;
-}
-
-function showNumbers({ spread, variance, freezing, expected, row, regime: word, settings: { n, d } }) {
-  show("spread", spread);
-  show("variance", variance);
-  show("freezing", freezing);
-  show("expected-entropy", expected.entropy);
-  for (const name of Object.keys(STATISTICS)) {
-    show(`expected-${name}`, expected[name]);
-    show(`row-${name}`, row[name]);
+  for (const [id, draws] of Object.entries(PANELS)) {
+    if (!byId(id).hidden && (near.has(id) || byId(id).classList.contains("reveal"))) for (const draw of draws) draw(shown);
   }
-  show("row-spread", row.spread);
-  byId("verdict").dataset.regime = word;
-  byId("verdict-word").textContent = word;
-  byId("verdict-text").textContent = `spread ${figure(spread)} over ${whole(n)} keys at dₖ ${whole(d)}; freezing point ${figure(freezing)}`;
-  byId("verdict-more").textContent = `entropy ${figure(expected.entropy_ratio)} · top-1 ${figure(expected.top1)} · gain ${figure(expected.jacobian_trace)}`;
 }
 
 // Bring every control to what the settings say.
 function showControls() {
   byId("rule").value = settings.rule;
+  byId("third-on").checked = settings.third === 1;
   const rule = ruleNamed(data, settings.rule), parameter = parameterControl();
   byId("rule-formula").textContent = rule.formula.replaceAll("d_k", "dₖ");
   byId("rule-use").textContent = rule.use.replaceAll("d_k", "dₖ");
@@ -100,8 +88,10 @@ function tellNotes(notes) {
 }
 
 function listen() {
-  byId("rule").replaceChildren(...data.rules.map((rule) => html("option", { value: rule.name }, rule.name)));
-  byId("rule").addEventListener("change", (event) => change({ rule: event.target.value }));
+  const choices = data.rules.filter(({ name }) => !FIXED.includes(name));
+  byId("rule").replaceChildren(...choices.map(({ name }) => html("option", { value: name }, name)));
+  byId("rule").addEventListener("change", ({ target }) => change({ rule: target.value, third: 1 }));
+  byId("third-on").addEventListener("change", ({ target }) => change({ third: Number(target.checked) }));
   for (const input of document.querySelectorAll("[data-setting]")) {
     const name = input.dataset.setting;
     if (input.type === "range") {
@@ -116,14 +106,8 @@ function listen() {
     }
   }
   for (const name of Object.keys(TYPED)) {
-    byId(name).addEventListener("input", (event) => change({ [name]: event.target.value.slice(0, 600) }));
+    byId(name).addEventListener("input", ({ target }) => change({ [name]: target.value.slice(0, 600) }));
   }
-  byId("presets").addEventListener("click", ({ target }) => {
-    const preset = target.closest("button");
-    if (!preset) return;
-    byId("scores").value = preset.dataset.scores;
-    change({ scores: preset.dataset.scores, d: Number(preset.dataset.d), rule: data.rules[0].name, t: 1 });
-  });
   byId("again").addEventListener("click", () => change({ seed: settings.seed % LIMITS.seed[1] + 1 }));
   byId("reset").addEventListener("click", () => {
     change(startSettings(data));
@@ -137,25 +121,33 @@ function listen() {
     toStep(Number(target.dataset.step));
     byId("proof-list").querySelector("[aria-current]").focus();
   });
+  byId("play").addEventListener("click", play);
+  byId("run-step").addEventListener("input", redraw);
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("popstate", readAddress);
   addEventListener("resize", () => {
-    widths = new Map();
+    widths.clear();
     redraw();
   });
+  const observer = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) if (isIntersecting && !near.has(target.id)) { near.add(target.id); redraw(); }
+  }, { rootMargin: "300px" });
+  for (const id of ["model", "runs"]) observer.observe(byId(id));
 }
 
+listenToStory();
+listenToModel();
 listen();
 readAddress();
+goToPanelOf(location.hash.slice(1).split("&").map((part) => part.split("=")[0]));
 
 // For a console, and for the tests that hold these numbers to the library's.
 window.attnscale = {
-  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, freezingPoint, scoreVariance, fromAddress, toAddress, parseScores,
+  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, criticalSpread, scoreVariance, fromAddress, toAddress, parseScores,
+  runModel, bytesOf,
   expectedSoftmax: (spread, keys) => expectedSoftmax(spread, keys, data.limits),
-  regime: (spread, keys) => regime(spread, keys, data.limits),
-  at: (changed) => {
-    const asked = { ...startSettings(data), ...changed };
-    asked.number ??= ruleNamed(data, asked.rule).parameter?.start;
-    return view(data, asked);
+  at: ({ rule, number, ...changed }) => {
+    const own = ruleNamed(data, rule), asked = { ...startSettings(data), ...changed, number: number ?? own.parameter?.start };
+    return { variance: scoreVariance(asked.d, asked.q, asked.k), critical: criticalSpread(asked.n), ...columnOf(data, asked, "third", own) };
   },
 };

@@ -30,7 +30,7 @@ const percent = (value) => (value < 0.0005 ? "under 0.1%" : value > 0.9995 && va
 
 function figure(value) {
   if (!Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
+  const size = Math.abs(Number(value.toPrecision(12))); // so that 0.9999999999999999 is 1
   if (size === 0) return "0";
   if (size >= 1e6 || size < 1e-4) return value.toExponential(1).replace("e+", "e").replace("-", "−");
   const places = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 1 ? 2 : size >= 0.1 ? 3 : 4;
@@ -38,21 +38,21 @@ function figure(value) {
 }
 
 // Asking for a width makes the browser lay the page out, so it is asked once for each size of the window.
-let widths = new Map();
+const widths = new Map();
 
 function widthOf(host) {
-  if (!widths.has(host)) widths.set(host, Math.max(240, host.clientWidth || 480));
+  if (!widths.has(host)) widths.set(host, Math.max(140, host.clientWidth || 480));
   return widths.get(host);
 }
 
 // A plot with its axes; x and y map values to pixels.
-function plot(host, { label, height = 220, x, y, left = 40 }) {
-  const width = widthOf(host), bottom = height - 36, right = width - 16, top = 8;
+function plot(host, { label, height = 220, x, y, left = 40, below = 0 }) {
+  const width = widthOf(host), bottom = height - 36 - below, right = width - 16, top = 8;
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const along = (axis, from, to) => {
     const map = axis.log ? Math.log : (value) => value;
     const [low, high] = axis.domain.map(map);
-    return (value) => from + (to - from) * (clamped(map(value), low, high) - low) / (high - low);
+    return (value) => Number((from + (to - from) * (clamped(map(value), low, high) - low) / (high - low)).toFixed(2));
   };
   const px = along(x, left, right), py = along(y, bottom, top);
   for (const tick of y.ticks) {
@@ -63,7 +63,7 @@ function plot(host, { label, height = 220, x, y, left = 40 }) {
     svg.append(element("text", { class: "tick middle", x: px(tick), y: bottom + 15 }, (x.format || figure)(tick)));
   }
   svg.append(element("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
-  svg.append(element("text", { class: "tick middle", x: (left + right) / 2, y: height - 4 }, x.label));
+  svg.append(element("text", { class: "tick middle", x: (left + right) / 2, y: bottom + 32 }, x.label || ""));
   host.replaceChildren(svg);
   return { svg, px, py, left, right, top, bottom };
 }

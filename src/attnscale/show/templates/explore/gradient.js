@@ -1,9 +1,8 @@
-// How weights would move with the scores: diag(p) − ppᵀ, heaviest keys first, the lighter ones summed in groups that
-// grow. A light key among a thousand has too little weight for its gradient to be seen; hundreds of them have not.
+// How weights would move with the scores: diag(p) − ppᵀ, in groups of keys where there are many. A light key among a
+// thousand has too little weight for its gradient to be seen; hundreds of them have not.
 
 const GROUPS = 16;
 const STEEPEST = 0.25; // the most p(1 − p) can be
-const VISIBLE = 0.05; // of full colour: what is paler is blank to the eye
 
 // Ranks at which groups end: the heaviest keys alone, then ever more together.
 function groupEnds(keys, groups = GROUPS) {
@@ -25,23 +24,21 @@ function groupedWeights(weights) {
   });
 }
 
-function drawJacobian({ row }) {
-  const groups = groupedWeights(row.weights), matrix = softmaxJacobian(groups);
-  const alone = groups.length === row.keys;
-  matrixMap(byId("jacobian-plot"), matrix, {
-    label: alone ? `Softmax Jacobian of ${row.keys} keys` : `Softmax Jacobian of ${whole(row.keys)} keys in ${GROUPS} groups`,
-    largest: STEEPEST, write: groups.length <= 5 ? figure : null,
-  });
-  const coloured = matrix.flat().filter((value) => Math.sqrt(Math.abs(value) / STEEPEST) > VISIBLE).length;
-  show("jacobian-coloured", coloured / matrix.length ** 2, percent(coloured / matrix.length ** 2));
-  byId("jacobian-groups").textContent = alone
-    ? "Keys, heaviest first."
-    : "Keys, heaviest first; those after the first few in groups that grow, of which a group’s own entry is the sum.";
-  show("jacobian-trace", row.jacobian_trace);
-  show("jacobian-largest", Math.max(...matrix.map((line, i) => line[i])));
+function drawJacobians({ columns }) {
+  const isGrouped = columns[0].row.keys > GROUPS;
+  byId("jacobians").replaceChildren(...columns.map(({ slot, rule, row }) => {
+    const host = html("div", { class: "plot square" });
+    const groups = groupedWeights(row.keys > GROUPS ? [...row.weights].sort((a, b) => b - a) : row.weights);
+    const label = `Softmax Jacobian of ${whole(row.keys)} keys under ${rule.name}; its trace is ${figure(row.jacobian_trace)}`;
+    matrixMap(host, softmaxJacobian(groups), { label, largest: STEEPEST, side: 240, write: groups.length <= 5 ? figure : null });
+    const trace = html("output", { id: `jacobian-${slot}`, "data-value": row.jacobian_trace }, figure(row.jacobian_trace));
+    return html("div", {}, html("h3", {}, html("span", { class: `swatch ${slot}` }), `${rule.name}, trace `, trace), host);
+  }));
+  byId("jacobian-groups").textContent = isGrouped ? "Keys, heaviest first, the lighter ones summed in groups that grow." : "";
 }
-// Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query with scale ·
-// σ_k · √d times the length of that: drawn for many queries, sorted, and summed.
+
+// Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query as that
+// times scale · σ_k · √d: drawn for many queries of typical length.
 
 const DRAWN_QUERIES = 160;
 const KEYS_A_QUERY = 512;
@@ -53,53 +50,38 @@ function passedBack(weights, pulls) {
   return Math.sqrt(square);
 }
 
-function queryGradients(rule, settings) {
-  const { d, k, n, seed } = settings, keys = Math.min(n, KEYS_A_QUERY), spread = spreadOf(rule, settings);
+function gradientOf(column, { d, k, n, seed }) {
+  const keys = Math.min(n, KEYS_A_QUERY);
   const z = drawnOnce(`queries ${seed}`, () => normals(40000 + seed, DRAWN_QUERIES * KEYS_A_QUERY));
   const pulls = drawnOnce(`pulls ${seed}`, () => normals(60000 + seed, DRAWN_QUERIES * KEYS_A_QUERY));
-  const squares = drawnOnce(`lengths ${seed} ${d}`, () => chiSquares(50000 + seed, d, DRAWN_QUERIES));
-  const size = totalScale(rule, settings) * k * Math.sqrt(d);
-  return Float64Array.from(squares, (square, i) => {
-    const own = Math.sqrt(square / d) * spread, scores = new Float64Array(keys);
-    for (let j = 0; j < keys; j++) scores[j] = own * z[i * KEYS_A_QUERY + j];
-    return size * passedBack(softmax(scores), pulls.subarray(i * KEYS_A_QUERY, i * KEYS_A_QUERY + keys));
+  const onScores = Float64Array.from({ length: DRAWN_QUERIES }, (_, i) => {
+    const own = (drawn) => drawn.subarray(i * KEYS_A_QUERY, i * KEYS_A_QUERY + keys);
+    return passedBack(softmax(own(z).map((each) => column.spread * each)), own(pulls));
   }).sort();
+  const total = onScores.reduce((a, b) => a + b, 0), curve = [0];
+  for (const size of onScores) curve.push(curve.at(-1) + (total ? size / total : 0));
+  const median = onScores[DRAWN_QUERIES >> 1];
+  return { curve, half: curve[DRAWN_QUERIES >> 1], onScores: median, onQuery: median * column.scale * k * Math.sqrt(d) };
 }
 
-function shared(sizes) {
-  const total = sizes.reduce((a, b) => a + b, 0), curve = [0];
-  for (const size of sizes) curve.push(curve.at(-1) + (total ? size / total : 0));
-  const at = (share) => curve[Math.round(share * sizes.length)];
-  return {
-    curve, half: at(0.5), tenth: 1 - at(0.9), median: sizes[sizes.length >> 1],
-    rms: Math.sqrt(sizes.reduce((a, b) => a + b * b, 0) / sizes.length),
-  };
-}
-
-const besideRule = (data, rule) => ruleNamed(data, rule.name === "unscaled" ? "inverse_sqrt" : "unscaled");
-
-function drawReceived({ data, settings, rule }) {
-  const other = besideRule(data, rule), own = shared(queryGradients(rule, settings));
-  const beside = other && shared(queryGradients(other, settings));
+function drawGradient(shown) {
+  const { columns, settings } = shown, found = columns.map((column) => gradientOf(column, settings)), root = found[1];
+  byId("gradient-table").replaceChildren(...columns.map(({ slot, rule }, i) => {
+    const values = { scores: found[i].onScores / root.onScores, query: found[i].onQuery / root.onQuery, half: found[i].half };
+    const written = (name, value) => (name === "half" ? percent(value) : `${figure(value)} ×`);
+    return html("tr", {}, html("td", {}, html("span", { class: `swatch ${slot}` }), rule.name), ...Object.entries(values).map(([name, value]) =>
+      html("td", { class: "number", id: `gradient-${slot}-${name}`, "data-value": value }, written(name, value))));
+  }));
+  drawJacobians(shown);
   const share = (value) => `${plain(100 * value)}%`;
   const { svg, px, py } = plot(byId("received-plot"), {
-    label: `Shares of the gradient over queries under ${rule.name}`, height: 280, left: 48,
-    x: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share, label: "of the queries, quietest first" },
+    label: "Shares of the gradient over queries", height: 250, left: 48,
+    x: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share, label: "of the queries" },
     y: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share },
   });
-  const line = (curve) => path(curve.map((value, i) => [px(i / (curve.length - 1)), py(value)]));
   svg.append(element("line", { class: "limit", x1: px(0), y1: py(0), x2: px(1), y2: py(1) }));
-  if (beside) svg.append(element("path", { class: "line second", d: line(beside.curve) }));
-  svg.append(element("path", { class: "line first", d: line(own.curve) }));
-  show("received-half", own.half, percent(own.half));
-  show("received-tenth", own.tenth, percent(own.tenth));
-  byId("received-rule").textContent = rule.name;
-  byId("received-beside").hidden = !beside;
-  if (!beside) return;
-  byId("received-other").textContent = other.name;
-  show("received-other-half", beside.half, percent(beside.half));
-  show("received-other-tenth", beside.tenth, percent(beside.tenth));
-  show("received-times", beside.rms / own.rms);
-  show("received-evenness", own.median / own.rms);
-  show("received-other-evenness", beside.median / beside.rms);
+  columns.forEach(({ slot }, i) => {
+    const { curve } = found[i];
+    svg.append(element("path", { class: `line ${slot}`, d: path(curve.map((value, at) => [px(at / (curve.length - 1)), py(value)])) }));
+  });
 }

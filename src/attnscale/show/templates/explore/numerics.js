@@ -28,14 +28,14 @@ function rowStatistics(weights) {
 }
 
 const scoreVariance = (d, q, k) => d * q * q * k * k;
-const freezingPoint = (keys) => Math.sqrt(2 * Math.log(keys));
+const criticalSpread = (keys) => Math.sqrt(2 * Math.log(keys));
 
 function regime(spread, keys, limits) {
   if (spread < limits.diluted) return "diluted";
-  return spread < limits.margin * freezingPoint(keys) ? "healthy" : "sharp";
+  return spread < limits.margin * criticalSpread(keys) ? "healthy" : "sharp";
 }
 
-// Expected entropy, largest weight and gradient gain of softmax over independent N(0, spread²) scores.
+// Expected entropy, largest weight and 1 − Σp² of softmax over independent N(0, spread²) scores.
 // With Z = Σ eˢ and L(t) = E[exp(−t eˢ)], over τ = ln t:
 //   E[ln Z]  = −γ − ∫ (L(t)ⁿ − [τ < 0]) dτ        E[Σ p²] = n ∫ t² L″(t) L(t)ⁿ⁻¹ dτ        E[Σ p s] = σ² (1 − E[Σ p²])
 //   E[max p] = ∫∫ t eˣ (L(t)ⁿ − B(x, t)ⁿ) dx dτ   where B leaves out of L the scores above x
@@ -63,9 +63,9 @@ function expectedSoftmax(spread, keys, limits, steps = EXACT) {
     top += survives * largest(gaussian, at, keys);
   }
   const logNormaliser = -EULER - outer * (first + survived);
-  const gain = 1 - outer * keys * participation;
-  const entropy = Math.max(0, logNormaliser - spread * spread * gain);
-  return expectation(entropy, Math.min(1, outer * step * top), gain, logKeys);
+  const trace = 1 - outer * keys * participation;
+  const entropy = Math.max(0, logNormaliser - spread * spread * trace);
+  return expectation(entropy, Math.min(1, outer * step * top), trace, logKeys);
 }
 
 function expectation(entropy, top1, jacobian_trace, logKeys) {
@@ -132,15 +132,6 @@ function normals(seed, count) {
     drawn[i + 1] = radius * Math.sin(angle);
   }
   return drawn.subarray(0, count);
-}
-
-// ‖q‖² of d standard normal components: a sum of few, else Wilson and Hilferty's cube of a normal.
-function chiSquares(seed, d, count) {
-  if (d <= 8) {
-    const drawn = normals(seed, d * count);
-    return Float64Array.from({ length: count }, (_, i) => drawn.subarray(d * i, d * (i + 1)).reduce((sum, x) => sum + x * x, 0));
-  }
-  return normals(seed, count).map((z) => d * (1 - 2 / (9 * d) + z * Math.sqrt(2 / (9 * d))) ** 3);
 }
 
 // What a rule multiplies q·k by. The page knows no rule: it has each as a product of factors of one setting each,

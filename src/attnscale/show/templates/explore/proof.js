@@ -15,7 +15,7 @@ function drawProof({ settings }) {
   byId("proof-formula").textContent = shown.formula;
   byId("proof-why").textContent = shown.why;
   const [exact, drawn] = shown.labels || ["by the formula", `sampled, ${whole(PROOF_DRAWS)} draws`];
-  byId("proof-exact-label").textContent = exact;
+  byId("proof-value-label").textContent = exact;
   byId("proof-sampled-label").textContent = drawn;
   show("proof-value", shown.value, shown.labels ? whole(shown.value) : figure(shown.value));
   show("proof-sampled", shown.sampled, figure(shown.sampled) + (shown.error ? ` ± ${figure(shown.error)}` : ""));

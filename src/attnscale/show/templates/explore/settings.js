@@ -1,8 +1,10 @@
 // What the page shows is one object of settings; the address holds it, and no value from there is trusted.
 
-const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1" };
-const FREE = { ...TYPED, dim: 3, step: 1, seed: 1 };
-const LIMITS = { dim: [1, 8], step: [1, 7], seed: [1, 9999] };
+const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1", sentence: "The value of a name is the value of the object." };
+const FREE = { ...TYPED, dim: 3, step: 1, seed: 1, third: 0 };
+const LIMITS = { dim: [1, 8], step: [1, 7], seed: [1, 9999], third: [0, 1] };
+const FIXED = ["unscaled", "inverse_sqrt"]; // the first two columns; the third has a rule of the reader's choice
+const THIRD = "inverse_dim";
 const MANY_SCORES = 48;
 
 const rounded = (value, control) => (control.integer ? Math.round(value) : Number(value.toPrecision(6)));
@@ -26,7 +28,7 @@ const nearest = (rungs, value) =>
 const ruleNamed = (data, name) => data.rules.find((rule) => rule.name === name);
 
 function startSettings(data) {
-  const start = { rule: data.rules[0].name, number: null, ...FREE };
+  const start = { rule: THIRD, number: null, ...FREE };
   for (const control of data.controls) start[control.name] = control.start;
   return start;
 }
@@ -52,7 +54,8 @@ function fromAddress(data, hash) {
     if (!Object.hasOwn(settings, name)) notes.push(`The address names “${short(name)}”, which this page does not have.`);
   }
   if (Object.hasOwn(asked, "rule")) {
-    if (ruleNamed(data, asked.rule)) settings.rule = asked.rule;
+    if (FIXED.includes(asked.rule)) settings.third = 0;
+    else if (ruleNamed(data, asked.rule)) Object.assign(settings, { rule: asked.rule, third: 1 });
     else notes.push(`There is no rule “${short(asked.rule)}”; showing ${settings.rule}.`);
   }
   const parameter = ruleNamed(data, settings.rule).parameter;

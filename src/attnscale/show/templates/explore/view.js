@@ -1,44 +1,42 @@
 // From settings to everything that is shown, in the order in which one follows from the other.
 
 const DRAWN_KEYS = 16384; // of a row that is drawn; expectations are for all its keys
-const DRAWN_PAIRS = 6000;
+const SHOWN_WEIGHTS = 32;
 
 const drawnOnce = remembered();
 
 function view(data, settings) {
-  const rule = ruleNamed(data, settings.rule);
-  const spreadAt = (changed) => spreadOf(rule, { ...settings, ...changed });
-  const spread = spreadAt({});
+  const rules = { unscaled: "unscaled", inverse_sqrt: "inverse_sqrt", ...(settings.third ? { third: settings.rule } : {}) };
   return {
-    data, settings, rule, spread, spreadAt,
+    data, settings,
+    columns: Object.entries(rules).map(([slot, name]) => columnOf(data, settings, slot, ruleNamed(data, name))),
     variance: scoreVariance(settings.d, settings.q, settings.k),
-    scale: totalScale(rule, settings),
-    freezing: freezingPoint(settings.n),
+    critical: criticalSpread(settings.n),
+  };
+}
+
+function columnOf(data, settings, slot, rule) {
+  const spreadAt = (changed) => spreadOf(rule, { ...settings, ...changed }), spread = spreadAt({});
+  return {
+    slot, rule, spreadAt, spread,
+    scale: scaleOf(rule, settings),
     regime: regime(spread, settings.n, data.limits),
     expected: expectedSoftmax(spread, settings.n, data.limits),
     row: drawRow(settings, spread),
   };
 }
 
-// The rule's scale, divided by the temperature on top of it.
-const totalScale = (rule, settings) => scaleOf(rule, settings) / settings.t;
-const spreadOf = (rule, settings) => totalScale(rule, settings) * Math.sqrt(scoreVariance(settings.d, settings.q, settings.k));
+const spreadOf = (rule, settings) => scaleOf(rule, settings) * Math.sqrt(scoreVariance(settings.d, settings.q, settings.k));
 
-// One row: given q, its scores are independent normals of spread scale · σ_k · ‖q‖, so no key need be drawn in full.
-function drawRow(settings, spread) {
-  const keys = Math.min(settings.n, DRAWN_KEYS), { d, seed } = settings;
-  const falling = drawnOnce(`falling ${seed} ${keys}`, () => normals(2 * seed, DRAWN_KEYS).slice(0, keys).sort().reverse());
-  const length = drawnOnce(`length ${seed} ${d}`, () => Math.sqrt(chiSquares(2 * seed + 1, d, 1)[0] / d));
-  const weights = softmax(falling.map((z) => z * length * spread));
-  return { keys, spread: length * spread, weights, ...rowStatistics(weights) };
-}
-
-// Scores of many pairs of q and k, in units of their spread.
-function drawPairs(seed, d) {
-  return drawnOnce(`pairs ${seed} ${d}`, () => {
-    const lengths = chiSquares(5000 + seed, d, DRAWN_PAIRS), directions = normals(15000 + seed, DRAWN_PAIRS);
-    return lengths.map((square, i) => Math.sqrt(square / d) * directions[i]);
+// One row: given a query of typical length, its scores are independent normals, so no key need be drawn in full.
+function drawRow({ n, seed }, spread) {
+  const keys = Math.min(n, DRAWN_KEYS), isSorted = n > SHOWN_WEIGHTS;
+  const drawn = drawnOnce(`row ${seed} ${keys}`, () => {
+    const z = normals(2 * seed, DRAWN_KEYS).slice(0, keys);
+    return isSorted ? z.sort().reverse() : z;
   });
+  const weights = softmax(drawn.map((z) => z * spread));
+  return { keys, weights, ...rowStatistics(weights) };
 }
 
 // Keeps what was made last under a few keys, so that moving one control draws nothing anew that did not change.

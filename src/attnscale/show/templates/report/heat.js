@@ -7,6 +7,8 @@ function viridis(share) {
   return VIRIDIS[index].map((from, part) => Math.round(from + (VIRIDIS[index + 1][part] - from) * (place - index)));
 }
 
+const FEW_COLUMNS = 6; // so few, and the numbers themselves stand in the fields
+
 const rawOf = (view) => (view.log ? Math.log10 : (value) => value);
 
 // One pixel a field; where fields are few, as large as they are shown, with a gap of one.
@@ -68,6 +70,10 @@ function drawHeat(place, view, width) {
   image.style.imageRendering = "pixelated";
   svg.append(element("rect", { ...field, fill: theme().card }), element("g", { class: "heat" }, image));
   frame(svg, view, box, toX, toY, { x: across, y: up }, false);
+  if (columns <= FEW_COLUMNS) view.values.forEach((values, row) => values.forEach((value, column) => {
+    const fill = (value - view.low) / (view.high - view.low) > 0.6 ? "#000000" : "#ffffff";
+    if (known(value)) svg.append(label("", { x: toX(column), y: toY(row) + 4, fill, "text-anchor": "middle" }, told(value)));
+  }));
   drawBar(svg, view, box, place.id + "-bar");
   const over = element("rect", { class: "field", ...field, fill: "transparent" });
   over.addEventListener("pointermove", (event) => {

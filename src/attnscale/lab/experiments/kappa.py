@@ -1,0 +1,118 @@
+"""Loss against κ, the multiplier of the cosines of queries and keys (after arXiv:2309.14322, figure 10)."""
+
+import math
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.outcomes import NEGLIGIBLE, Band, Outcomes, diverged_sentence, tally
+from attnscale.lab.result import Check, Plot, Table, column
+from attnscale.lab.tasks import TASKS
+from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.rules.rule import Rule, Scaled, Visible
+
+KAPPAS = (0.01, 0.1, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 100.0, 1000.0, 10_000.0)
+FEW_KAPPAS = (0.01, 1.0, 4.0, 8.0, 16.0, 32.0, 100.0, 10_000.0)
+
+
+def grid(quick: bool) -> Sequence[Settings]:
+    """List every κ at every d_k."""
+    if quick:
+        size = {"d_model": 32, "heads": 1, "head_dim": 64}
+        return [{"task": "easy recall", "kappa": kappa, "steps": 80, "rate": 0.005, **size} for kappa in FEW_KAPPAS]
+    return [
+        {"task": "recall", "kappa": kappa, "steps": 300, "rate": 0.003, "d_model": 64, "heads": 2, "head_dim": head_dim}
+        for head_dim in (64, 16) for kappa in KAPPAS
+    ]  # fmt: skip
+
+
+def normalised(kappa: float) -> Rule:
+    """Return the rule κ · cos(q, k): both divided by their root mean square, and κ/d_k in the place of 1/√d_k."""
+
+    def rule(query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
+        width = query.shape[-1:]
+        return F.rms_norm(query, width), F.rms_norm(key, width), kappa / width[0]
+
+    return rule
+
+
+def run(
+    task: str, kappa: float, steps: int, rate: float, d_model: int, heads: int, head_dim: int, seed: int,
+    device: str = "cpu",
+) -> Outcome:  # fmt: skip
+    """Train one model whose scores are κ times the cosines of its queries and keys."""
+    of, shape = TASKS[task], {"d_model": d_model, "heads": heads, "head_dim": head_dim}
+    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape).to(device)
+    before = score_summary(model, of)
+    found = trained(model, of, Schedule(steps, rate, seed))
+    return {"final": found.final, "diverged": found.diverged, "spread": before["std"],
+            "entropy": before["entropy_ratio"]}  # fmt: skip
+
+
+def conclude(outcomes: Outcomes) -> Conclusion:
+    """Say which κ has the lowest loss at each d_k, and if √d_k is on the floor of the curve."""
+    checks: list[Check] = []
+    sentences = []
+    for head_dim in sorted(outcomes.values("head_dim")):
+        own = outcomes.where(head_dim=head_dim)
+        best = min(own.values("kappa"), key=lambda kappa: own.band("final", kappa=kappa).mean)
+        losses = {kappa: own.band("final", kappa=kappa).mean for kappa in own.values("kappa")}
+        floor = [kappa for kappa, loss in losses.items() if loss < losses[best] + NEGLIGIBLE]
+        sentences.append(
+            f"At d_k = {head_dim}, √d_k = {math.sqrt(head_dim):g}, the loss is lowest at κ = {best:g} "
+            f"({own.band('final', kappa=best)} nats); "
+            + (
+                f"within {NEGLIGIBLE:g} of that from {floor[0]:g} to {floor[-1]:g}."
+                if len(floor) > 1
+                else f"no other κ is within {NEGLIGIBLE:g} of that."
+            )
+        )
+        checks += _checks(own, head_dim, best)
+    text = " ".join([*sentences, tally(checks), diverged_sentence(outcomes)])
+    return Conclusion(text, tuple(checks), (_table(outcomes),), _plots(outcomes))
+
+
+def _checks(own: Outcomes, head_dim: int, best: float) -> list[Check]:
+    kappas, root = own.values("kappa"), math.sqrt(head_dim)
+
+    def more(one: float, other: float) -> Band:
+        return own.difference("final", {"kappa": one}, {"kappa": other}, points=len(kappas) - 1)
+
+    above = more(root, best)
+    on_floor = True if above.high < NEGLIGIBLE else False if above.low > NEGLIGIBLE else None
+    ends = {end: more(end, root) for end in (kappas[0], kappas[-1])}
+    return [
+        Check(f"d_k = {head_dim}: κ = √d_k is on the floor", True if best == root else on_floor,
+              f"{above:+.2g} nats above κ = {best:g}"),
+        *(Check(f"d_k = {head_dim}: κ = {end:g} is worse than √d_k",
+                True if cost.low > 0 else False if cost.high < 0 else None, f"{cost:+.2g} nats")
+          for end, cost in ends.items()),
+    ]  # fmt: skip
+
+
+def _table(outcomes: Outcomes) -> Table:
+    rows = []
+    for head_dim in sorted(outcomes.values("head_dim")):
+        for kappa in outcomes.values("kappa"):
+            at = outcomes.where(head_dim=head_dim, kappa=kappa)
+            final, starts = at.band("final"), (at.band(name).mean for name in ("spread", "entropy"))
+            rows.append((head_dim, kappa, *column([final.mean, final.margin, *starts]), at.count("diverged")))
+    columns = ("d_k", "κ", "final loss", "±", "spread at the start", "entropy at the start (share of max)", "diverged")
+    return Table("Loss against κ", columns, tuple(rows))
+
+
+def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
+    names = {head_dim: f"d_k = {head_dim}" for head_dim in outcomes.values("head_dim")}
+    return (
+        Plot("Loss against κ", "κ", "held-out loss, nats", outcomes.curves("kappa", "final", "head_dim", names=names),
+             "Left: all keys weigh the same. Right: one key has all the weight. The floor is around κ = √d_k.",
+             log_x=True),
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    "kappa", "With normalised q and k, which multiplier of their cosine trains best?",
+    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=12,
+)  # fmt: skip
