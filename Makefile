@@ -82,7 +82,7 @@ format: $(INSTALLED)
 # the time, so many processes share one GPU: four minutes on an H200 with 16 cores.
 GPU_WORKERS ?= 12
 gpu:
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu --numprocesses $(GPU_WORKERS) --dist worksteal --durations=10
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -p no:benchmark --numprocesses $(GPU_WORKERS) --dist worksteal --durations=10
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py

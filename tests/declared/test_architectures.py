@@ -84,6 +84,11 @@ def disentangled(kind, positions=("c2p", "p2c")):
     return Published((kind,), model, settings, layers(paths, scale), inputs)
 
 
+GEMMA = {
+    "vocab_size": 101, "vocab_size_per_layer_input": 101, "hidden_size": 48, "num_hidden_layers": 2, "head_dim": 20,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_shared_layers": 0, "max_position_embeddings": 64,
+    "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0,
+}  # fmt: skip
 MODELS = [
     t5_like("t5", "T5Model"),
     t5_like("mt5", "MT5Model"),
@@ -129,6 +134,19 @@ MODELS = [
         | layers("decoder.layers.{}.self_attention", 1.0)
         | layers("decoder.layers.{}.cross_attention", 1.0),
         lambda: {"input_ids": tokens(), "decoder_input_ids": torch.randint(3, 101, (2, 7, 2))},
+    ),
+    Published(
+        ("gemma3n_text",), "Gemma3nTextModel",
+        {**GEMMA, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2,
+         "activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [32, 32]},
+        layers("layers.{}.self_attn", 1.0),
+        lambda: {"input_ids": tokens()},
+    ),
+    Published(
+        ("gemma4_text",), "Gemma4TextModel",
+        {**GEMMA, "hidden_size_per_layer_input": 0, "global_head_dim": 20, "intermediate_size": 32},
+        layers("layers.{}.self_attn", 1.0),
+        lambda: {"input_ids": tokens()},
     ),
     *map(disentangled, DISENTANGLED_MODELS),
     Published(

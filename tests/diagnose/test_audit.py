@@ -204,9 +204,9 @@ def test_a_cache_among_the_inputs_grows_as_by_one_run():
 
 
 def test_inputs_that_cannot_be_copied_are_run_once_and_that_is_said():
-    model, x = Stack(None), torch.randn(2, 19, 66, requires_grad=True) * 2  # of a graph
+    model, x = nn.Sequential(Stack(None), nn.Dropout(0.1)), torch.randn(2, 19, 66, requires_grad=True) * 2  # of a graph
     found = audit(model, x)
-    assert list(found.layers) == ["blocks.0"]
+    assert (list(found.layers), found.forward_passes) == (["0.blocks.0"], 1)
     assert "evaluation mode" in found.unchecked[0]
 
 
@@ -270,3 +270,12 @@ def test_queries_computed_without_a_gradient_are_found_by_a_backward_pass():
     (finding,) = audit(model, x, loss=lambda output: output.square().mean()).findings
     assert (finding.code, finding.severity) == ("no_gradient", "warning")
     assert finding.message.startswith("A gradient reached the keys and not the queries")
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.0, 1), (0.1, 2)])
+def test_a_model_that_is_alike_in_both_modes_runs_once(share, passes):
+    runs = []
+    model = nn.Sequential(Stack(None), nn.Dropout(share))
+    model[0].register_forward_hook(lambda *_: runs.append(1))
+    found = audit(model, torch.randn(2, 19, 66))
+    assert (found.forward_passes, len(runs), found.to_dict()["forward_passes"]) == (passes, passes, passes)

@@ -39,7 +39,7 @@ def test_a_soft_cap_that_is_applied_is_not():
 def test_a_norm_that_was_built_and_never_called_is_inert():
     (finding,) = qk_norm_findings(random_layer(unused_norms=("attn.q_norm", "attn.k_norm")), False)
     assert finding.code == "inert_qk_norm"
-    assert finding.message == "attn.q_norm and attn.k_norm were built and never called."
+    assert finding.message == "attn.q_norm and attn.k_norm were built and never used."
 
 
 def test_a_norm_that_is_asked_for_and_not_applied_is_inert():

@@ -47,7 +47,7 @@ def test_the_first_step_and_every_so_many_after_it_are_recorded():
     monitor.close()
     assert [record.step for record in records] == [0, 3, 6]
     assert list(records[0].layers) == LAYERS
-    assert set(records[0].layers[LAYERS[0]].numbers) == set(logged())
+    assert set(records[0].layers[LAYERS[0]].numbers) == set(logged()) - {"learned_sink"}
     assert all(len(values) == 3 for values in records[0].layers[LAYERS[0]].numbers.values())
     assert monitor.last is records[-1]
 
@@ -95,7 +95,7 @@ def test_a_step_in_micro_batches_is_a_step_on_the_whole_batch():
     for name in LAYERS:
         first, second = whole.last.layers[name], parts.last.layers[name]
         assert first.rows == second.rows
-        for number in logged():
+        for number in first.numbers:
             assert second.numbers[number] == pytest.approx(first.numbers[number], rel=1e-4), number
 
 

@@ -193,7 +193,7 @@ def test_what_is_seen_offers_its_public_names_alone():
     model = Block(24, Plain(24, 2))
     with attnscale.watch(model) as seen:
         model(torch.randn(1, 5, 24))
-    assert [name for name in dir(seen) if not name.startswith("_")] == ["calls", "layers"]
+    assert [name for name in dir(seen) if not name.startswith("_")] == ["calls", "layers", "plot", "to_pandas"]
     assert seen.calls == 1
 
 
@@ -382,3 +382,27 @@ def test_a_scale_that_is_not_above_zero_is_told(scale, is_causal, applied):
     with torch.no_grad(), attnscale.watch(model) as seen:
         model(torch.randn(2, 7, 10))
     assert seen.layers["Attention"].scale_applied == pytest.approx(applied, abs=1e-20)
+
+
+def test_written_out_attention_is_measured_in_blocks_of_rows(monkeypatch):
+    """Long rows are read block by block, and the blocks joined."""
+    from attnscale.watching import rows
+
+    class WrittenOut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(13, 13), nn.Linear(13, 13)
+
+        def forward(self, x):
+            scores = self.query(x) @ self.key(x).mT / 13**0.5
+            return scores.softmax(-1) @ x
+
+    model, x = WrittenOut(), torch.randn(2, 11, 13)
+    with attnscale.watch(model) as whole:
+        model(x)
+    monkeypatch.setattr(rows, "BLOCK_SCORES", 2 * 11 * 3)
+    with attnscale.watch(model) as joined:
+        model(x)
+    (one,), (other,) = whole.layers.values(), joined.layers.values()
+    torch.testing.assert_close(other.stats.entropy, one.stats.entropy)
+    torch.testing.assert_close(other.stats.sink, one.stats.sink)

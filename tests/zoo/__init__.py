@@ -1,8 +1,7 @@
 """Attention as people write it: correct, and with a bug each. What watching and auditing are held to.
 
-fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, unbatched and compiled
-are correct, and so are, unusual as they are, designs_of_axes, designs_of_scale, designs_of_scores, designs_of_weights
-and designs_of_keys; bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights and bugs_of_masks are not.
+Modules named designs_of_… hold attention that is unusual and right, bugs_of_… wrong ones. `reported` and
+`reported_norms` hold bugs that people reported, each with its fixed twin; all other modules hold correct attention.
 """
 
 from . import (
@@ -14,6 +13,7 @@ from . import (
     compiled,
     designs_of_axes,
     designs_of_keys,
+    designs_of_reports,
     designs_of_scale,
     designs_of_scores,
     designs_of_weights,
@@ -23,6 +23,8 @@ from . import (
     norms_and_caps,
     positions,
     products,
+    reported,
+    reported_norms,
     softmaxes,
     structures,
     torch_modules,
@@ -35,7 +37,8 @@ FAMILIES = (
     fused, products, layouts, softmaxes, masks, norms_and_caps, positions, structures, torch_modules, unbatched,
     compiled,
     designs_of_axes, designs_of_scale, designs_of_scores, designs_of_weights, designs_of_keys,
-    bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights, bugs_of_masks,
+    designs_of_reports,
+    bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights, bugs_of_masks, reported, reported_norms,
 )  # fmt: skip
 CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
 BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}

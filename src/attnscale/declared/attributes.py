@@ -59,20 +59,28 @@ def attribute_scale(around: Parents, head_dim: int) -> AttributeScale | None:
         if not numbers:
             continue
         name, *others = numbers
-        scale, readings = _readings(numbers[name], head_dim)
+        use = _use_in_code(module, name)
+        scale, readings = _readings(numbers[name], use, head_dim)
         products = tuple(scale * factor for other in others for factor in (numbers[other], 1 / numbers[other]))
         outright = (numbers[name],) if name in UNMISTAKABLE else ()  # also where its square restates 1/√d_k
-        sure = bool(outright) or _scales_scores(module, name)
+        sure = bool(outright) or use is not None
         return AttributeScale(scale, _source(path, name), readings + outright + products, sure)
     return None
 
 
-def _readings(value: float, head_dim: int) -> tuple[float, tuple[float, ...]]:
+def scale_of_one(around: Parents) -> str:
+    """Return the first attribute that can mean a scale and is 1; empty where none is."""
+    ones = (_source(path, name) for path, module in around for name in SCALE_NAMES if positive(module, name) == 1)
+    return next(ones, "")
+
+
+def _readings(value: float, use: str | None, head_dim: int) -> tuple[float, tuple[float, ...]]:
     """Return the multiplier that a number most likely is, and all that it can mean."""
     readings = (min(value, 1 / value), max(value, 1 / value), value**2, value**-2)
     usual = head_dim**-0.5
     is_restated = any(math.isclose(reading, usual, rel_tol=SAME) for reading in readings)
-    return (usual, (usual,)) if is_restated else (readings[0], readings)
+    likely = {"times": value, "over": 1 / value}.get(use or "", readings[0])
+    return (usual, (usual,)) if is_restated else (likely, readings)
 
 
 def attribute_softcap(around: Parents) -> tuple[float, str] | None:
@@ -113,9 +121,13 @@ def _constant_value(rule: Scale, head_dim: int) -> float | None:
     return scale if query is ones and key is ones else None
 
 
-def _scales_scores(module: nn.Module, attribute: str) -> bool:
-    """Return True if a class of the module multiplies q, k or scores by `self.<attribute>`, or passes it as a scale."""
-    return any(attribute in _scaling_attributes(kind) for kind in type(module).__mro__ if _is_written_by_hand(kind))
+def _use_in_code(module: nn.Module, attribute: str) -> str | None:
+    """Return how a class of the module uses `self.<attribute>` on q, k or scores: "times" or "over"; None: not at all.
+
+    To be passed on as a scale is "times".
+    """
+    kinds = filter(_is_written_by_hand, type(module).__mro__)
+    return next((use for kind in kinds if (use := _scaling_attributes(kind).get(attribute))), None)
 
 
 def _is_written_by_hand(kind: type) -> bool:
@@ -123,28 +135,28 @@ def _is_written_by_hand(kind: type) -> bool:
 
 
 @cache
-def _scaling_attributes(kind: type) -> frozenset[str]:
+def _scaling_attributes(kind: type) -> dict[str, str]:
     """Attributes of self that scale scores somewhere in the source of a class; none where there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
-        return frozenset()
-    found: set[str | None] = set()
+        return {}
+    found: dict[str | None, str] = {}
     for node in ast.walk(tree):
         match node:
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                found.update({_own(right)} if _is_scored(left) else set())
-                found.update({_own(left)} if _is_scored(right) else set())
+                found |= {_own(right): "times"} if _is_scored(left) else {}
+                found |= {_own(left): "times"} if _is_scored(right) else {}
             case ast.BinOp(left=left, op=ast.Div(), right=right) if _is_scored(left):
-                found.add(_own(right))
-            case ast.AugAssign(target=target, op=ast.Mult() | ast.Div(), value=value) if _is_scored(target):
-                found.add(_own(value))
+                found[_own(right)] = "over"
+            case ast.AugAssign(target=target, op=ast.Mult() | ast.Div() as op, value=value) if _is_scored(target):
+                found[_own(value)] = "times" if isinstance(op, ast.Mult) else "over"
             case ast.keyword(arg=name, value=value) if name in SCALE_KEYWORDS:
-                found.add(_own(value))
-    return frozenset(name for name in found if name)
+                found |= dict.fromkeys(map(_own, ast.walk(value)), "times")
+    return {name: use for name, use in found.items() if name}
 
 
-def _own(node: ast.expr) -> str | None:
+def _own(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name

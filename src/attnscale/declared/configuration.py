@@ -13,10 +13,12 @@ from attnscale.rules.yarn import sharpening
 # Fields that set the multiplier itself, and fields of which it is one over the root.
 MULTIPLIERS = ("attention_multiplier", "softmax_scale", "attention_softmax_scale", "sm_scale", "qk_scale")
 UNDER_ROOT = ("query_pre_attn_scalar", "attention_scores_scalar")
+ROTARY = ("rope_parameters", "rope_scaling")
+LATENTS = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")  # widths of multi-head latent attention
 BY_WEIGHTS, BY_LAYER = "scale_attn_weights", "scale_attn_by_inverse_layer_idx"  # GPT-2's two switches
 KNOWN_FIELDS = (
-    *MULTIPLIERS, *UNDER_ROOT, *QK_NORM_FLAGS, "attn_config", BY_WEIGHTS, BY_LAYER, "key_multiplier", "rope_scaling",
-    "rope_parameters",
+    *MULTIPLIERS, *UNDER_ROOT, *QK_NORM_FLAGS, "attn_config", BY_WEIGHTS, BY_LAYER, "key_multiplier", *ROTARY,
+    *LATENTS,
 )  # fmt: skip
 # A soft-cap of the attention, not of the final logits or a router: `attn_logit_softcapping`, `attention_logit_cap`, …
 SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
@@ -36,10 +38,12 @@ MODULE_FIELDS = frozenset(vars(nn.Module()))
 # Published architectures whose scale is not 1/√d_k, and whose configuration does not say so. Read from their code in
 # transformers 5.22; tests/declared/test_architectures.py builds each and compares the scale it applies. An
 # architecture is known by the `model_type` of the configuration of its attention, never by its weights.
-# Folded into the initialisation of the query projection (T5 and its descendants), or left out (GPT-Neo, Dia):
+# Folded into the initialisation of the query projection (T5 and its descendants), left out (GPT-Neo, Dia), or left to
+# the gains of a QK-norm (Gemma 3n and 4):
 UNSCALED = {
     "t5", "mt5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano",
     "pix2struct_text_model", "pix2struct_vision_model", "gpt_neo", "dia_encoder", "dia_decoder",
+    "gemma3n_text", "gemma4_text",
 }  # fmt: skip
 DISENTANGLED = {"deberta", "deberta-v2", "sew-d"}  # three products under one root, 1/√(3 d_k) where all are used
 BY_DIM = {"inkling_text"}  # normalised queries and keys, divided by d_k
@@ -81,6 +85,9 @@ def configured_scale(configs: list[Config], parents: Parents, head_dim: int) -> 
             return (1.0 if weights is False else head_dim**-0.5) / (index + 1), f"{name}.{BY_LAYER}"
         if isinstance(weights, bool):
             return (head_dim**-0.5 if weights else 1.0), f"{name}.{BY_WEIGHTS}"
+        plain, rotary, latents = (number(config, each) or 0.0 for each in LATENTS)
+        if plain and rotary and head_dim in (plain + rotary, latents + rotary, latents):
+            return (plain + rotary) ** -0.5, f"{name}.{LATENTS[0]} + {LATENTS[1]}"
         if (value := number(config, "key_multiplier")) is not None:  # Falcon-H1 multiplies its keys
             return value * head_dim**-0.5, f"{name}.key_multiplier"
     return None
@@ -97,20 +104,23 @@ def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | 
     return None
 
 
-def rotary_factor(configs: list[Config]) -> float:
-    """Return what a stretched rotary embedding multiplies the scores by: (0.1 m ln s + 1)², 1 where there is none.
+def rotary_factor(configs: list[Config]) -> tuple[float, str]:
+    """Return what a stretched rotary embedding multiplies the scores by, and the field that says so.
 
-    Models put it into the rotation, where it is no scale, or into the softmax's scale (DeepSeek), so both are right.
+    That is (0.1 m ln s + 1)², 1 where there is none. Models put it into the rotation, where it is no scale, or into the
+    softmax's scale (DeepSeek), so both are right.
     """
-    stretched = (field(config, "rope_parameters") or field(config, "rope_scaling") for _, config in configs)
-    rope = next((each for each in stretched if isinstance(each, Mapping)), {})
+    fields = ((f"{name}.{each}", field(config, each)) for name, config in configs for each in ROTARY)
+    source, rope = next(((source, each) for source, each in fields if isinstance(each, Mapping) and each), ("", {}))
     factor, stretch = rope.get("attention_factor"), rope.get("factor")
-    if isinstance(factor, int | float) and factor > 0:
-        return float(factor) ** 2
     kind = str(rope.get("rope_type", rope.get("type", "")))
+    if "yarn" not in kind and "longrope" not in kind:
+        return 1.0, source
+    if isinstance(factor, int | float) and factor > 0:
+        return float(factor) ** 2, source
     if "yarn" not in kind or not isinstance(stretch, int | float) or stretch <= 1:
-        return 1.0
-    return sharpening(float(stretch), float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0))
+        return 1.0, source
+    return sharpening(float(stretch), float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0)), source
 
 
 def architecture_scale(configs: list[Config], around: Parents, head_dim: int) -> tuple[float, str] | None:

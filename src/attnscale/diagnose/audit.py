@@ -1,6 +1,6 @@
 """Audit: the layers of a model as they were watched, and the findings about them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ class Audit(PlottedResult):
     findings: list[Finding]  # the worst first, then by layer
     unchecked: tuple[str, ...] = ()  # a sentence each: what was not checked, and why
     unjudged: str = ""  # why the scores were not judged; empty where they were
+    forward_passes: int = 1  # of the model that were watched; a second one is in its other mode, if it has two
 
     @property
     def worst(self) -> str | None:
@@ -73,6 +74,7 @@ class Audit(PlottedResult):
             "findings": [finding.to_dict() for finding in self.findings],
             "unchecked": list(self.unchecked),
             "unjudged": self.unjudged,
+            "forward_passes": self.forward_passes,
             "layers": {name: _layer_dict(layer) | {"verdict": words[name]} for name, layer in self.layers.items()},
         }
 
@@ -81,7 +83,8 @@ class Audit(PlottedResult):
         words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
         shown = [table(self.layers.values(), words), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
-        found = [str(finding) for finding in self.findings] or [f"Nothing found in {where}." if count else NOTHING_READ]
+        checked = f"Nothing found in what was checked of {where}." if self.unchecked else f"Nothing found in {where}."
+        found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]
         unsaid = [self.unjudged] if self.unjudged else []
         return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])
 
@@ -103,23 +106,31 @@ def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[F
 
 
 def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str, ...]:
-    """Return a sentence for everything that was not judged: attention in no layer, multipliers and weights."""
+    """Return a sentence for everything that was not judged: attention in no layer, multipliers, biases and weights."""
     reasons: dict[str, list[str]] = {}
     for name, layer in layers.items():
-        if layer.reading.unread:
-            reasons.setdefault(f"could not be read: {layer.reading.unread}", []).append(name)
-        elif layer.declared.folded is not None:
-            why = f"was not judged: {layer.declared.folded:.4g} of it was folded into its weights"
-            reasons.setdefault(why, []).append(name)
-    scales = [f"The scale of {', '.join(names)} {why}." for why, names in reasons.items()]
-    mixed = ", ".join(name for name, layer in layers.items() if any(each.is_obscure for each in layer.softmaxes))
-    sums = f"It was not checked that the weights of {mixed} sum to one: they are mixed with others."
-    return (*missed.sentences, *scales, *((sums,) if mixed else ()))
+        for sentence in _not_judged(layer):
+            reasons.setdefault(sentence, []).append(name)
+    return (*missed.sentences, *(why.format(", ".join(names)) for why, names in reasons.items()))
+
+
+def _not_judged(layer: Layer) -> Iterator[str]:
+    """Yield sentences with a place for the names of layers."""
+    if layer.reading.unread:
+        yield f"The scale of {{}} could not be read: {layer.reading.unread}."
+    elif layer.declared.folded is not None:
+        yield f"The scale of {{}} was not judged: {layer.declared.folded:.4g} of it was folded into its weights."
+    elif layer.reading.learned_factor:
+        yield "The scale of {} is learned, so its value was not judged."
+    if layer.wiring.biased:
+        yield "A bias is added to the scores of {}, and was not judged."
+    if any(each.is_obscure for each in layer.softmaxes):
+        yield "It was not checked that the weights of {} sum to one: they are mixed with others."
 
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
     names = (
         "kind", "heads", "kv_heads", "head_dim", "causal", "softcap", "calls", "queries", "padding", "scale_applied",
-        "scale_expected",
+        "scale_expected", "scale_source",
     )  # fmt: skip
     return {name: getattr(layer, name) for name in names} | {"stats": layer.stats.to_dict()}

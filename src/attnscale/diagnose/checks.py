@@ -4,18 +4,21 @@ A check takes a layer, and if its model is trained, and yields findings. A compa
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attnscale.diagnose.finding import Finding, layer_finding
-from attnscale.diagnose.scale import as_symptom, scale_findings
-from attnscale.diagnose.scores import freezing_findings, gradient_shares, score_findings
+from attnscale.diagnose.finding import Finding, layer_finding, severity_rank
+from attnscale.diagnose.scale import scale_error, scale_findings
+from attnscale.diagnose.scores import freezing_findings, gradient_shares, score_findings, threshold_reached
 from attnscale.watching.layer import Layer
 
+SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")  # of a wrong multiplier, where there is one
 HIGHEST_USEFUL_CAP = 1e3  # loss deteriorates from scores of about 1,000 on (Wortsman et al. 2023)
 OFF_ONE = 0.05  # of the sum of a row: half precision rounds a long row by less
+LEARNED_SCALE = re.compile(r"logit_?scale|log_?scale|temperature|^tau$|softmax_scale|^qk_norm_scale$")
 SAME_SCALE = 0.01  # relative: a factor that is 1/√d_k
 SAME_IN_BOTH_MODES = 0.02  # relative: a slope fitted to scores in half precision
 
@@ -38,16 +41,44 @@ def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = Non
     if any(finding.code == "non_finite" for finding in of_scores):
         yield from of_scores
         return  # nothing else can be read from its scores
-    of_scale = list(scale_findings(layer, trained))
-    yield from (as_symptom(finding, of_scale, layer) for finding in (*of_scores, *freezing_findings(layer, trained)))
+    of_scale, freezes = list(scale_findings(layer, trained)), list(freezing_findings(layer, trained))
     yield from of_scale
+    yield from (as_symptom(finding, of_scale, layer) for finding in freezes)
+    yield from (as_symptom(finding, [*of_scale, *freezes], layer) for finding in of_scores)
     for check in CHECKS:
         yield from check(layer, trained)
 
 
+def as_symptom(finding: Finding, causes: Sequence[Finding], layer: Layer) -> Finding:
+    """Return the finding with the severity of what is left of it once the multiplier is right.
+
+    `causes` are findings about the multiplier.
+    """
+    wrong = scale_error(causes) or next((each for each in causes if each.code == "qk_norm_freezes"), None)
+    if wrong is None or finding.code not in SYMPTOMS or finding.measured is None or finding.expected is None:
+        return finding
+    right = 1.0 if wrong.code == "qk_norm_freezes" else wrong.expected  # a norm's advice is a spread of one
+    corrected = finding.measured * (abs(right / wrong.measured) if right and wrong.measured else 1.0)
+    reached = threshold_reached(corrected)
+    if finding.code == "exploding" and reached is not None:
+        return replace(finding, severity=min(reached[1], finding.severity, key=severity_rank))
+    if not (corrected >= finding.expected if finding.code == "diluted" else corrected < finding.expected):
+        return finding
+    return replace(finding, severity="note", advice=f"This follows from {wrong.code}: correct the scale first.")
+
+
 def mask_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find masks that hide nothing (`inert_mask`)."""
-    fill, added = layer.reading.inert_fill, layer.reading.inert_added
+    fill, added, capped = layer.reading.inert_fill, layer.reading.inert_added, layer.reading.capped_mask
+    if capped is not None:
+        yield layer_finding(
+            layer,
+            "inert_mask",
+            "warning",
+            f"The mask comes before the soft-cap, which makes hidden scores {capped:g}: these keys still get weight.",
+            "Cap the scores first, then hide keys.",
+            (capped, float("-inf")),
+        )
     if added is not None:
         yield layer_finding(
             layer,
@@ -71,13 +102,19 @@ def mask_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 def softcap_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find soft-caps that are not applied, cannot bind (`inert_softcap`) or come before the scale."""
     said, cap, usual = layer.declared, layer.softcap, layer.head_dim**-0.5
-    if layer.wiring.softcap_discarded:
+    if layer.wiring.softcap_unbounded:
+        message = "The scores are multiplied by a tanh of themselves, s·tanh(s/cap), which has no bound."
+        yield layer_finding(
+            layer, "inert_softcap", "warning", message, "Write cap · tanh(s/cap).", (None, said.softcap)
+        )
+    elif layer.wiring.softcap_discarded:
         message = "A soft-cap of the scores is computed, and its result does not reach the softmax."
         advice = "Assign the result of tanh to the scores."
         yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
     elif said.softcap is not None and cap is None:
         message = f"{said.softcap_source} sets a soft-cap of {said.softcap:g}, and none is applied ({layer.kind})."
-        advice = "Use an implementation that has a soft-cap (eager or flex), or unset it."
+        other = "Compute cap · tanh(s/cap)" if layer.kind == "eager" else "Use eager or flex, which can have a soft-cap"
+        advice = f"{other}, or unset it."
         yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
     elif cap is not None and cap > HIGHEST_USEFUL_CAP:
         message = f"The soft-cap of {cap:g} is too high to help: scores do harm from 1,000 on."
@@ -98,16 +135,34 @@ def softcap_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 def qk_norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find QK-norms that are configured or built, and never applied (`inert_qk_norm`)."""
-    unused = layer.wiring.unused_norms
+    unused = [name for name in layer.wiring.unused_norms if not is_scale(name)]
+    placed = layer.wiring.misplaced_norms
     if unused:
-        message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never called."
-        advice = "Call the norm on the query and on the key of each head, before their product."
+        message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never used."
+        advice = "Normalise the query and the key of each head before their product, and multiply by the gains."
+    elif len(placed) > 1 and not layer.wiring.normalised and not layer.reading.unread:
+        message = f"{' and '.join(placed)} ran, and query and key are not both normalised."
+        advice = "Call them on the query and on the key of each head, before their product."
     elif layer.declared.qk_norm and not layer.wiring.normalised:
         message = f"{layer.declared.qk_norm_source} asks for a QK-norm, and query and key are not normalised."
         advice = "Normalise the query and the key of each head before their product, or unset the flag."
     else:
         return
     yield layer_finding(layer, "inert_qk_norm", "warning", message, advice)
+
+
+def unused_scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find learned scales that are built and never multiplied (`config_mismatch`)."""
+    unused = [name for name in layer.wiring.unused_norms if is_scale(name)]
+    if unused and not layer.reading.unread:
+        message = f"{' and '.join(unused)} {'is' if len(unused) == 1 else 'are'} built and never multiplied."
+        advice = "Multiply the scores by it, or remove it."
+        yield layer_finding(layer, "config_mismatch", "warning", message, advice, (layer.scale_applied, None))
+
+
+def is_scale(name: str) -> bool:
+    """Return True if a parameter multiplies scores by its name; else it is a norm's, or a gain."""
+    return LEARNED_SCALE.search(name.rpartition(".")[2].lower()) is not None
 
 
 def dropout_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
@@ -257,6 +312,7 @@ CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (
     mask_findings,
     softcap_findings,
     qk_norm_findings,
+    unused_scale_findings,
     weight_findings,
     dropout_findings,
     pairing_findings,

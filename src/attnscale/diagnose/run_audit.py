@@ -1,18 +1,21 @@
 """audit: run a model under watch, in both its modes, and diagnose its attention."""
 
 import copy
+import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from attnscale.diagnose.audit import Audit, diagnose, in_order, unchecked
-from attnscale.diagnose.checks import evaluation_findings, mode_findings
-from attnscale.diagnose.scale import SYMPTOMS
+from attnscale.diagnose.checks import SYMPTOMS, evaluation_findings, mode_findings
 from attnscale.diagnose.trained import is_trained
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer
@@ -23,14 +26,15 @@ Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
 ROWS_IN_OTHER_MODE = 1  # a head: enough to read how the scores are made
 ID_DTYPES = (torch.int64, torch.int32)
 FLAGS = 2  # values that a mask has, or the types of tokens: no ids
+MODE = re.compile(r"\btraining\b|dropout", re.IGNORECASE)
 MODES = {True: "training", False: "evaluation"}
 
 
 def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:
     """Run the model, as model(*args, **kwargs), and diagnose every attention in it.
 
-    It runs twice: as it is, where everything is measured, and in its other mode (training, evaluation), for what is
-    wrong in that alone. With a `loss` of the model's output, a backward pass shows which sharp heads still learn;
+    The model runs once; and a second time in its other mode (training, evaluation), for what is wrong in that alone, if
+    it has dropout or its code asks for its mode. `Audit.forward_passes` tells how often it ran. With a `loss` of the model's output, a backward pass shows which sharp heads still learn;
     no gradient is left on any parameter.
     """
     return audited(model, args, kwargs, loss=loss)
@@ -49,7 +53,8 @@ def audited(
 
     `unlike` says why the inputs are unlike what a trained model knows: its scores are then not judged.
     """
-    copied = _copied(args, kwargs)  # before a cache among them grows
+    has_modes = any(map(_has_modes, model.modules()))
+    copied = _copied(args, kwargs) if has_modes else None  # before a cache among them grows
     with watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
         if loss is None:
             with torch.no_grad():
@@ -67,10 +72,11 @@ def audited(
         findings += evaluation_findings(layers)
     others = None if copied is None else _in_other_mode(model, *copied)
     mode = MODES[not model.training]
-    if others is None:
+    if has_modes and others is None:
         not_checked += (f"The model could not be watched in {mode} mode, so that was not checked.",)
-    else:
+    if others is not None:
         known = {(finding.layer, finding.code) for finding in found.findings}
+        unreadable = {finding.layer for finding in found.findings if finding.code == "non_finite"}
         there = [
             *(evaluation_findings(others) if model.training else ()),
             *mode_findings(layers, others, model.training),
@@ -78,10 +84,32 @@ def audited(
         only_there = (
             replace(each, message=f"In {mode} mode: {each.message}")
             for each in diagnose(others, trained=found.trained).findings
-            if (each.layer, each.code) not in known and each.code not in SYMPTOMS
+            if (each.layer, each.code) not in known and each.layer not in unreadable and each.code not in SYMPTOMS
         )
         findings = [*findings, *there, *only_there]
-    return replace(found, findings=in_order(findings, layers), unchecked=not_checked)
+    passes = 1 + (others is not None)
+    return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)
+
+
+def _has_modes(module: nn.Module) -> bool:
+    """Return True if a module may compute something else in training than in evaluation."""
+    if type(module).__module__.startswith("torch."):
+        share = getattr(module, "p" if "Dropout" in type(module).__name__ else "dropout", 0.0)
+        return isinstance(share, float) and share > 0
+    return _asks_for_mode(type(module))
+
+
+@cache
+def _asks_for_mode(kind: type) -> bool:
+    """Return True if the code of a class, or a function that it calls, names its mode or dropout, or cannot be read."""
+    own = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
+    methods = [each for base in own for each in vars(base).values() if isinstance(each, FunctionType)]
+    called = (method.__globals__.get(name) for method in methods for name in method.__code__.co_names)
+    functions = [each for each in called if isinstance(each, FunctionType) and not each.__module__.startswith("torch.")]
+    try:
+        return any(MODE.search(inspect.getsource(each)) for each in (*own, *functions))
+    except (OSError, TypeError):
+        return True
 
 
 def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:

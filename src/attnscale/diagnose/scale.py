@@ -1,11 +1,11 @@
 """Compare the multiplier that was applied with the one that should have been.
 
-Also decides which findings about the scores are symptoms of a wrong multiplier that was found.
+Trained or not, normalised or not: good weights with the wrong constant are how a port goes wrong.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from attnscale.declared import Authority
 from attnscale.diagnose.finding import Finding, layer_finding
@@ -18,14 +18,15 @@ from attnscale.watching.layer import Layer
 TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
 FOLDED_SPREAD = 3.0  # a scale folded into the weights leaves a spread of about one
 HALF_TOLERANCE = 0.02  # scores in half precision are rounded to three digits
+SLIP = 0.3  # of the tolerance: there are many slips, and a number of one's own should not be one by chance
 STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # of a context, by YaRN: 40 is DeepSeek's
 # YaRN's factors for s = 64 and a plain 2 lie 0.3% apart, so a published rule must be met more closely than a scale.
 CLOSER = 0.1
-# Findings that say that a multiplier is wrong, and those about the scores that may follow from it.
+UNIT_LENGTH = 1.1  # of the product of the lengths of query and key, rounding included
+# Findings that say that a multiplier is wrong.
 WRONG_SCALE = (
     "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
 )  # fmt: skip
-SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Mismatch:
     expected: float
     message: str
     advice: str
+    severity: str = "warning"
+    trained_severity: str = "warning"
 
 
 def scale_error(findings: Iterable[Finding]) -> Finding | None:
@@ -46,17 +49,6 @@ def scale_error(findings: Iterable[Finding]) -> Finding | None:
 def correction(layer: Layer) -> float:
     """Return the factor that takes the multiplier of a layer to the one it should have."""
     return abs(layer.scale_expected) / max(abs(layer.scale_applied), 1e-300)
-
-
-def as_symptom(finding: Finding, of_scale: Iterable[Finding], layer: Layer) -> Finding:
-    """Return the finding as a note where the right multiplier, of which `of_scale` accuses the layer, would end it."""
-    error, factor = scale_error(of_scale), correction(layer)
-    if error is None or finding.code not in SYMPTOMS or finding.measured is None or finding.expected is None:
-        return finding
-    corrected = finding.measured * factor
-    if not (corrected >= finding.expected if finding.code == "diluted" else corrected < finding.expected):
-        return finding
-    return replace(finding, severity="note", advice=f"This follows from {error.code}: correct the scale first.")
 
 
 def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
@@ -73,46 +65,95 @@ def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
         yield _scaled_bias(layer)
 
 
+def is_chosen(layer: Layer, scale: float) -> bool:
+    """Return True if a configuration or a rule asks for this multiplier, or for one that depends on the tensors."""
+    said = layer.declared
+    if said.scale_authority is not Authority.CONFIGURED:
+        return False
+    return said.scale is None or any(_close(scale, reading, _tolerance(layer)) for reading in said.scale_readings)
+
+
+def is_cosine(layer: Layer) -> bool:
+    """Return True if queries and keys have length one: their multiplier is a temperature, and 1/√d_k no default."""
+    norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
+    return layer.wiring.normalised and norms < UNIT_LENGTH
+
+
 def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
     scales = {head: scale for head, scale in enumerate(layer.scales.double().tolist()) if math.isfinite(scale)}
-    wrong = {head: found for head, scale in scales.items() if (found := _mismatch(layer, scale)) is not None}
+    negative = {head: scale for head, scale in scales.items() if scale < 0}
+    if negative and not is_chosen(layer, min(negative.values())):
+        yield _negative(layer, negative)
+        return
+    wrong = {head: found for head, scale in scales.items() if (found := _mismatch(layer, scale, trained)) is not None}
     if not wrong:
         return
     if not _alike(list(scales.values()), _tolerance(layer)):
         yield _one_for_each_head(layer, list(scales.values()))
     else:
         head, found = next(iter(wrong.items()))
-        severity = "warning" if trained else "error"
-        if found.code in ("unusual_scale", "config_mismatch"):
-            severity = "note" if trained and found.code == "unusual_scale" else "warning"
+        severity = found.trained_severity if trained else found.severity
         yield layer_finding(layer, found.code, severity, found.message, found.advice, (scales[head], found.expected))
 
 
-def _mismatch(layer: Layer, scale: float) -> Mismatch | None:
-    """The most specific thing that is wrong with one multiplier; None where it is right, declared or published."""
+def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
+    """The most specific thing that is wrong with one multiplier; None where it is right, declared or published.
+
+    A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
+    intent. Only where no slip explains it, it is taken for a choice.
+    """
     said, tolerance = layer.declared, _tolerance(layer)
-    is_declared = any(_close(scale, reading, tolerance) for reading in said.scale_readings)
-    if said.scale_authority is Authority.CONFIGURED and (is_declared or said.scale is None):
+    stretched = _stretch_mismatch(layer, scale)
+    if stretched is not None:
+        return stretched
+    if is_chosen(layer, scale):
         return None
+    is_declared = any(_close(scale, reading, tolerance) for reading in said.scale_readings)
     ignores = not is_declared and _says_another(layer)
-    if _is_usual(layer, scale):
+    if _is_usual(layer, scale) or is_cosine(layer):
         return _ignored(layer, scale) if ignores else None
-    if layer.wiring.normalised:  # the norms are chosen with the multiplier: together they make the spread
-        return _ignored(layer, scale) if ignores and said.scale_authority is Authority.CONFIGURED else None
+    if trained and layer.reading.learned_factor:
+        return None  # it may have come to any number
     specific = _classic(layer, scale)
     if specific is not None:
-        return None if specific.code == "unscaled" and _is_folded(layer) else specific
+        excused = specific.code == "unscaled" and (layer.wiring.normalised or _is_folded(layer))
+        return None if excused else specific
     if ignores:
         return _ignored(layer, scale)
-    if is_declared and not _slip(layer, scale):
-        return None
     known = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
-    if is_declared and known:
-        return None  # declared and published: 1/√heads may be what a rule gives
+    slip, is_sure = _slip(layer, scale)
+    if known and not (is_sure and not is_declared):
+        return None  # 1/√heads, or 1/√(d_k/2), may be what a rule gives
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
-    if (known or is_learned) and not _slip(layer, scale):
+    if not slip and (is_declared or is_learned or layer.wiring.normalised):
+        return None  # a number of one's own; beside norms it is chosen with them, for both spread the scores
+    return _unusual(layer, scale, slip)
+
+
+def _stretch_mismatch(layer: Layer, scale: float) -> Mismatch | None:
+    """Find the factor of a context stretched by YaRN that neither the rotation nor the scale has, or both.
+
+    Where the rotation could not be read, nothing is said.
+    """
+    said, tolerance = layer.declared, _tolerance(layer)
+    stretch, origins = said.stretch, layer.origins[:1]
+    if abs(stretch - 1) < 2 * tolerance or not origins or origins[0].query is None or origins[0].key is None:
         return None
-    return _unusual(layer, scale)
+    rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
+    base = said.scale if said.scale_authority is Authority.CONFIGURED and said.scale else layer.head_dim**-0.5
+    applied = scale / base * rotation
+    if not any(_close(applied, wrong, tolerance) for wrong in (1.0, stretch**2)):
+        return None
+    has = "neither the rotation nor the scale" if applied < stretch else "both the rotation and the scale"
+    right = base * stretch / rotation
+    return Mismatch(
+        "config_mismatch",
+        right,
+        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has} has it: the rotation multiplies them "
+        f"by {rotation:.4g}, the scale is {scale:.4g}.",
+        f"Multiply the scores by {right:.4g}"
+        + (f", or cos and sin by {stretch**0.5:.4g}." if rotation < 1.01 else "."),
+    )
 
 
 def _published(layer: Layer) -> Iterator[float]:
@@ -150,20 +191,22 @@ def _classic(layer: Layer, scale: float) -> Mismatch | None:
     usual, tolerance, dim = layer.head_dim**-0.5, _tolerance(layer), layer.head_dim
     advice = f"Multiply q·k by 1/√d_k = {usual:.4g} (d_k = {dim} is the width of one head)."
     if _close(scale, 1.0, tolerance):
-        grows = f"their spread grows as √d_k = {dim**0.5:.3g}"
-        return Mismatch("unscaled", usual, f"The scores are q·k without a scale, so {grows}.", advice)
+        message = f"The scores are q·k without a scale, so their spread grows as √d_k = {dim**0.5:.3g}."
+        return Mismatch("unscaled", usual, message, advice, "error")
     width = next((width for width in layer.model_dims if _close(scale, width**-0.5, tolerance)), None)
     by_dim = _close(scale, 1 / dim, tolerance)
     if by_dim and (width is None or _restates_usual(layer)):
         also = "" if width is None else f" (also 1/√{width}, of the model's width)"
         message = f"The scores are divided by d_k: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
-        twice = "Divide by √d_k, not d_k; or √d_k is applied twice: once to the query and again inside SDPA."
-        return Mismatch("scaled_by_dim", usual, message, twice)
+        twice = f"Divide by √d_k, once: multiply by {usual:.4g}. Perhaps the query is scaled, and SDPA scales again."
+        return Mismatch("scaled_by_dim", usual, message, twice, "error")
     if width is not None:
         also = " (also 1/d_k)" if by_dim else ""
-        cause = f"The scores are divided by √{width}, of the model's width"
-        message = f"{cause}: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
-        return Mismatch("scaled_by_model_dim", usual, message, advice)
+        message = (
+            f"The scores are divided by √{width}, of the model's width: their scale is {scale:.4g}{also}, not 1/√d_k = "
+            f"{usual:.4g}."
+        )
+        return Mismatch("scaled_by_model_dim", usual, message, advice, "error")
     return None
 
 
@@ -184,23 +227,58 @@ def _is_folded(layer: Layer) -> bool:
     return bool(query_norm < key_norm * layer.head_dim**-0.25 and spread < FOLDED_SPREAD)
 
 
-def _slip(layer: Layer, scale: float) -> str:
-    """Return the name of a common slip that has no code of its own; empty where the multiplier is none."""
-    slips = {"√d_k (multiplied where it should divide)": layer.head_dim**0.5, "1/√heads": layer.heads**-0.5}
-    return next((name for name, value in slips.items() if _close(scale, value, _tolerance(layer))), "")
+def _slip(layer: Layer, scale: float) -> tuple[str, bool]:
+    """Return the slip that has no code of its own which a multiplier is, and if no published rule excuses it."""
+    tolerance, sure = _tolerance(layer), {"√d_k (multiplied where it should divide)": layer.head_dim**0.5}
+    sure["1/√heads"] = layer.heads**-0.5
+    for name, value in sure.items():
+        if _close(scale, value, tolerance):
+            return name, True
+    return next((name for name, value in _other_slips(layer) if _close(scale, value, SLIP * tolerance)), ""), False
 
 
-def _unusual(layer: Layer, scale: float) -> Mismatch:
+def _other_slips(layer: Layer) -> Iterator[tuple[str, float]]:
+    """Yield slips in words, and the multiplier that each makes."""
+    dim, heads, kv_heads = layer.head_dim, layer.heads, layer.kv_heads
+    for width in layer.model_dims:
+        for count, of in dict.fromkeys(((heads, "heads"), (kv_heads, "key heads"))):
+            yield f"1/√{width / count:g}, the model's width over its {of}, {width}/{count}", (width / count) ** -0.5
+    yield f"1/√√{dim} (a fourth root, on query or key alone)", dim**-0.25
+    yield f"1/√{dim // 2}, of half a head", max(dim // 2, 1) ** -0.5
+    yield f"1/√{layer.key_len}, of the number of keys", layer.key_len**-0.5
+
+
+def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
     usual = layer.head_dim**-0.5
-    slip = _slip(layer, scale)
+    advice = f"If this is intended, set it in the configuration (softmax_scale); otherwise multiply by {usual:.4g}."
     if scale == 0:
         message = "The input of the softmax does not depend on q·k."
     elif slip:
         message = f"The scores are multiplied by {scale:.4g} = {slip}, not 1/√d_k = {usual:.4g}."
+        advice = (
+            f"Multiply by {usual:.4g}: the queries and keys that are multiplied have d_k = {layer.head_dim} features."
+        )
+        return Mismatch("unusual_scale", usual, message, advice)
     else:
         message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
-    advice = f"If this is intended, set it in the configuration (softmax_scale); otherwise multiply by {usual:.4g}."
-    return Mismatch("unusual_scale", usual, message, advice)
+    return Mismatch("unusual_scale", usual, message, advice, trained_severity="note")
+
+
+def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
+    which = (
+        "every head" if len(scales) == layer.heads else f"head{'s' * (len(scales) > 1)} {', '.join(map(str, scales))}"
+    )
+    why = "A learned temperature has become negative" if layer.reading.learned_factor else "The scale is negative"
+    lowest = min(scales.values())
+    return layer_finding(
+        layer,
+        "unusual_scale",
+        "warning",
+        f"{why}: the scores of {which} are multiplied by {lowest:.4g}, so the keys least like a query get the most "
+        "weight.",
+        "Keep it positive: learn its logarithm and apply exp, or clamp it.",
+        (lowest, layer.head_dim**-0.5),
+    )
 
 
 def _ignored(layer: Layer, scale: float) -> Mismatch:
@@ -252,14 +330,15 @@ def _after_softmax(layer: Layer, trained: bool) -> Finding:
 
 
 def _wrong_axis(layer: Layer) -> Finding:
-    return layer_finding(
-        layer,
-        "softmax_wrong_axis",
-        "error",
-        "The softmax runs over another axis than the keys, so the weights that a query gives its values do not sum "
-        "to one.",
-        "Take the softmax over the axis of the keys, the last of (…, heads, queries, keys): dim=-1.",
-    )
+    axes = layer.wiring.axis_of_keys
+    runs, advice = "another axis than the keys", "Take the softmax over the axis of the keys."
+    if axes is not None:
+        softmax, keys, rank = axes
+        also = ", the last (dim=-1)" if keys == rank - 1 else ""
+        runs = f"dim={softmax} of its {rank} axes, and the values are summed over dim={keys}"
+        advice = f"Take the softmax over the axis of the keys: dim={keys}{also}."
+    message = f"The softmax runs over {runs}: the weights that a query gives its keys do not sum to one."
+    return layer_finding(layer, "softmax_wrong_axis", "error", message, advice)
 
 
 def _scaled_bias(layer: Layer) -> Finding:

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from attnscale.declared import Authority
 from attnscale.diagnose.cause import Cause, cause
 from attnscale.diagnose.finding import Finding, layer_finding
 from attnscale.diagnose.pattern import pattern_of
+from attnscale.diagnose.scale import is_chosen, is_cosine
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.plain import readable
 from attnscale.theory.limits import DILUTED_SPREAD, freezing_point
@@ -46,8 +46,9 @@ SHIFTED = "softmax sees no more than that, the rest is a shift of the whole row"
 WIDEN_THEM = "Compute such scores in float32; less the mean of its keys, a head has the same weights and no shift."
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
 CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train it on; a lower learning rate keeps them there."
-UNIT_LENGTH = 1.1  # of cosine attention, which starts at 10 (Swin v2) or log₂(n² − n), and learns from there
-PUBLISHED_COSINE = 20.0
+PUBLISHED_COSINE = 20.0  # cosine attention starts at 10 (Swin v2) or log₂(n² − n), and learns from there
+NO_CHOICE = 1.05  # a bound on the scores: no key can weigh more than e² times another, whatever is learned
+SAME_ONE = 0.02
 
 
 def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
@@ -73,20 +74,22 @@ def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = 
 def freezing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find normalised queries and keys that are multiplied past the freezing point from the start.
 
+    In a trained model, where the scale was left out and norms have not made up for it. A configuration may ask for it.
     Both count: |a| ‖q‖ ‖k‖ / √d_k, the spread of random directions, and the measured spread, against √(2 ln n).
     """
-    keys = float(layer.stats.keys.nanmean())
-    if trained or not layer.wiring.normalised or layer.reading.unread or not keys >= MANY_KEYS:  # NaN: no row sees any
+    keys, scale = float(layer.stats.keys.nanmean()), abs(layer.scale_applied)
+    if not layer.wiring.normalised or layer.reading.unread or not keys >= MANY_KEYS:  # NaN: no row sees any
         return
-    norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
-    scale, measured = abs(layer.scale_applied), float(layer.stats.std_within_rows.nanmean())
+    is_left_out = math.isclose(scale, 1.0, rel_tol=SAME_ONE) and not layer.reading.learned_factor
+    if is_chosen(layer, layer.scale_applied) or (trained and not is_left_out):
+        return  # gains may have come to any length
+    norms, measured = _lengths(layer), float(layer.stats.std_within_rows.nanmean())
     spread, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(round(keys))
-    is_cosine = norms < UNIT_LENGTH and scale <= PUBLISHED_COSINE
-    if not is_cosine and min(spread, measured) > freezes:
+    if not (is_cosine(layer) and scale <= PUBLISHED_COSINE) and min(spread, measured) > freezes:
         yield layer_finding(
             layer,
             "qk_norm_freezes",
-            "warning",
+            "note" if layer.declared.scale_of_one else "warning",
             f"The scale of normalised queries and keys is too large, {scale:.3g}: it spreads scores of random "
             f"directions by {spread:.3g} over {keys:.0f} keys, and softmax freezes at {freezes:.3g}.",
             f"Start at {layer.head_dim**0.5 / max(norms, 1e-300):.3g}, which gives a spread of one.",
@@ -149,6 +152,8 @@ def _frozen(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding
         whole = layer_verdict(layer)
         assert whole is not None  # it has heads
         found, severity = [whole], "error" if whole.jacobian_trace < DEAD_GAIN else "warning"
+    if layer.wiring.normalised and (layer.declared.scale_of_one or is_chosen(layer, layer.scale_applied)):
+        severity = "note"  # no weight can change it, so it was meant
     for head in found:
         why = cause(layer, head.head)
         every = "Every head is frozen: t" if head.head is None else "T"
@@ -196,9 +201,14 @@ def _advice(layer: Layer, why: Cause) -> str:
 
 
 def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Finding]:
-    if layer.reading.unread or (trained and layer.wiring.normalised):  # learned gains spread the scores, too
+    bound = abs(layer.scale_applied) * _lengths(layer)
+    is_bounded = layer.wiring.normalised and 0 < bound <= NO_CHOICE and not layer.reading.learned_factor
+    if layer.reading.unread or is_chosen(layer, layer.scale_applied):
+        return
+    if trained and layer.wiring.normalised and not is_bounded:  # learned gains spread the scores, too
         return
     blamed = [head for head in heads if head.verdict == "diluted" and _multiplier_dilutes(layer, head)]
+    blamed = heads if is_bounded else blamed
     if not blamed or len(blamed) < len(heads) / 2:
         return  # a multiplier that dilutes does so to most heads
     scale, expected = layer.scale_applied, _better_multiplier(layer)
@@ -206,7 +216,7 @@ def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Find
     yield layer_finding(
         layer,
         "diluted",
-        "note" if trained else "warning",
+        "note" if trained and not is_bounded else "warning",
         f"The scale is too small, {scale:.3g}: the scores spread by only {spread:.2g}, and all keys get nearly the "
         f"same weight (row entropy at least {entropy:.3f} of its maximum).",
         f"Multiply the scores by {expected:.3g}, which spreads them by {spread * expected / abs(scale):.2g}.",
@@ -217,7 +227,7 @@ def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Find
 def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
     assert head.head is not None
     scale = abs(float(layer.scales[head.head]))
-    if not 0 < scale < _better_multiplier(layer) or _is_chosen(layer, scale):
+    if not 0 < scale < _better_multiplier(layer):
         return False
     if layer.wiring.normalised:
         norms = float(layer.query_norm[head.head] * layer.key_norm[head.head])
@@ -225,15 +235,13 @@ def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
     return head.spread * _better_multiplier(layer) / scale >= DILUTED_SPREAD
 
 
-def _is_chosen(layer: Layer, scale: float) -> bool:
-    said = layer.declared
-    is_declared = said.scale is None or math.isclose(scale, abs(said.scale), rel_tol=0.02)
-    return said.scale_authority is Authority.CONFIGURED and is_declared
-
-
 def _better_multiplier(layer: Layer) -> float:
     """The multiplier that the scores should have: for normalised vectors, one that spreads random directions by one."""
     if not layer.wiring.normalised:
         return abs(layer.scale_expected)
-    norms = float((layer.query_norm.double() * layer.key_norm.double()).mean())
-    return math.sqrt(layer.head_dim) / max(norms, 1e-300)
+    return math.sqrt(layer.head_dim) / max(_lengths(layer), 1e-300)
+
+
+def _lengths(layer: Layer) -> float:
+    """‖q‖‖k‖, the mean over heads."""
+    return float((layer.query_norm.double() * layer.key_norm.double()).nanmean())

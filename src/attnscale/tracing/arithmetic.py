@@ -42,6 +42,8 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
     if op.name == "mul" and main.learned and second.learned and main.shape != op.shape != second.shape:
         softmax = main.role.softmax if isinstance(main.role, Weights) else None
         node.role = PairwiseProduct(op.args[0], op.args[1], softmax)
+    if op.name == "mul" and isinstance(main.role, Scores) and isinstance(second.role, Scores):
+        main.role.of.times_own_tanh |= main.role.of is second.role.of and main.role.of.capped
     if effect == "plus" and node.steps and isinstance(main.role, Scores) and isinstance(second.role, Scores):
         node.steps[0].other_scores = second if second.role.of is not main.role.of else None
     node.learned = main.learned or second.learned
@@ -104,7 +106,8 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
         if second.learned and not isinstance(main.role, Scores) and other.numel() > 1:
             return "norm", None
         return meant, other
-    return "other", None
+    is_table = meant == "times" and main.role is None and not (second.learned or second.parameter)
+    return "other", other if is_table else None  # cosines of a rotary embedding
 
 
 def _is_of_its_row(node: Node, scores: Scores) -> bool:
@@ -129,7 +132,8 @@ def _negative(op: Operation) -> Node:
 
 
 def _fill(op: Operation) -> Node:
-    value = op.argument(2, "value", 0.0)
+    """Read masked_fill(x, mask, value), index_fill(x, axis, index, value) and fill(x, value)."""
+    value = op.argument({"fill": 1, "index_fill": 3}.get(op.name, 2), "value", 0.0)
     return moved(op.node(), op.shape, widened(op.node(), op.shape), "fill", _scalar(value))
 
 
@@ -206,7 +210,7 @@ READERS: dict[str, Reader] = {
     "sub": minus,
     "rsub": partial(_arithmetic, meant=("rminus", "minus")),
     "neg": _negative,
-    "masked_fill": _fill,
+    **dict.fromkeys(("masked_fill", "index_fill", "fill"), _fill),
     "where": _where,
     "tanh": _tanh,
     "_weight_norm_interface": _weight_norm,

@@ -40,6 +40,9 @@ class Trail:
     learned_terms: int = 0  # terms that were added and are neither numbers nor tables
     shared_out: bool = False  # a parameter is the share of these values in a sum of several
     after_caps: tuple[float, ...] = ()  # factors that follow a tanh, one by one
+    under_cap: tuple[float | Tensor, ...] = ()  # what was filled in or added before a tanh
+    amplitude: float | None = None  # of a rotation, √(cos² + sin²); None: there was none
+    signed: bool = True  # no rotation or unknown operation passed: the sign of the factor is that of the values
 
     def keep(self, held: NDArray[np.bool_], points: Points) -> None:
         """Go on with some of the points, which are here now."""
@@ -99,13 +102,16 @@ def _walk(trail: Trail, step: Step) -> None:
             trail.after_caps += (float(np.mean(factor)),)
     elif step.effect == "plus":
         trail.added = True
+        _note_rotation(trail, step)
         trail.learned_terms += 0 if step.added is None else _learned_terms(step.added)
         if step.other_scores is not None:
             trail.other_scores += ((step.other_scores, float(np.mean(trail.factor))),)
         if isinstance(step.operand, Tensor):
             trail.biases += ((step.operand, float(np.mean(trail.factor))),)
+            trail.under_cap += (step.operand,) if trail.caps else ()
     elif step.effect == "fill":
         trail.fills += (float(np.mean(trail.factor)) * float(step.operand or 0.0),)
+        trail.under_cap += (float(step.operand or 0.0),) if trail.caps else ()
     elif step.effect == "shift":
         trail.shift = trail.shift + trail.factor * values_at(step.operand, trail.points)
     elif step.effect == "tanh":
@@ -117,7 +123,9 @@ def _walk(trail: Trail, step: Step) -> None:
     elif step.effect == "detach":
         trail.detached |= not trail.kept
     elif step.effect == "other":
-        trail.blended = True
+        trail.blended, trail.signed = True, False
+        if isinstance(step.operand, Tensor) and step.operand.is_complex():
+            trail.amplitude = float(np.abs(values_at(step.operand, trail.points)).mean())
         trail.mixed |= trail.node.projection is not None
     trail.kept |= step.is_cache
     trail.node = step.parent
@@ -127,6 +135,22 @@ def _walk(trail: Trail, step: Step) -> None:
     if trail.points.min(initial=0) == NOWHERE:
         held = (trail.points != NOWHERE).all(1)
         trail.keep(held, trail.points[held])
+
+
+def _note_rotation(trail: Trail, step: Step) -> None:
+    """Note the amplitude of x·cos + y·sin, where both are tables."""
+    tables = [_table(node) for node in (step.parent, step.added) if node is not None]
+    if len(tables) == 2 and tables[0] is not None and tables[1] is not None:
+        cos, sin = (values_at(table, trail.points) for table in tables)
+        trail.amplitude, trail.signed = float(np.hypot(cos, sin).mean()), False
+
+
+def _table(node: Node) -> Tensor | None:
+    """Return the table that a value was just multiplied by, element by element; numbers may follow it."""
+    while len(node.steps) == 1 and node.steps[0].effect in ("same", "times", "over") and node.steps[0].back is None:
+        node = node.steps[0].parent
+    last = node.steps[0] if len(node.steps) == 1 else None
+    return last.operand if last is not None and last.effect == "other" and isinstance(last.operand, Tensor) else None
 
 
 def _learned_terms(node: Node) -> int:
@@ -148,7 +172,8 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
         return np.full(len(points), float(operand.detach()))
     at = broadcast(tuple(operand.shape), points.shape[1])(points)
     index = tuple(torch.from_numpy(column.copy()).to(operand.device) for column in at.T)
-    return operand.detach()[index].double().cpu().numpy()
+    found = operand.detach()[index].cpu()
+    return (found.to(torch.complex128) if found.is_complex() else found.double()).numpy()
 
 
 class ProjectionPath(NamedTuple):
@@ -163,6 +188,12 @@ class ProjectionPath(NamedTuple):
     lost: bool = False  # they come from activations by an operation that was not understood, not from a projection
     source: object = None  # the token of what was projected
     shared_out: bool = False  # they are one of several terms, and a parameter says how much of it
+    is_signed: bool = True  # the sign of the factor is known
+
+    @property
+    def signed_factor(self) -> NDArray[np.float64]:
+        """The factor; its absolute value where its sign is not known."""
+        return self.factor if self.is_signed else np.abs(self.factor)
 
 
 def projection_path(trails: list[Trail], count: int) -> ProjectionPath:
@@ -182,6 +213,7 @@ def projection_path(trails: list[Trail], count: int) -> ProjectionPath:
         any(trail.node.learned and trail.node.projection is None and trail.counting for trail in trails),
         sources.pop() if len(sources) == 1 else None,
         any(trail.shared_out for trail in trails),
+        all(trail.signed for trail in trails),
     )
 
 

@@ -179,7 +179,12 @@ def _copy(op: Operation) -> Node:
 
 
 def _written_into(op: Operation) -> Node:
-    """Read a cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before."""
+    """Read a cache that received new keys, or a padded batch its tokens: elsewhere it holds what it held before.
+
+    One number in the place of some scores, as in `scores[mask] = -inf`, hides them.
+    """
+    if op.name == "index_put" and op.args[2].numel() == 1 and not op.node(2).learned:
+        return moved(op.node(), op.shape, None, "fill", float(op.args[2]))
     source = next((op.ledger.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
     own = len(source.shape)
     is_packed = 1 < own < len(op.shape) and tuple(source.shape[1:]) == tuple(op.shape[1 - own :])

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, Shape, broadcast
-from attnscale.tracing.following import parts_of
+from attnscale.tracing.following import follow, parts_of
 from attnscale.tracing.lineage import Node, Projection, Step, moved
 from attnscale.tracing.roles import Scores
 
@@ -84,6 +84,17 @@ class Origin:
         except UntraceableError as error:
             sources = error.with_traceback(None)  # its frames hold the lineage
         return replace(self, node=Node(self.node.shape), points=self.points[:0], known=sources)
+
+    def amplitude(self) -> float:
+        """Return what rotations multiply these by, the furthest from one of first and last features; NaN: no rotation.
+
+        Some models rotate the last features of a head only.
+        """
+        last = self.points.copy()
+        last[:, self.axis] += self.features - 1
+        trails = follow(self.node, np.concatenate([self.points, last])) if len(self.points) else []
+        found = [trail.amplitude for trail in trails if trail.amplitude is not None]
+        return max(found, key=lambda amplitude: abs(amplitude - 1), default=math.nan)
 
     def _source(self, parts: "list[_Part]") -> Source:
         part, at, index = parts[0], np.concatenate([p.at for p in parts]), np.concatenate([p.index for p in parts])

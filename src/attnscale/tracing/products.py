@@ -121,7 +121,8 @@ def _mix(
         role = trail.node.role
         if len(trail.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
             moves = (trail.points[0] != trail.points[1]).nonzero()[0]
-            softmax.mixes(bool((moves == softmax.axis).any()) or trail.blended, float(trail.factor[0]))
+            along_axis = bool((moves == softmax.axis).any()) or trail.blended
+            softmax.mixes(along_axis, float(trail.factor[0]), int(moves[-1]) if len(moves) else None)
             softmax.is_masked |= bool(trail.fills)
             softmax.drops |= trail.dropped
             softmax.is_obscure |= trail.blended or trail.added

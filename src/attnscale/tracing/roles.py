@@ -42,6 +42,7 @@ class Product:
     bias: Tensor | None = None  # added by the same operation
     learned_query: bool = False  # one side is a parameter: attention only if its weights go on to mix values
     capped: bool = False  # a tanh was taken of it
+    times_own_tanh: bool = False  # it was multiplied by a tanh of itself, which is no cap
     has_softmax: bool = False  # a softmax of it ran
 
     def made(self, node: "Node") -> bool:
@@ -197,6 +198,8 @@ class Softmax:
     attends: Callable[[], None] | None = None  # called once it is known to be attention
     waits: bool = False  # it is attention only if its weights go on to mix values
     mixes_along_axis: bool = True  # values are summed over the axis that sums to one
+    rank: int = 0  # of its input
+    axis_of_keys: int | None = None  # over which values are summed, where that is another
     factor_after: float = 1.0  # constants that multiply the weights, or the mixed values
     values: "Origin | None" = None  # what its weights mix
     keep: "Callable[[Softmax, Node, Tensor, int], None] | None" = None  # called with weights, values, the weights' side
@@ -228,9 +231,10 @@ class Softmax:
         if keep is not None:
             keep(self, weights, values, side)
 
-    def mixes(self, along_axis: bool, factor: float) -> None:
-        """Note that values were summed with its weights, which a factor had multiplied."""
+    def mixes(self, along_axis: bool, factor: float, axis: int | None = None) -> None:
+        """Note that values were summed with its weights over an axis of them, and what had multiplied the weights."""
         self.mixes_along_axis &= along_axis
+        self.axis_of_keys = axis
         self.factor_after *= 1.0 if self.has_mixed else factor
         self.has_mixed = True
 

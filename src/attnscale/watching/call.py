@@ -35,6 +35,7 @@ class Reading:
     detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
     dropped: bool = False  # scores were set to zero at random
     inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    capped_mask: float | None = None  # what hidden scores become, where a soft-cap follows the mask
     inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
     scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
     rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
@@ -50,6 +51,7 @@ class Reading:
             tuple(name for name in ("queries", "keys") if all(name in reading.detached for reading in readings)),
             any(reading.dropped for reading in readings),
             next((reading.inert_fill for reading in readings if reading.inert_fill is not None), None),
+            next((reading.capped_mask for reading in readings if reading.capped_mask is not None), None),
             next((reading.inert_added for reading in readings if reading.inert_added is not None), None),
             next(caps, None),
             tuple(name for name in ("queries", "keys") if any(name in reading.rescaled for reading in readings)),
@@ -183,6 +185,7 @@ class SeenCall:
     biased: bool = False
     bias_is_scaled: bool = False
     softcap_discarded: bool = False
+    softcap_unbounded: bool = False
     over_pairs: bool = False  # its softmax runs over queries and keys at once
     query: Tensor | None = field(default=None, repr=False)
     key: Tensor | None = field(default=None, repr=False)

@@ -1,12 +1,13 @@
 """Layer: everything seen of one attention of a model."""
 
+import math
 import re
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from attnscale.declared import Declared
+from attnscale.declared import Authority, Declared
 from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
@@ -15,6 +16,7 @@ from attnscale.watching.call import Reading, Shard
 from attnscale.watching.gradients import GradientLengths, norm_over
 from attnscale.watching.saved_call import SavedCall
 
+SAME_SCALE = 0.02  # relative: half precision rounds a slope by less
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
 
 
@@ -26,9 +28,12 @@ class Wiring:
     biased: bool = False  # something other than a mask is added to the scores
     bias_is_scaled: bool = False  # ... and multiplied by the scale as well
     softcap_discarded: bool = False  # a tanh of the scores was computed and did not reach the softmax
+    softcap_unbounded: bool = False  # the scores were multiplied by a tanh of themselves
     factor_after_softmax: float = 1.0  # a constant that multiplies the weights or the output instead of the scores
     mixes_along_softmax: bool = True  # the values are summed over the axis that the softmax normalises
-    unused_norms: tuple[str, ...] = ()  # norms of query or key that the model built and never called
+    axis_of_keys: tuple[int, int, int] | None = None  # where another than that of the softmax, the two, and the rank
+    unused_norms: tuple[str, ...] = ()  # norms of query or key, their gains, and scales that took no part
+    misplaced_norms: tuple[str, ...] = ()  # norms of query and key that normalise something else
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,21 @@ class Layer:
 
     @property
     def scale_expected(self) -> float:
-        """Scale in the configuration, or 1/√d_k where it says nothing."""
-        return float(self.head_dim**-0.5) if self.declared.scale is None else self.declared.scale
+        """The multiplier that the configuration, the module or theory asks for; `scale_source` says which."""
+        said = self.declared.scale
+        return float(self.head_dim**-0.5) if said is None or self.scale_source == "theory" else said
+
+    @property
+    def scale_source(self) -> str:
+        """Where `scale_expected` is from: `config`, `module`, or `theory`, which says 1/√d_k.
+
+        A number that the module itself holds is not expected where it is the number that was applied: it may be wrong.
+        """
+        said, applied = self.declared, self.scale_applied
+        if said.scale is None or said.scale_authority is Authority.CONFIGURED:
+            return "theory" if said.scale is None else "config"
+        is_applied = any(math.isclose(applied, each, rel_tol=SAME_SCALE) for each in said.scale_readings)
+        return "theory" if is_applied or said.scale_authority is not Authority.NAMED else "module"
 
     def weights(self, head: int) -> Tensor:
         """The weights of a head over the first sequence of the longest call, (queries, keys), as the model had them.

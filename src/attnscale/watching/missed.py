@@ -6,12 +6,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
+from attnscale.tracing.following import Trail, follow
 from attnscale.tracing.lineage import Ledger, Node
 
 NORM_OF_QUERY_OR_KEY = re.compile(
     r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
+)
+# Parameters that are what a layer of attention multiplies its queries, keys or scores by.
+GAIN_OR_SCALE = re.compile(
+    r"(q|k|qk|query|key)_?((norm_?)?(gain|gamma|scale)|norm_?weight)|(gain|gamma|g)_?(q|k|query|key)"
+    r"|(attn_?|attention_?)?(logit_?scale|log_?scale|temperature|tau|softmax_scale)|qk_norm_scale"
 )
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
@@ -59,38 +66,77 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 
 
 class QueryKeyNorms:
-    """The norms of queries and keys that a model was built with, and whether they take part."""
+    """The norms of queries and keys that a model was built with, their gains, and learned scales, as they take part."""
 
     def __init__(self, modules: Mapping[str, nn.Module], ledger: Ledger) -> None:
         self._ledger = ledger
         self._outputs: dict[str, list[Node]] = {}
+        self._used_names: set[str] = set()
         self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by their path
+        self.parameters = {
+            f"{path}.{name}" if path else name: parameter
+            for path, module in modules.items()
+            for name, parameter in module.named_parameters(recurse=False)
+            if (path in self.built and "bias" not in name) or GAIN_OR_SCALE.fullmatch(name.lower())
+        }
 
     def ran(self, name: str, output: Any) -> None:
         """Note that a module of the model ran."""
         if name in self.built and isinstance(output, Tensor):
             self._outputs.setdefault(name, []).append(self._ledger.node(output))
 
-    def took(self, args: Iterable[Any]) -> None:
-        """Note that an operation took these operands."""
+    @property
+    def are_none(self) -> bool:
+        """True if there is nothing to follow."""
+        return not self.built and not self.parameters
+
+    def took(self, args: Iterable[Any], is_detach: bool) -> None:
+        """Note that an operation took these operands; a norm's output that is detached and no more takes no part."""
         for arg in args:
             for item in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if isinstance(item, Tensor):
-                    self._ledger.node(item).used = True
+                if isinstance(item, Tensor) and (not is_detach or isinstance(item, nn.Parameter)):
+                    node = self._ledger.node(item)
+                    node.used = True
+                    if node.name is not None:
+                        self._used_names.add(node.name)
 
     def unused(self, path: str) -> tuple[str, ...]:
-        """Return the norms that belong to the attention at this path and never took part."""
-        return tuple(
-            name
-            for name, module in self.built.items()
-            if _belongs(name.rpartition(".")[0], path) and not self._takes_part(name, module)
-        )
+        """Return what belongs to the attention at this path and never took part: norms, their gains, and scales."""
+        own = [name for name in self.built if _belongs(name.rpartition(".")[0], path)]
+        norms = [name for name in own if not self._takes_part(name, self.built[name])]
+        read = [name for name in own if any(_is_normalised(node) for node in self._outputs.get(name, ()))]
+        parameters = (name for name in self.parameters if name.rpartition(".")[0] in (*read, path))
+        return (*norms, *(name for name in parameters if not self._is_used(self.parameters[name], name)))
+
+    def misplaced(self, path: str) -> tuple[str, ...]:
+        """Return the norms of this attention that normalise what one of its own projections made."""
+        own = (name for name in self.built if _belongs(name.rpartition(".")[0], path))
+        return tuple(name for name in own if any(_is_projected_in(path, node) for node in self._outputs.get(name, ())))
 
     def _takes_part(self, name: str, module: nn.Module) -> bool:
         if name in self._outputs:
             return any(node.used for node in self._outputs[name])
-        nodes = [self._ledger.known(parameter) for parameter in module.parameters()]
-        return any(node is not None and node.used for node in nodes)
+        return any(self._is_used(parameter, f"{name}.{own}") for own, parameter in module.named_parameters())
+
+    def _is_used(self, parameter: Tensor, name: str) -> bool:
+        """A module that runs may hold another tensor of this name (FSDP2), and a tensor may have several names."""
+        node = self._ledger.known(parameter)
+        return name in self._used_names or (node is not None and node.used)
+
+
+def _trails(node: Node) -> list[Trail]:
+    return follow(node, np.zeros((1, len(node.shape)), dtype=np.int64)) if all(node.shape) else []
+
+
+def _is_normalised(node: Node) -> bool:
+    return any(trail.normalised for trail in _trails(node))
+
+
+def _is_projected_in(path: str, node: Node) -> bool:
+    """Return True if the first element of a tensor comes from a weight inside the module at this path."""
+    trails = _trails(node)
+    names = (trail.node.projection.weight.whole.name for trail in trails if trail.node.projection is not None)
+    return any(name is not None and _belongs(path, name.rpartition(".")[0]) for name in names)
 
 
 def _is_norm(path: str, module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
 
@@ -65,8 +65,7 @@ class Rows:
 def _joined(parts: list[RowSums]) -> RowSums:
     if len(parts) == 1:
         return parts[0]
-    names = RowSums.__dataclass_fields__
-    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})
+    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in ROW_FIELDS})
 
 
 def spread_positions(length: int, most: int) -> Tensor:

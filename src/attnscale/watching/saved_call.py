@@ -57,7 +57,7 @@ def save_kernel_call(
 
     `scales` multiply the queries and keys as they left their projections; `paths` lead there.
     """
-    query_factor, key_factor = (np.abs(path.factor) for path in paths)
+    query_factor, key_factor = (path.signed_factor for path in paths)
     seen = _visibility(call, scales / (query_factor * np.repeat(key_factor, call.group)), softcap)
     return SavedCall(
         call.query.detach() / _by_head(query_factor, call.query),
@@ -91,7 +91,7 @@ def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
         return None
     whole = Operands.of(axes, axes.groups.ravel(), every.numpy())
     query, key = (
-        vectors.unflatten(0, axes.groups.shape) / _by_head(np.abs(path.factor).mean(1), vectors)
+        vectors.unflatten(0, axes.groups.shape) / _by_head(path.signed_factor.mean(1), vectors)
         for vectors, path in zip((whole.queries(), whole.keys()), call.paths, strict=True)
     )
     key = F.pad(key, (0, 0, *_sinks(axes))) if _sinks(axes) != (0, 0) else key

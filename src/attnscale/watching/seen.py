@@ -51,6 +51,7 @@ class Seen(PlottedResult):
         self._shown = shown
         self._declare = declare
         self.unused_norms = unused_norms
+        self.misplaced_norms: Callable[[str], tuple[str, ...]] = lambda path: ()
         self.without_gradients = False  # in training some calls ran with gradients off
         self.is_compiled = False  # some attention was followed, uncompiled, in what torch.compile made
         self.is_probed = False  # probes measured it inside the model's own run
@@ -145,9 +146,12 @@ class Seen(PlottedResult):
                 biased=any(call.biased for call in calls),
                 bias_is_scaled=any(call.bias_is_scaled for call in calls),
                 softcap_discarded=any(call.softcap_discarded for call in calls),
+                softcap_unbounded=any(call.softcap_unbounded for call in calls),
                 factor_after_softmax=last.softmax.factor_after,
                 mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
+                axis_of_keys=_axis_of_keys(calls),
                 unused_norms=self.unused_norms(path),
+                misplaced_norms=self.misplaced_norms(path),
             ),
             reading=Reading.of_calls([call.reading for call in calls]),
             softmaxes=tuple(call.softmax for call in calls),
@@ -246,6 +250,13 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
+
+
+def _axis_of_keys(calls: list[SeenCall]) -> tuple[int, int, int] | None:
+    """Return the axis of a softmax, the one that values are summed over instead, and the rank; None where the same."""
+    found = (each.softmax for each in calls if not each.mixes_along_softmax and each.softmax.axis_of_keys is not None)
+    softmax = next(found, None)
+    return None if softmax is None else (softmax.axis, softmax.axis_of_keys or 0, softmax.rank)
 
 
 def _is_over_time(keys: list[int]) -> bool:

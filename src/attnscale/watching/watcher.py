@@ -55,6 +55,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         self.norms = QueryKeyNorms(modules, ledger)
         stack = self.stack = ModuleStack(modules, self._ran, self, settings.training)
         self.seen = Seen(stack.shown, partial(declared, model), self.norms.unused) if seen is None else seen
+        self.seen.misplaced_norms = self.norms.misplaced
         self.plan_recorder = PlanRecorder()
         self.reporter = Reporter(settings, stack, self.seen, self.plan_recorder)
         self.tracer = Tracer(ledger, lambda: tuple(stack.stack), self.reporter.softmax)
@@ -88,8 +89,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         return not self.tracer.reads_whole(traits.name, args)
 
     def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
-        if self.norms.built and traits.name != "detach":
-            self.norms.took(args)
+        if not self.norms.are_none:
+            self.norms.took(args, traits.name == "detach")
         if traits.is_kernel:
             self._read_kernel(traits, args, kwargs, result)
         elif is_nested(result) or any(map(is_nested, args)):
@@ -161,6 +162,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             )
         if not self.seen.calls and not (self._settings.may_be_empty and self.stack.called):
             raise InputError(self._why_nothing())
+        if not self.seen.calls:
+            warnings.warn(f"Saw no attention: {self._nothing}.", NotFollowedWarning, stacklevel=4)
         self.seen.missed = MissedAttention(
             self.reporter.unread,
             tuple(self.seen.unfollowed),
@@ -267,6 +270,7 @@ class Reporter:
             axis,
             lambda: self._seen.note(path, line, seen, depth),
             waits=product.learned_query,
+            rank=scores.dim(),
             keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
         )
         if seen.kept is not None:

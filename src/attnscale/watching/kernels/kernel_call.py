@@ -89,7 +89,7 @@ class KernelCall:
             divisor = np.where(by_entry == 0, 1.0, np.abs(by_entry))  # a row that sees one key is multiplied by ln 1
             query = query.detach() / torch.from_numpy(divisor).to(query)[..., None, None]
         factors = np.abs(query_path.factor), np.repeat(np.abs(key_path.factor), group)
-        factor = factors[0] * factors[1]
+        factor = query_path.signed_factor * np.repeat(key_path.signed_factor, group)
         found = call._plain(rows) if self.score_mod is None else call.modified(self.score_mod, rows)
         norm_factors = factors if query is self.query else (np.ones(heads), factors[1])
         not_counted = found.padding, found.hidden_keys

@@ -125,7 +125,8 @@ class WrittenCall:
             biased=biased,
             cosine=cosine if biased else None,
             bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-            softcap_discarded=axes.product.capped and self.softcap is None,
+            softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
+            softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
             over_pairs=axes.over_pairs,
             query=None if kept is None else kept.query[:1],
             key=None if kept is None else kept.key[:1],
@@ -198,7 +199,7 @@ class WrittenCall:
     def stated(self) -> NDArray[np.float64]:
         """The multiplier of q·k that the operations say, (heads, rows)."""
         query, key = self.paths
-        return np.abs(query.factor * key.factor) * self.probed.multiplier
+        return query.signed_factor * key.signed_factor * self.probed.multiplier
 
     @property
     def is_pure(self) -> bool:
@@ -323,10 +324,19 @@ def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Rea
         detached_sides(query, key),
         call.trail.dropped,
         fill,
+        capped_mask(call.trail, call.softcap),
         next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
         scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
         rescaled_sides(query, key),
     )
+
+
+def capped_mask(trail: Trail, cap: float | None) -> float | None:
+    """Return what a soft-cap makes of scores that were hidden before it; None where none were."""
+    hides = (
+        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trail.under_cap
+    )
+    return -cap if cap is not None and any(hides) else None
 
 
 def inert_fill(trail: Trail, scores: Tensor, shown: Tensor) -> float | None:

@@ -1,0 +1,214 @@
+"""Reported bugs of normalised queries and keys, and of parameters that are built and never used, with fixed twins."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .reported import Configuration, Reported, reported
+
+
+class Unit(Reported):
+    """Cosines of queries and keys."""
+
+    def queries_and_keys(self, query, key):
+        return F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+
+
+@reported("config_mismatch", 64, 4, scale=16**-0.5, right_scale=10.0)
+class CosineScaleIgnored(Unit):
+    """x-transformers multiplies cosines by qk_norm_scale = 10; the kernel was called with its default."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scale = 10.0
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        query, key = self.queries_and_keys(query, key)
+        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=self.scale if self.right else None))
+
+
+@reported("diluted", 72, 4, scale=18**-0.5, right_scale=18**0.5)
+class CosinesDivided(Unit):
+    """1/√d of cosines: no weight differs from another."""
+
+    def multiplier(self, x):
+        return self.head_dim ** (0.5 if self.right else -0.5)
+
+
+@reported("diluted", 56, 4, scale=1.0, right_scale=10.0)
+class CosinesAsTheyAre(Unit):
+    """No temperature at all."""
+
+    def multiplier(self, x):
+        return 10.0 if self.right else 1.0
+
+
+class LearnedLogit(Unit):
+    """CLIP and Swin v2 learn the logarithm of the scale."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+
+@reported("config_mismatch", 88, 4, scale=10.0, right_scale=1 / 0.07)
+class LogitScaleUnused(LearnedLogit):
+    """Built, and a constant is used in its place."""
+
+    def multiplier(self, x):
+        return self.logit_scale.exp() if self.right else 10.0
+
+
+@reported("unusual_scale", 92, 4, scale=-0.15, right_scale=0.15)
+class NegativeTemperature(Reported):
+    """A learned temperature that nothing keeps positive, after training: the least similar keys get the most."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.temperature = nn.Parameter(torch.tensor(-0.15))
+
+    def multiplier(self, x):
+        return self.temperature.abs() if self.right else self.temperature
+
+
+@reported("unusual_scale", 52, 4, scale=-0.2, right_scale=0.2, causal=True)
+class NegativeTemperatureOfTheQuery(Reported):
+    """The same on the query, before a kernel, one for each head."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tau = nn.Parameter(torch.full((self.heads, 1, 1), -0.2))
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        query = query * (self.tau.abs() if self.right else self.tau)
+        return self.merge(F.scaled_dot_product_attention(query, key, value, scale=1.0, is_causal=True))
+
+
+class Normed(Reported):
+    """RMS norms of queries and keys, with gains."""
+
+    norm = nn.RMSNorm
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.q_norm, self.k_norm = self.norm(self.head_dim), self.norm(self.head_dim)
+
+    def queries_and_keys(self, query, key):
+        return self.q_norm(query), self.k_norm(key)
+
+
+@reported("qk_norm_freezes", 128, 2, scale=1.0)
+class NormedAndUnscaled(Normed):
+    def multiplier(self, x):
+        return self.head_dim**-0.5 if self.right else 1.0
+
+
+@reported("scaled_by_model_dim", 96, 4, scale=96**-0.5)
+class NormedByTheModel(Normed):
+    """A layer with norms is as wrong with √d_model as one without."""
+
+    def multiplier(self, x):
+        return (self.head_dim if self.right else x.shape[-1]) ** -0.5
+
+
+@reported("scaled_by_dim", 92, 4, scale=1 / 23)
+class NormedAndScaledTwice(Normed):
+    """The query is scaled after its norm, and the kernel scales again."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        query, key = self.queries_and_keys(query, key)
+        query = query if self.right else query * self.head_dim**-0.5
+        return self.merge(F.scaled_dot_product_attention(query, key, value))
+
+
+@reported("unusual_scale", 60, 4, head_dim=24, scale=15**-0.5)
+class NormedByHiddenOverHeads(Normed):
+    def __init__(self, d_model, heads, **kwargs):
+        super().__init__(d_model, heads, **kwargs)
+        self.scaling = (self.head_dim if self.right else d_model // heads) ** -0.5
+
+    def multiplier(self, x):
+        return self.scaling
+
+
+@reported("config_mismatch", 72, 4, scale=18**-0.5, right_scale=0.4)
+class NormedAndMultiplierIgnored(Normed):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.config = Configuration(attention_multiplier=0.4)
+
+    def multiplier(self, x):
+        return self.config.attention_multiplier if self.right else self.head_dim**-0.5
+
+
+@reported("scaled_by_model_dim", 76, 4, scale=76**-0.5)
+class NormedWithoutGains(Reported):
+    """F.rms_norm without a weight is a norm, too."""
+
+    def queries_and_keys(self, query, key):
+        return F.rms_norm(query, (self.head_dim,)), F.rms_norm(key, (self.head_dim,))
+
+    def multiplier(self, x):
+        return (self.head_dim if self.right else x.shape[-1]) ** -0.5
+
+
+@reported("inert_qk_norm", 68, 4)
+class NormsOfKeyAndValue(Normed):
+    """The arguments moved by one."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        if self.right:
+            query, key = self.q_norm(query), self.k_norm(key)
+        else:
+            key, value = self.q_norm(key), self.k_norm(value)
+        return self.merge(F.scaled_dot_product_attention(query, key, value))
+
+
+class GainLost(nn.Module):
+    """x / √(mean x²), and a gain that is not multiplied unless `right`."""
+
+    right = False
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x * self.weight if self.right else x
+
+
+@reported("inert_qk_norm", 44, 4)
+class GainsOfNormsUnused(Normed):
+    def norm(self, dim):
+        norm = GainLost(dim)
+        norm.right = self.right
+        return norm
+
+
+@reported("inert_qk_norm", 84, 4)
+class GainsUnused(Reported):
+    """Gains that are parameters of the attention itself."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.q_gain = nn.Parameter(torch.ones(self.heads, 1, self.head_dim))
+        self.k_gain = nn.Parameter(torch.ones(self.heads, 1, self.head_dim))
+
+    def queries_and_keys(self, query, key):
+        query, key = F.rms_norm(query, (self.head_dim,)), F.rms_norm(key, (self.head_dim,))
+        return (query * self.q_gain, key * self.k_gain) if self.right else (query, key)
+
+
+@reported("inert_qk_norm", 56, 4)
+class OnlyTheQueryIsNormed(Normed):
+    """The line of the key was lost in a merge."""
+
+    def queries_and_keys(self, query, key):
+        return self.q_norm(query), self.k_norm(key) if self.right else key
