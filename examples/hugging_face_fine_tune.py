@@ -21,7 +21,7 @@ LENGTH, STEPS = 64, 40
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Return a small Llama over bytes, at its initialisation."""
+    """Save a small Llama over bytes, at its initialisation."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,

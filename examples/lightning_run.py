@@ -52,13 +52,13 @@ def main() -> None:
     print(f"loss {float(trainer.callback_metrics['loss']):.2f} after {STEPS} steps, {len(records)} of them recorded")
     for layer in first.layers:
         before, after = (
-            {name: record.layers[layer].whole(name) for name in ("max", "scale", "query_norm", "key_norm")}
+            {name: record.layers[layer].whole(name) for name in ("max", "scale_applied", "query_norm", "key_norm")}
             for record in (first, last)
         )
         times = {name: after[name] / before[name] for name in before}
         print(
             f"{layer}: largest score {before['max']:.3g} to {after['max']:.3g}; "
-            f"multiplier × {times['scale']:.2f}, ‖q‖ × {times['query_norm']:.2f}, ‖k‖ × {times['key_norm']:.2f}"
+            f"multiplier × {times['scale_applied']:.2f}, ‖q‖ × {times['query_norm']:.2f}, ‖k‖ × {times['key_norm']:.2f}"
         )
     alarms = [alarm for record in records for alarm in record.alarms]
     print(f"alarms: {len(alarms)}")

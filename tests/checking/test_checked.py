@@ -84,9 +84,9 @@ def test_warnings_alone_are_no_errors():
 
 def test_a_layer_is_called_what_was_found_else_what_its_heads_are():
     layer: Layer = check_model(Request(f"{BROKEN}unscaled")).audit.layers["layers.0"]
-    assert line_of(layer, []).judgement == "sharp"
-    assert line_of(layer, [finding("layers.0", "unscaled", "error")]).judgement == "unscaled"
-    assert line_of(layer, [finding("layers.0", "sharp", "note")]).judgement == "sharp"
+    assert line_of(layer, []).verdict_text == "sharp"
+    assert line_of(layer, [finding("layers.0", "unscaled", "error")]).verdict_text == "unscaled"
+    assert line_of(layer, [finding("layers.0", "sharp", "note")]).verdict_text == "sharp"
 
 
 def test_checking_leaves_no_trace():
@@ -143,8 +143,8 @@ def test_the_word_for_a_layer_is_the_same_in_table_json_report_and_audit():
         page = report_page(checked)
         for line in checked.lines:
             assert audited[line.name]["verdict"] == told[line.name]["verdict"] == line.verdict
-            assert line.judgement.startswith(line.verdict)
-            assert line.judgement in page
+            assert line.verdict_text.startswith(line.verdict)
+            assert line.verdict_text in page
             assert checked.audit.words[line.name] == line.verdict
             (row,) = (row for row in str(checked.audit).splitlines() if row.split()[0:1] == [line.name])
             assert row.endswith(f" {line.verdict}")

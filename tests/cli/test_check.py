@@ -32,7 +32,7 @@ def test_without_a_model_the_bundled_one_is_checked_and_fine():
     rows = [line.split() for line in lines if re.match(r"\d ", line)]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert {row[3] for row in rows} == {"0.177"}  # 1/√32
-    assert lines[-1].startswith("Fine: 4 attention layers, trained, scores spread by")
+    assert lines[-1].startswith("Fine: 4 attention layers of a trained model; scores spread by")
 
 
 def test_an_unscaled_layer_is_an_error_with_its_cause_and_what_to_do():

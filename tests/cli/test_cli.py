@@ -79,11 +79,14 @@ main()
     assert "'exp-50' changed: it was recorded as confirmed and is now refuted." in result.stderr
 
 
-def test_bench_prints_ratios_and_writes_them_with_the_machine(tmp_path):
+def test_bench_prints_ratios_and_their_meaning_and_writes_them_with_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnscale.bench.costs.ROUNDS", 2)
     path = tmp_path / "new" / "costs.json"
     result = run("bench", "--device", "cpu", "--quick", "--out", str(path))
     assert result.returncode == 0, result.stderr
     assert "plain SDPA, flash" in result.stdout
+    assert "× plain: time over that of the fastest plain SDPA" in result.stdout
+    assert "timed as" not in result.stdout  # all calls from Python
     recorded = json.loads(path.read_text(encoding="utf-8"))
     assert recorded["machine"]["torch"]
     ratios = {cost["variant"]: cost["calls"]["ratio"] for cost in recorded["costs"]}
@@ -91,7 +94,7 @@ def test_bench_prints_ratios_and_writes_them_with_the_machine(tmp_path):
     assert {"attnscale, every row", "attnscale, 64 rows", "eager with statistics"} <= ratios.keys()
     assert ratios["plain SDPA, as many tokens, flash"] == 1.0
     assert {f"attnscale, {way}, every row" for way in ("packed", "jagged")} | {"padded, with a mask"} <= ratios.keys()
-    assert "4 sequences of 32 to 512, 4 heads of 64, float32, causal, forward" in result.stdout
+    assert "4 sequences of 64 to 1024, 4 heads of 64, float32, causal, forward" in result.stdout
 
 
 @pytest.mark.parametrize("command", [[*PREDICT], ["rules"], ["claims"], ["--help"], ["predict", "--help"]])

@@ -174,4 +174,4 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(model):
 
 def test_a_change_is_shown_without_powers_of_ten():
     assert Move("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).told == "× 264 ± 10"
-    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-25 ± 0.02"
+    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-25.00 ± 0.02"

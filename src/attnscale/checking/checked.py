@@ -11,7 +11,7 @@ from typing import Any
 from attnscale.diagnose import CODES, SEVERITIES, Audit, Finding, WhatIf, audited
 from attnscale.diagnose.audit import NOTHING_READ
 from attnscale.diagnose.finding import Group, grouped, severity_rank
-from attnscale.diagnose.verdict import head_verdicts, verdict_word
+from attnscale.diagnose.verdict import head_verdicts, verdict_text, verdict_word
 from attnscale.errors import NotFollowedWarning
 from attnscale.loading import Loaded, Request, load_model, offline
 from attnscale.loading.hub import download
@@ -44,6 +44,7 @@ class Line:
     scale_applied: float
     scale_expected: float
     verdict: str  # the code of the worst warning or error in the layer, else the state of its heads
+    verdict_text: str  # for people: with the heads it is about, and `healthy` where it is normal
     heads_by_verdict: Mapping[str, int]
     severity: str | None  # of the worst finding in the layer
     code: str | None  # of that finding
@@ -53,12 +54,6 @@ class Line:
         """Spread of the scores."""
         return self.statistics["spread"]
 
-    @property
-    def judgement(self) -> str:
-        """The verdict, with the number of heads if it is not about all."""
-        number = self.heads_by_verdict.get(self.verdict, self.heads)
-        return self.verdict if number == self.heads else f"{self.verdict} ({number} of {self.heads} heads)"
-
     def to_dict(self) -> dict[str, Any]:
         """Return the line as one flat table of plain values."""
         flat = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "statistics"}
@@ -66,8 +61,8 @@ class Line:
         return flat | dict(self.statistics)
 
 
-def line_of(layer: Layer, findings: list[Finding]) -> Line:
-    """Return the line of a layer; `findings` are those about it."""
+def line_of(layer: Layer, findings: list[Finding], trained: bool = False) -> Line:
+    """Return the line of a layer; `findings` are those about it, `trained` says of its model."""
     worst = max(findings, key=lambda finding: severity_rank(finding.severity), default=None)
     shown = in_place(Place.CHECK)
     norms = float((layer.query_norm.double() * layer.key_norm.double()).nanmean())
@@ -81,6 +76,7 @@ def line_of(layer: Layer, findings: list[Finding]) -> Line:
         scale_applied=layer.scale_applied,
         scale_expected=layer.scale_expected,
         verdict=verdict_word(layer, findings),
+        verdict_text=verdict_text(layer, findings, trained),
         heads_by_verdict=Counter(head.verdict for head in head_verdicts(layer)),
         severity=None if worst is None else worst.severity,
         code=None if worst is None else worst.code,
@@ -104,7 +100,7 @@ class Checked:
         """The lines of the table, one per layer, in the order they ran."""
         findings = self.audit.findings
         return tuple(
-            line_of(layer, [finding for finding in findings if finding.layer == name])
+            line_of(layer, [finding for finding in findings if finding.layer == name], self.audit.trained)
             for name, layer in self.audit.layers.items()
         )
 
@@ -119,7 +115,7 @@ class Checked:
         words = {line.verdict for line in self.lines}
         found = {word: meaning for word, meaning in MEANINGS.items() if word in words}
         if self.audit.trained and NORMAL_IF_TRAINED in found:
-            found[NORMAL_IF_TRAINED] += ", as is normal in a trained model"
+            found[NORMAL_IF_TRAINED] += ", which is normal in a trained model"
         return found
 
     @property
@@ -173,9 +169,9 @@ class Checked:
         )
         spreads = [line.spread for line in self.lines if math.isfinite(line.spread)]
         ends = dict.fromkeys(readable(end, 2) for end in (min(spreads), max(spreads))) if spreads else ["nothing"]
-        state = "trained" if self.audit.trained else "at initialisation"
+        state = "of a trained model" if self.audit.trained else "at initialisation"
         layers = counted(len(self.lines), "attention layer")
-        return f"{start}: {layers}, {state}, scores spread by {' to '.join(ends)}{extra}."
+        return f"{start}: {layers} {state}; scores spread by {' to '.join(ends)}{extra}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it: None for a number that is not finite."""

@@ -12,7 +12,7 @@ from attnscale.files import write_whole
 
 def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only one small case of each kind.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only one case of each kind, in about a minute.")] = False,
     kind: Annotated[str | None, typer.Option(help="dense or ragged; by default both.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the timings and a description of the machine to this file, as JSON.")
@@ -23,8 +23,7 @@ def bench(
 
     Compares plain SDPA on each backend that works, FlexAttention with lse and max, eager attention with the same
     statistics, and attnscale with all rows and with sampled rows. Ragged batches (packed, jagged and padded) are
-    compared with a plain batch of as many tokens. Columns: milliseconds per call, the median ratio to the fastest
-    plain SDPA timed right beside it, and the quartiles of that ratio.
+    compared with a plain batch of as many tokens. The lines below the tables say what each column is.
 
     Example: attnscale bench --device cpu --quick
     """

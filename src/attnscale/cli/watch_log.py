@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnscale.cli.arguments import Html, require_writable
-from attnscale.cli.output import AsJson, print_json
+from attnscale.cli.output import AsJson, print_json, tell
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
@@ -56,6 +56,8 @@ def watch_log(
         print_json(found.to_dict())
     else:
         _show(found)
+    if html is not None:
+        tell(f"The report is in {html}.")
     raise typer.Exit(_status(found))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.05  # probability that anything is reported if nothing changed: over all heads and statistics together
 EXACT = "scale_applied"  # read from the operations, so one sequence is enough
-LEAST_ERROR = 0.001  # shown as a number
+LEAST_ERROR = 0.0005  # shown
 JUDGED = ("spread", "entropy_ratio", "jacobian_trace")  # those with a bad end
 LARGEST_LOG = 700.0  # e to more than that is not a float
 
@@ -48,12 +48,16 @@ class Move:
 
     @property
     def told(self) -> str:
-        """The change in words: `× 1.52 ± 0.03`, or `+0.12 ± 0.01` for a share."""
+        """The change in words: `× 1.52 ± 0.03`, `+0.12 ± 0.01` for a share, `+12 ± 1` for a percentage, or `same`."""
+        if self.change == 0:
+            return "same"
         if self.statistic in RATIOS:
             factor = math.exp(min(self.change, LARGEST_LOG)) if self.change == self.change else math.nan
             return f"× {readable(factor)}{_plus_minus(factor * self.error)}"
         factor = STATISTICS[self.statistic].factor
-        return f"{factor * self.change:+.2g}{_plus_minus(factor * self.error)}"
+        change, error = factor * self.change, factor * self.error
+        decimals = _decimals(error) if LEAST_ERROR <= error < math.inf else _decimals(change)
+        return f"{change:+.{decimals}f}{_plus_minus(error)}"
 
     def __str__(self) -> str:
         entry = STATISTICS[self.statistic]
@@ -100,9 +104,16 @@ def mark_significant(heads: "Sequence[HeadChange]", tolerance: float) -> "list[H
 
 
 def _plus_minus(error: float) -> str:
-    if not math.isfinite(error):
-        return ""
-    return f" ± {readable(error, 1)}" if error >= LEAST_ERROR else f" ± <{LEAST_ERROR}"
+    return f" ± {readable(error, 1)}" if LEAST_ERROR <= error < math.inf else ""
+
+
+def _decimals(value: float) -> int:
+    """Return the decimals that show the first digit of a number.
+
+    >>> _decimals(0.02), _decimals(0.5), _decimals(12)
+    (2, 1, 0)
+    """
+    return max(0, -math.floor(math.log10(abs(value)))) if value and math.isfinite(value) else 2
 
 
 def _chance(name: str, change: float, error: float, freedom: float) -> float:

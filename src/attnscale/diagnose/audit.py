@@ -6,7 +6,7 @@ from typing import Any
 
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_word
+from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_text, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
@@ -80,7 +80,8 @@ class Audit(PlottedResult):
 
     def __str__(self) -> str:
         count = len(self.layers)
-        shown = [table(self.layers.values(), self.words), ""] if count else []
+        words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
+        shown = [table(self.layers.values(), words), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
         checked = f"Nothing found in what was checked of {where}." if self.unchecked else f"Nothing found in {where}."
         found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]

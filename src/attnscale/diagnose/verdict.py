@@ -83,6 +83,20 @@ def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
     return worst_code(layer.name, findings) or (UNSEEN if found is None else found.verdict)
 
 
+def verdict_text(layer: Layer, findings: Iterable[Finding], trained: bool) -> str:
+    """Return the verdict on a layer for people: with the heads it is about, and `healthy` where it is normal.
+
+    Heads of a trained model are sharp without harm; a finding says so where it is otherwise.
+    """
+    findings = list(findings)
+    word, heads = verdict_word(layer, findings), head_verdicts(layer)
+    about = sum(head.verdict == word for head in heads)
+    part = f"{about} of {len(heads)} heads" if 0 < about < len(heads) else ""
+    if word == "sharp" and trained and worst_code(layer.name, findings) is None:
+        return f"healthy ({part} sharp)" if part else "healthy (sharp)"
+    return f"{word} ({part})" if part else word
+
+
 def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
     """Return the code of the worst warning or error about the layer of this name; None where there is none."""
     about = [each for each in findings if each.layer == layer and each.severity != "note"]

@@ -70,7 +70,7 @@ def _print_layers(checked: Checked, console: Console) -> None:
     told = columns()
     groups = by_pattern(line.name for line in checked.lines)
     widths = [width_of(column.short, *(column.cell(line) for line in checked.lines)) for column in told]
-    verdicts = width_of("verdict", *(word for line in checked.lines for word in line.judgement.split()))
+    verdicts = width_of("verdict", *(word for line in checked.lines for word in line.verdict_text.split()))
     lines = {line.name: line for line in checked.lines}
     for title, members in groups:
         room = console.width - width_of("layer", *(index for index, _ in members)) - verdicts - 2
@@ -81,7 +81,7 @@ def _print_layers(checked: Checked, console: Console) -> None:
         table.add_column("verdict", overflow="fold", min_width=verdicts)
         for index, name in members:
             line = lines[name]
-            verdict = Text(line.judgement, style=STYLES.get(line.severity or "", "green"))
+            verdict = Text(line.verdict_text, style=STYLES.get(line.severity or "", "green"))
             table.add_row(Text(index or "·"), *(told[position].cell(line) for position in staying), verdict)
         console.print()
         _print(title, console, "dim")

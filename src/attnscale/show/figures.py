@@ -63,6 +63,7 @@ class Heat:
     high: float
     notice: str = ""
     log: bool = False
+    diverging: bool = False  # around zero: one colour up, another down
     errors: Sequence[Sequence[Number]] | None = None  # standard errors
     bounds: Sequence[Sequence[Number]] | None = None  # upper bounds, where the value is a lower one
     columns: tuple[str, ...] | None = None  # names; numbered from 0 where None

@@ -100,7 +100,7 @@ def view_of(result: object) -> View:
 def _(audit: Audit) -> View:
     checked = Checked("", "", "", None, (), audit)
     rows = (
-        (line.severity or "fine", [line.name, *(column.cell(line) for column in columns()), line.judgement])
+        (line.severity or "fine", [line.name, *(column.cell(line) for column in columns()), line.verdict_text])
         for line in checked.lines
     )
     notes = [f"{word}: {meaning}." for word, meaning in checked.footnotes.items()]

@@ -9,7 +9,7 @@ from torch import Tensor
 from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.comparing.moves import LEVEL
-from attnscale.comparing.portrait import COMPARED
+from attnscale.comparing.portrait import COMPARED, RATIOS
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.diagnose.what_if import COLUMNS
@@ -132,7 +132,7 @@ def unbroken(column: Column[Any]) -> str:
 
 def _row(index: str, line: Line, shown: Iterable[Column[Line]]) -> Row:
     cells = (column.cell(line) for column in shown)
-    return Row((index, *cells, line.judgement), line.name, line.severity or "fine")
+    return Row((index, *cells, line.verdict_text), line.name, line.severity or "fine")
 
 
 def words_of_models() -> Terms:
@@ -169,10 +169,10 @@ def comparison_report(comparison: Comparison) -> Page:
     told = (
         "Every head was measured on several sequences, or in the latest records of a run; ± is the standard error of "
         "the change, from how much these differ. Where both were run on the same sequences, it is that of the "
-        f"differences. A change is told where it is larger than {comparison.tolerance:g}, relative or of a share, and "
-        f"beyond its error: so that among all heads and statistics together the chance to name any is {LEVEL:.0%} "
-        "where nothing changed (Student, Welch, Holm). A head whose queries and keys are made by the same parameters "
-        "as before, bit by bit, moved with what reaches it."
+        f"differences. A change is listed if it is larger than {comparison.tolerance:g}, relative or of a share, and "
+        f"larger than its error: if nothing changed, the probability that any head is listed is {LEVEL:.0%} (Student, "
+        "Welch, Holm). Where the parameters that make a head's queries and keys are the same, bit for bit, its inputs "
+        "changed it."
     )
     return Page(
         kind="attnscale compare",
@@ -195,7 +195,9 @@ def _change(head: HeadChange) -> Note:
 
 def _heads(comparison: Comparison) -> Section:
     heads = comparison.heads
-    shown = [name for name in COMPARED if any(name in head.moves for head in heads)]
+    measured = [name for name in COMPARED if any(name in head.moves for head in heads)]
+    shown = [name for name in measured if any(head.moves[name].size for head in heads if name in head.moves)]
+    same = [STATISTICS[name].long for name in measured if name not in shown]
     groups = tuple(
         (layer, tuple(_moves(head, shown) for head in heads if head.layer == layer))
         for layer in dict.fromkeys(head.layer for head in heads)
@@ -204,38 +206,42 @@ def _heads(comparison: Comparison) -> Section:
     table = Table(headings, groups, frozenset({0, len(headings) - 1}))
     views = {STATISTICS[name].long: _map(comparison, name) for name in shown}
     figures = ((Figure("change-map", views, choose="Colour heads by the change of"),),) if views else ()
-    return Section("heads", "Head by head", (*figures, table))
+    unchanged = (f"The same in all heads: {', '.join(same)}.",) if same else ()
+    return Section("heads", "Head by head", (*figures, *((table,) if shown else ()), *unchanged))
 
 
 def _map(comparison: Comparison, statistic: str) -> Heat:
-    """Colour heads by how far they moved, up or down."""
+    """Colour heads by their change, up in one colour and down in another."""
     names = tuple(dict.fromkeys(head.layer for head in comparison.heads))
     layers = [[head.moves.get(statistic) for head in comparison.heads if head.layer == name] for name in names]
     width = max(map(len, layers))
     moves = [[*layer, *[None] * (width - len(layer))] for layer in layers]
-    sizes = [[None if move is None else move.size for move in row] for row in moves]
+    entry, is_ratio = STATISTICS[statistic], statistic in RATIOS
+    changes = [[None if move is None else finite(entry.factor * move.change) for move in row] for row in moves]
     known = [head for head in comparison.heads if statistic in head.moves]
     most = max(known, key=lambda head: head.moves[statistic].size)
     beyond = sum(head.moves[statistic].is_beyond for head in known)
-    long = STATISTICS[statistic].long
+    widest = entry.factor * most.moves[statistic].size or 1.0
     return Heat(
-        values=sizes,
+        values=changes,
         x=Axis("head"),
         y=Axis("layer", ticks=ticks(names)),
-        unit=f"change of {long}",
+        unit=f"ln(after/before) of {entry.long}" if is_ratio else f"change of {entry.long}",
         rows=names,
-        low=0.0,
-        high=most.moves[statistic].size or 1.0,
+        low=-widest,
+        high=widest,
+        diverging=True,
         notice=(
-            f"Up or down, as a logarithm or of a share. The {long} moved most in head {most.head} of {most.layer}, "
-            f"{most.moves[statistic].told}; in {beyond} of {len(known)} heads it moved beyond its error."
+            f"{'Logarithm of the ratio; red' if is_ratio else 'Red'} is more than before, blue is less. "
+            f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].told}; "
+            f"it changed by more than its error in {beyond} of {len(known)} heads."
         ),
-        errors=[[None if move is None else finite(move.error) for move in row] for row in moves],
+        errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
     )
 
 
 def _moves(head: HeadChange, shown: list[str]) -> Row:
     cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
-    verdict = "no" if not head.changed else "with its input" if head.carried else "itself"
+    verdict = "no" if not head.changed else "its inputs" if head.carried else "its weights"
     tone = "warning" if head.worse else "note" if head.changed else "fine"
     return Row((str(head.head), *cells, verdict), head.place, tone)

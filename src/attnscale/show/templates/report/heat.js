@@ -1,10 +1,12 @@
 // Maps: a field for each value, painted into one image, with a bar of colours beside it.
-const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"]
-  .map((colour) => [1, 3, 5].map((start) => parseInt(colour.slice(start, start + 2), 16)));
+const colours = (...all) => all.map((colour) => [1, 3, 5].map((start) => parseInt(colour.slice(start, start + 2), 16)));
+const VIRIDIS = colours("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725");
+const DIVERGING = colours("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b"); // ColorBrewer's RdBu
+const paletteOf = (view) => (view.diverging ? DIVERGING : VIRIDIS);
 
-function viridis(share) {
-  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1), index = Math.min(Math.floor(place), VIRIDIS.length - 2);
-  return VIRIDIS[index].map((from, part) => Math.round(from + (VIRIDIS[index + 1][part] - from) * (place - index)));
+function colourAt(palette, share) {
+  const place = Math.min(Math.max(share, 0), 1) * (palette.length - 1), index = Math.min(Math.floor(place), palette.length - 2);
+  return palette[index].map((from, part) => Math.round(from + (palette[index + 1][part] - from) * (place - index)));
 }
 
 const FEW_COLUMNS = 6; // so few, and the numbers themselves stand in the fields
@@ -21,7 +23,7 @@ function painted(view, rows, columns, field) {
   const brush = canvas.getContext("2d");
   view.values.forEach((values, row) => values.forEach((value, column) => {
     if (!known(value) || (view.log && value <= 0)) return;
-    brush.fillStyle = `rgb(${viridis((raw(value) - low) / span).join(" ")})`;
+    brush.fillStyle = `rgb(${colourAt(paletteOf(view), (raw(value) - low) / span).join(" ")})`;
     const [left, top] = [Math.round(column * wide), Math.round(row * high)];
     brush.fillRect(left, top, Math.round((column + 1) * wide) - left - gap, Math.round((row + 1) * high) - top - gap);
   }));
@@ -38,8 +40,8 @@ const reading = (view, row, column) => [
 ];
 
 function drawBar(svg, view, box, id) {
-  const stops = VIRIDIS.map((colour, index) => element("stop", {
-    offset: `${(100 * index) / (VIRIDIS.length - 1)}%`, "stop-color": `rgb(${colour.join(" ")})`,
+  const stops = paletteOf(view).map((colour, index, all) => element("stop", {
+    offset: `${(100 * index) / (all.length - 1)}%`, "stop-color": `rgb(${colour.join(" ")})`,
   }));
   svg.append(element("linearGradient", { id, x1: "0", x2: "0", y1: "1", y2: "0" }, ...stops));
   svg.append(element("rect", { x: box.right + 10, y: box.top, width: 12, height: box.bottom - box.top, fill: `url(#${id})` }));
