@@ -11,7 +11,9 @@ from typing import Any
 LESSON = Path(__file__).parents[1] / "docs" / "lesson"
 PAGES = ("worksheet.md", "solutions.md")
 NOTEBOOK = LESSON / "worksheet.ipynb"
-CODE = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text[^\n]*\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+CODE = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text[^\n]*\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
 
 
 def cells_of(page: str) -> list[dict[str, Any]]:
