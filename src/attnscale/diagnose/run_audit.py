@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -34,8 +34,8 @@ def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any)
     """Run the model, as model(*args, **kwargs), and diagnose every attention in it.
 
     The model runs once; and a second time in its other mode (training, evaluation), for what is wrong in that alone, if
-    it has dropout or its code asks for its mode. `Audit.forward_passes` tells how often it ran. With a `loss` of the model's output, a backward pass shows which sharp heads still learn;
-    no gradient is left on any parameter.
+    it has dropout or its code asks for its mode. `Audit.forward_passes` tells how often it ran. With a `loss` of the
+    model's output, a backward pass shows which sharp heads still learn; no gradient is left on any parameter.
     """
     return audited(model, args, kwargs, loss=loss)
 
@@ -100,9 +100,10 @@ def _has_modes(module: nn.Module) -> bool:
 
 
 @cache
-def _asks_for_mode(kind: type) -> bool:
+def _asks_for_mode(kind: Hashable) -> bool:
     """Return True if the code of a class, or a function that it calls, names its mode or dropout, or cannot be read."""
-    own = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
+    assert isinstance(kind, type)  # mypy takes no type for hashable
+    own: list[Any] = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
     methods = [each for base in own for each in vars(base).values() if isinstance(each, FunctionType)]
     called = (method.__globals__.get(name) for method in methods for name in method.__code__.co_names)
     functions = [each for each in called if isinstance(each, FunctionType) and not each.__module__.startswith("torch.")]

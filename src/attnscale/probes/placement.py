@@ -207,7 +207,7 @@ class Structure:
         modules: list[nn.Module | None] = list(map(operator.call, self._modules))
         if modules[0] is not model or None in modules:
             return False
-        held = held_by(modules)
+        held = held_by(modules)  # type: ignore[arg-type]  # none of them is None here
         if list(map(len, held)) != self._counts:
             return False
         expected = map([*modules, None].__getitem__, self._held)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import ROW_FIELDS, pool_rows
-from attnscale.measure.row_sums import RowSums
+from attnscale.measure.pool import pool_rows
+from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.train.tally import Key, Tallies, Tally
 from attnscale.watching.call import Shard

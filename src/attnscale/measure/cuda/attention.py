@@ -127,8 +127,9 @@ def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreS
 
         query, key, kv_len = call.query, call.key, call.key.shape[2]
         if choice is KernelChoice.DECODING:
-            rows, key = _heads_as_rows(query, key), key[:, :, :1] if is_causal else key
-            sums = triton.score_rows(rows, key, call.scale, False, cut=_decoding_tiles(rows)).view(-1, batch, heads, 1)
+            queries, key = _heads_as_rows(query, key), key[:, :, :1] if is_causal else key
+            sums = triton.score_rows(queries, key, call.scale, False, cut=_decoding_tiles(queries))
+            sums = sums.view(-1, batch, heads, 1)
         else:
             sums = triton.score_rows(query, key, call.scale, is_causal)
         table = triton.finish_rows(sums, kv_len, is_causal, sinks)
@@ -234,7 +235,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = attention_gradients(grad, *ctx.saved_tensors, ctx.scale, ctx.is_causal)
+        query, key, value, output, lse = ctx.saved_tensors
+        gradients = attention_gradients(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
         return *gradients, None, None
 
 

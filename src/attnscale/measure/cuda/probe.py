@@ -115,6 +115,7 @@ class _Prepared:
 
         (batch, heads, q_len, _), query_strides, _, index, _ = query
         (_, kv_heads, kv_len, _), key_strides, *_ = key
+        assert index is not None  # a query on a GPU
         device = torch.device("cuda", index)
         self._is_masked = mask is not None or padding is not None
         planned = design(rows, q_len, batch, is_causal or self._is_masked)

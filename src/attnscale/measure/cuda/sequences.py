@@ -80,12 +80,12 @@ def _attended(
     """Return the output, (total, heads, head_dim), the lse, (1, heads, total), and the table of the heads."""
     from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
 
-    attend_rows = triton.attend_rows
     if _has_hopper_kernel(query, key, value):
         from attnscale.measure.cuda import hopper
 
-        attend_rows = hopper.attend_rows
-    output, lse, sums = attend_rows(query, key, value, scale, is_causal, starts)
+        output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal, starts)
+    else:
+        output, lse, sums = triton.attend_rows(query, key, value, scale, is_causal, starts)
     return output, lse, triton.finish_rows(sums, 0, False)
 
 

@@ -194,7 +194,7 @@ def _lengths(
     padding = None if padding is None else padding.expand(len(query), -1)
     hidden = None if hidden is None or key is None else hidden.expand(len(key), -1)
     layouts = (None if each is None else layout_key(each) for each in (query, key, padding, hidden))
-    prepared_lengths(*layouts, is_mean, longest)(query, key, padding, hidden, found)  # type: ignore[arg-type]
+    prepared_lengths(*layouts, is_mean, longest)(query, key, padding, hidden, found)
     return found
 
 
