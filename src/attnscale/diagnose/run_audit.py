@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -96,13 +96,12 @@ def _has_modes(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch."):
         share = getattr(module, "p" if "Dropout" in type(module).__name__ else "dropout", 0.0)
         return isinstance(share, float) and share > 0
-    return _asks_for_mode(type(module))
+    return _asks_for_mode(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
-def _asks_for_mode(kind: Hashable) -> bool:
+def _asks_for_mode(kind: type) -> bool:
     """Return True if the code of a class, or a function that it calls, names its mode or dropout, or cannot be read."""
-    assert isinstance(kind, type)  # mypy takes no type for hashable
     own: list[Any] = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
     methods = [each for base in own for each in vars(base).values() if isinstance(each, FunctionType)]
     called = (method.__globals__.get(name) for method in methods for name in method.__code__.co_names)
