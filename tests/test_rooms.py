@@ -37,8 +37,8 @@ operator             1    170
 modules              1    250
 measure             70  7,870   4,000
 declared             5    520
-tracing             11  2,230   2,000
-watching            25  3,970
+tracing             10  2,220   2,000
+watching            20  3,900
 probes              11  1,500
 diagnose            14  2,490   2,200
 acting               8  1,940
