@@ -32,7 +32,7 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    170
-attending           19  1,580   1,100 with operator
+attending           19  1,700   1,100 with operator
 operator             1    170
 modules              1    250
 measure             70  7,870   4,000

@@ -39,6 +39,14 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
         raise SettingError(f"Expected a positive, finite softcap, got {softcap}; pass None for no soft-cap.")
 
 
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Raise an error if sinks are not one logit for each head of the query, (…, heads, q_len, head_dim)."""
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
+        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+        raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
+
+
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:
     """Refuse a mask together with is_causal, in SDPA's words, which callers look for."""
     if attn_mask is not None and is_causal:
