@@ -31,9 +31,9 @@ reference            1    120
 theory               7    650
 rules               18    880
 visibility           1    240
-inputs               1    170
+inputs               1    190
 attending           19  1,700   1,100 with operator
-operator             1    170
+operator             1    180
 modules              1    250
 measure             70  7,870   4,000
 declared             5    540

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.shapes import broadcast, broadcasts_to, scores_shape
+from attnscale.torch_internals import is_mapped
 from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
@@ -45,6 +46,15 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
         found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
         raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
+
+
+def refuse_vmap(*tensors: Tensor) -> None:
+    """Refuse tensors that torch.vmap maps over, where lengths or statistics would be of each entry."""
+    if any(map(is_mapped, tensors)):
+        raise InputError(
+            "Expected statistics, and starts of packed sequences, outside torch.vmap, got tensors that it maps over; "
+            "call attnscale for each entry, or put what is mapped over into the batch."
+        )
 
 
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:

@@ -14,7 +14,6 @@ from attnscale import (
     rules,
     score_stats,
 )
-from attnscale.attending import fused
 from attnscale.errors import ShapeError
 from tests.others import OTHERS_MAY_WARN
 
@@ -107,15 +106,6 @@ def test_second_derivatives_of_the_fused_kernel():
     assert torch.autograd.gradgradcheck(
         lambda *t: attention(*t[:3], sinks=t[3], is_causal=True, enable_gqa=True), inputs
     )
-
-
-def test_kernels_and_blocks_agree(monkeypatch):
-    inputs = tensors()
-    run = [attention(*inputs[:3], sinks=inputs[3], enable_gqa=True)]
-    monkeypatch.setattr(fused, "serves", lambda call: False)
-    run.append(attention(*inputs[:3], sinks=inputs[3], enable_gqa=True))
-    torch.testing.assert_close(*run)
-    torch.testing.assert_close(*(torch.autograd.grad(each.sin().sum(), inputs) for each in run))
 
 
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_everything():

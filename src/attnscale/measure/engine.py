@@ -131,9 +131,7 @@ def attention_with_stats(
     elif rows is not None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
         way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)
-    elif rows is None and dense_op.attends_unseen(call):
-        output, stats = dense_op.attend_unseen(call)
-    elif rows is None and on_cpu.serves(call):
+    elif rows is None and not unseen(call.query) and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
     else:

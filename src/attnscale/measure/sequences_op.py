@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnscale.attending import sequences_op, varlen
-from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.running import in_operator, run_sequences
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, output_of, ragged_of
@@ -95,4 +94,3 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
 
 
 measured_sequences.register_autograd(_backward, setup_context=_save)
-entry_by_entry(measured_sequences)
