@@ -46,7 +46,7 @@ train               31  3,890   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
-comparing            6    770   720
+comparing            9  1,390   1,390
 bench                4    490   420
 lab                 20  3,000   4,500 with claims
 claims              12  1,900
@@ -144,7 +144,7 @@ def test_the_public_names():
     assert sorted(attnscale.__all__) == [
         "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "QKClip", "ScoreMoments",
         "ScoreStats", "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
-        "attention_with_stats", "audit", "calibrate_", "clip_qk_", "compare",
+        "attention_with_stats", "audit", "calibrate_", "clip_qk_", "compare", "compare_backends",
         "reference", "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)
