@@ -145,9 +145,10 @@ def layer_alarm(
     reasons = list(_reasons(snapshot, outlook, limits, standing))
     kept = {name: since for name, since in standing.items() if _stands(name, snapshot, outlook, limits)}
     after = {reason.name: snapshot.step for reason in reasons} | kept
-    severity = max((reason.severity for reason in reasons), key=severity_rank, default=None)
-    if severity is None or severity_rank(severity) <= max(map(_rank, kept), default=-1):
+    rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
+    if rank <= max(map(_rank, kept), default=-1.0):
         return None, after
+    severity = max((reason.severity for reason in reasons), key=severity_rank)
     first = reasons[0]
     head = snapshot.max_head if first.code == "exploding" else None
     message = snapshot.cause + " ".join(reason.sentence for reason in reasons)
@@ -259,12 +260,13 @@ def _stands(name: str, snapshot: LayerSnapshot, outlook: Outlook | None, limits:
     return floor is not None and getattr(snapshot, kind) < OVER * floor
 
 
-def _rank(name: str) -> int:
-    """Return the rank of the severity of a reason."""
+def _rank(name: str) -> float:
+    """Return how serious a reason is; scores that explode are half a rank above the sharp rows that follow from it."""
     kind, _, level = name.partition(" ")
     if kind == "reached":
-        return next((severity_rank(severity) for limit, severity, _ in EXPLODING if limit == float(level)), 0)
-    return severity_rank("error" if kind == "non_finite" else "warning")
+        severity = next((severity for limit, severity, _ in EXPLODING if limit == float(level)), "note")
+        return severity_rank(severity) + (0.5 if severity == "warning" else 0.0)
+    return {"ahead": 1.5, "non_finite": 2.0}.get(kind, 1.0)
 
 
 def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
