@@ -77,7 +77,8 @@ def test_a_layer_has_one_alarm_and_another_only_when_things_get_more_serious():
         for step in range(24)
     ]
     found = raised(growing)
-    assert [alarm.severity for _, alarm in found] == ["warning", "error"]
+    expected = [("sharp", "warning"), ("exploding", "warning"), ("exploding", "error")]
+    assert [(alarm.code, alarm.severity) for _, alarm in found] == expected
     assert [alarm.code for _, alarm in raised([layer(5.0), layer(150.0), layer(1500.0), layer(15_000.0)])] == [
         "exploding"
     ] * 3
