@@ -86,12 +86,10 @@ class LayerSnapshot:
         change = self.change()
         if change is None or not math.isfinite(change.total) or not self.grown_factor:
             return ""
-        factors = {
-            "scale": change.multiplier, "‖q‖": change.query_norm, "‖k‖": change.key_norm, "alignment": change.alignment
-        }  # fmt: skip
-        grown = sorted((name for name in factors if factors[name] > GROWN), key=lambda name: -factors[name])
-        named = ", ".join(f"{name} × {readable(math.exp(factors[name]))}" for name in grown)
-        after = f" ({' and '.join(self.rescaled)} after their norm or temperature)" if self._is_rescaled else ""
+        factors = zip(("scale", "‖q‖", "‖k‖", "alignment"), vars(change).values(), strict=True)
+        grown = sorted((factor for factor in factors if factor[1] > GROWN), key=lambda factor: -factor[1])
+        named = ", ".join(f"{name} × {readable(math.exp(grew))}" for name, grew in grown)
+        after = f" ({' and '.join(self.rescaled)} after their norm or temperature)" if self._is_rescaled(change) else ""
         return f"{named} since the first sampled step{after}. "
 
     @property
@@ -100,26 +98,23 @@ class LayerSnapshot:
         change = self.change()
         if change is None:
             return ""
-        grown = {
-            "multiplier": change.multiplier, "norms": change.query_norm + change.key_norm, "alignment": change.alignment
-        }  # fmt: skip
-        name = max(grown, key=lambda factor: grown[factor] if math.isfinite(grown[factor]) else -math.inf)
-        return "" if grown[name] <= GROWN else "temperature" if name == "norms" and self._is_rescaled else name
+        norms = "temperature" if self._is_rescaled(change) else "norms"
+        grew = change.multiplier, change.query_norm + change.key_norm, change.alignment
+        known = [-math.inf if math.isnan(each) else each for each in grew]
+        return ("multiplier", norms, "alignment")[known.index(max(known))] if max(known) > GROWN else ""
 
-    @property
-    def _is_rescaled(self) -> bool:
-        """True if the side whose norm grew most is rescaled after its projection, which may be what grew."""
-        change = self.change()
-        if change is None or max(change.query_norm, change.key_norm) <= GROWN:
-            return False
-        return ("queries" if change.query_norm >= change.key_norm else "keys") in self.rescaled
+    def _is_rescaled(self, change: Change) -> bool:
+        """Return True if the side whose norm grew most is rescaled after its projection, which may be what grew."""
+        side = "queries" if change.query_norm >= change.key_norm else "keys"
+        return max(change.query_norm, change.key_norm) > GROWN and side in self.rescaled
 
     @property
     def largest_score(self) -> str:
-        """The largest score in words, and its height above the mean of its row where that is less serious."""
-        if math.isnan(self.largest) or threshold_reached(self.largest) == threshold_reached(self.max):
-            return readable(self.max if math.isnan(self.largest) else self.largest, 4)
-        return f"{readable(self.largest, 4)}, {readable(self.max, 4)} above the mean of its row,"
+        """The largest score and its step, with its height above the mean of its row where that is less serious."""
+        largest = self.max if math.isnan(self.largest) else self.largest
+        is_shifted = threshold_reached(largest) != threshold_reached(self.max)
+        height = f", {readable(self.max, 4)} above the mean of its row," if is_shifted else ""
+        return f"{readable(largest, 4)}{height} at step {self.step:,}"
 
 
 @dataclass(frozen=True)
@@ -214,20 +209,19 @@ def _reasons(
         sentence = f"{snapshot.broken_heads} heads have scores that are NaN or infinite at step {snapshot.step:,}."
         yield Reason("non_finite", "non_finite", "error", sentence)
         return
-    error, corrected = snapshot.scale_error, snapshot.max
-    if error is not None:
-        corrected *= min(1.0, error.correction)
-    reached = threshold_reached(corrected)
-    now = f"{snapshot.largest_score} at step {snapshot.step:,}"
+    error = snapshot.scale_error
+    reached = threshold_reached(snapshot.max * (1.0 if error is None else min(1.0, error.correction)))
     if reached is not None and _is_news(reached, snapshot):
         limit, severity, known = reached
         name = f"reached {limit:g}"
         since = standing.get(name, snapshot.step)
         passed = f"passed {limit:,.0f} at step {since:,} and " if since < snapshot.step else ""
-        sentence = f"The largest score {passed}is {now}; {known}."
+        sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
         yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
     if limits.forecast and error is None:
-        yield from _forecast(snapshot, outlook, f"The largest score, {now}," if reached is None else "It")
+        yield from _forecast(
+            snapshot, outlook, f"The largest score, {snapshot.largest_score}," if reached is None else "It"
+        )
     for name, sentence in FLOORS.items() if error is None else ():
         value, floor = getattr(snapshot, name), getattr(limits, name)
         if _is_below(snapshot, name, floor):
