@@ -143,8 +143,7 @@ def layer_alarm(
     rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
     if rank <= max(map(_rank, kept), default=-1.0):
         return None, after
-    severity = max((reason.severity for reason in reasons), key=severity_rank)
-    first = reasons[0]
+    severity, first = max((reason.severity for reason in reasons), key=severity_rank), reasons[0]
     head = snapshot.max_head if first.code == "exploding" else None
     message = snapshot.cause + " ".join(reason.sentence for reason in reasons)
     numbers = first.measured, first.expected
@@ -219,9 +218,7 @@ def _reasons(
         sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
         yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
     if limits.forecast and error is None:
-        yield from _forecast(
-            snapshot, outlook, f"The largest score, {snapshot.largest_score}," if reached is None else "It"
-        )
+        yield from _forecast(snapshot, outlook, "It" if reached else f"The largest score, {snapshot.largest_score},")
     for name, sentence in FLOORS.items() if error is None else ():
         value, floor = getattr(snapshot, name), getattr(limits, name)
         if _is_below(snapshot, name, floor):
