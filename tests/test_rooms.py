@@ -37,23 +37,23 @@ operator             1    180
 modules              1    250
 measure             52  6,900   4,000
 declared             5    540
-tracing             11  2,280   2,000
-watching            25  4,110
+tracing             10  2,280   2,000
+watching            20  4,010   2,900
 probes              11  1,760
 diagnose            14  2,690   2,200
 acting               8  1,940
-train               31  3,950   2,500
+train              24  3,780   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
-comparing            6    780   720
+comparing            9  1,390   1,390
 bench                4    490   420
 lab                 22  3,320   4,500 with claims
 claims              12  2,030
-show                21  2,990   2,400
-cli                 13  1,090   950
+show                21  3,060   2,400
+cli                 13  1,110   950
 """
-TOTAL = {"src": (327, 41_700), "tests": (295, 36_300)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (327, 42_450), "tests": (297, 36_700)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():
@@ -132,7 +132,7 @@ def test_only_sinks_and_results_reach_for_a_room_that_comes_later():
         for later in named_homes(path)
         if ROOMS.index(later) > ROOMS.index(room(path))
     }
-    assert reaching == {("train/sinks/__init__.py", "show"), ("results.py", "show")}
+    assert reaching == {("train/sinks.py", "show"), ("results.py", "show")}
 
 
 def test_training_loads_nothing_that_only_shows():
@@ -144,7 +144,7 @@ def test_the_public_names():
     assert sorted(attnscale.__all__) == [
         "AttnscaleError", "ClipReport", "Finding", "Monitor", "MultiheadAttention", "QKClip", "ScoreMoments",
         "ScoreStats", "Visibility", "attention", "attention_varlen", "attention_varlen_with_stats", "attention_weights",
-        "attention_with_stats", "audit", "calibrate_", "clip_qk_", "compare",
+        "attention_with_stats", "audit", "calibrate_", "clip_qk_", "compare", "compare_backends",
         "reference", "rescale_", "rules", "score_moments", "score_stats", "theory", "train", "watch", "what_if",
     ]  # fmt: skip
     assert all(getattr(attnscale, name) is not None for name in attnscale.__all__)

@@ -108,7 +108,7 @@ class Visibility:
         return self if bias is None else replace(self, mask=bias.masked_fill(~shown_by(bias), -math.inf))
 
     def counts(self, q_len: int, kv_len: int, device: torch.device | str) -> Tensor | None:
-        """Return the number of visible keys of each row, broadcastable to (…, heads, q_len); None where every row sees all."""
+        """Return the number of visible keys of each row, broadcastable to (…, heads, q_len); None: all."""
         if self.is_full:
             return None
         if self.mask is None and self.documents is None:
@@ -168,7 +168,7 @@ class Visibility:
         return replace(self, documents=(torch.where(left_out, -1, rows), keys))
 
     def at(self, entry: int, heads: slice) -> "Visibility":
-        """Return the part of these heads of one batch entry; the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
+        """Return that of some heads of a batch entry; the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
         mask, documents = self.mask, self.documents
         if mask is not None:
             mask = mask[entry if mask.shape[0] > 1 else 0]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import nn
 
+from attnscale.comparing.backend_comparison import BackendComparison
+from attnscale.comparing.backends import compared_backends, require_backends
 from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_portraits, require_tolerance
 from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, portray
 from attnscale.comparing.saved import is_saved, read, save
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import Damage, choose_run, records_of, scan
+from attnscale.train.log import Damage, choose_run, read_runs, records_of
 from attnscale.train.record import Record
 
 if TYPE_CHECKING:
@@ -84,6 +86,27 @@ def portrait_by_name(name: str, request: "Request", rows: int | None = None) -> 
     return _checked_portrait(replace(request, model=None if name == BUNDLED else name), rows)[1]
 
 
+def compare_by_name(a: str, b: str, request: "Request", rows: int | None, tolerance: float) -> Comparison:
+    """Compare two sides by their names, as the command line gives them."""
+    require_tolerance(tolerance)
+    before, after = (portrait_by_name(name, request, rows) for name in (a, b))
+    return compare_portraits(before, after, tolerance)
+
+
+def backends_by_name(
+    name: str, request: "Request", backends: tuple[str, ...], rows: int | None = None
+) -> BackendComparison:
+    """Load a model, and run it with each of these attention implementations."""
+    from attnscale.loading import load_model, offline
+
+    require_backends(backends)
+    with offline():
+        loaded = load_model(replace(request, model=None if name == BUNDLED else name))
+        request.report("running the model with each backend")
+        found = compared_backends(loaded.model, loaded.args, loaded.kwargs, backends, rows)
+    return replace(found, title=loaded.title, fed=loaded.input_description, notes=(*loaded.notes, *found.notes))
+
+
 def _checked_portrait(
     request: "Request", rows: int | None = None, what_if: str | None = None
 ) -> "tuple[Checked, Portrait]":
@@ -100,13 +123,13 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    run = choose_run(scan(path, lambda record: None, Damage()), name)
+    run = choose_run(path, read_runs(path, lambda *_: None, Damage()), name)
     latest, alarms = deque[Record](maxlen=LATEST), []
     for record in records_of(path, run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
-    fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].last_step}"
+    fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].step}"
     names = dict.fromkeys(name for record in latest for name in record.layers)
     layers = {name: _layer_of_records([record for record in latest if name in record.layers], name) for name in names}
     found = {(alarm.layer, alarm.head, alarm.code): alarm for alarm in alarms}
