@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-<<<<<<< HEAD
-from attnscale.attending.choosing import run
-from attnscale.measure.bound import max_bound
-=======
 from attnscale.attending.running import run
->>>>>>> main
+from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import (
     Layout,
     capturing,
