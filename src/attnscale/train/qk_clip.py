@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
 from attnscale.acting.clip_state import WriteCheck, clip_state
-from attnscale.acting.parameters import Frozen, check_frozen, refuse_copies, refuse_foreign_parameters
+from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
 from attnscale.acting.replicas import Axis, axes_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
@@ -133,7 +133,7 @@ class QKClip:
         def after(*_: Any) -> None:
             self.step()
 
-        return optimizer.register_step_post_hook(after)
+        return inner_optimizer(optimizer).register_step_post_hook(after)
 
     def flush(self) -> ClipReport | None:
         """Wait for what is on its way from a device; the last report that this brought."""
