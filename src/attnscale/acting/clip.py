@@ -66,7 +66,7 @@ class ClippedHead:
 
 @dataclass(frozen=True, repr=False)
 class ClipReport(Result):
-    """What was clipped, by how much and where; and the heads over the threshold that could not be."""
+    """Clipped heads with factor and parameters, and the heads over the threshold that could not be clipped."""
 
     threshold: float
     heads: tuple[ClippedHead, ...]
@@ -74,11 +74,11 @@ class ClipReport(Result):
 
     @property
     def factors(self) -> list[tuple[str, int, float]]:
-        """What the scores of each layer and head were multiplied by."""
+        """Factor of the scores, by layer and head."""
         return [(head.layer, head.head, head.gamma) for head in self.heads]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """Return the report as JSON takes it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -202,7 +202,7 @@ def check_threshold(threshold: float) -> None:
 
 
 def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
-    """The largest score, its bound, the most that is added and the highest sink, (4, heads); NaN counts as ∞."""
+    """Return the largest score, its bound, the highest bias and the highest sink, (4, heads); NaN counts as ∞."""
     added = torch.full((layer.heads,), layer.highest_bias, dtype=torch.float64)
     sinks = torch.full_like(added, -math.inf) if layer.sinks is None else layer.sinks.double().cpu().expand(layer.heads)
     numbers = torch.cat([maxima, torch.stack([added, sinks])])
@@ -379,5 +379,5 @@ class Clipper:
 
 
 def _aim(threshold: float, dtype: torch.dtype) -> float:
-    """What a head with parameters of this dtype is clipped to."""
+    """Return the score that a head with parameters of this dtype is clipped to."""
     return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))

@@ -1,4 +1,4 @@
-"""What clipping did to a model so far: what it took from each head, whether that helped, and whether it stayed."""
+"""State of the clips of a model: factors taken from each head, and checks that they help and stay."""
 
 import math
 from collections.abc import Callable, Iterable, MutableMapping
@@ -100,14 +100,14 @@ def taken_from(model: nn.Module) -> dict[Head, float] | None:
 
 
 def _prefix(inner: nn.Module, outer: nn.Module) -> str | None:
-    """What stands before the names of a model's layers in another that holds it; None where that does not."""
+    """Return the prefix of a model's layer names in another that holds it; None where that does not."""
     found = (without_wrappers(path) for path, module in outer.named_modules() if module is inner)
     path = next(found, None)
     return path if not path else f"{path}."
 
 
 class EffectCheck:
-    """Whether the scores of clipped heads follow what is taken from their weights.
+    """Checks that the scores of clipped heads follow what is taken from their weights.
 
     They do not where the weights that were scaled are not those that make the scores. A head that is over the threshold
     again is no sign of that, training may have raised it; then its weights have grown, and that is counted out.
@@ -172,14 +172,14 @@ class EffectCheck:
 
 
 def _most_taken(scaler: HeadScaler) -> Tensor:
-    """The least factor of the scores of each slot that leaves so much of all weights that make it."""
+    """Return the least factor of each slot that leaves LEAST_LEFT of all weights that make it."""
     exponents = torch.from_numpy(scaler.slots.known[EXPONENT]).to(scaler.fixed.device)
     least = LEAST_LEFT ** (1.0 / exponents.clamp(min=0.5))
     return torch.zeros_like(least).scatter_reduce_(0, scaler.families, least, "amax")[scaler.families]
 
 
 class WriteCheck:
-    """Whether what a clip wrote to parameters is still there at the next step.
+    """Checks that what a clip wrote to parameters is still there at the next step.
 
     An optimiser with copies of the parameters, in float32 or in partitions, writes them back and undoes every clip.
     """

@@ -46,7 +46,7 @@ class Touched:
 
 
 def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of neighbours."""
+    """Yield the first and the last of each run of neighbours."""
     start = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
@@ -163,7 +163,7 @@ class HeadRows:
         return Shares(families + here, broken | self._is_whole | unknown, head, exponent)
 
     def _whole_on_ranks(self, axes: Sequence[Axis]) -> NDArray[np.bool_]:
-        """Rows of parameters that are whole on ranks with heads of their own, which take part in all of them."""
+        """Return a mask of rows of parameters that are whole on ranks with heads of their own."""
         whole = np.zeros(self._rows, dtype=np.bool_)
         cutting = [axis.cut for axis in axes if axis.cut]
         for block, last in self.blocks():

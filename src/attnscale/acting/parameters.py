@@ -99,7 +99,7 @@ def held_rows(
 
 
 def _local(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The part of a parameter that this rank holds, and where in the whole it begins."""
+    """Return the part of a parameter that this rank holds, and where in the whole it begins."""
     if not is_sharded(parameter):
         return parameter.detach(), (0,) * parameter.dim()
     found = shard_offset(parameter.shape, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]

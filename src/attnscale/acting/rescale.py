@@ -59,7 +59,7 @@ class RescaleReport:
     left: tuple[SkippedHead, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """Return the report as JSON takes it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:
 
 
 def _example(model: nn.Module) -> Any:
-    """Something to call a model on, where it says what it takes."""
+    """Return something to call a model on, where it says what it takes."""
     if isinstance(model, nn.MultiheadAttention):
         weight = next(model.parameters())
         sizes = (model.embed_dim, model.kdim or model.embed_dim, model.vdim or model.embed_dim)
@@ -188,7 +188,7 @@ def _example(model: nn.Module) -> Any:
 
 
 def _constant(rule: Scale, head_dim: int) -> float:
-    """The number a rule multiplies q·k by."""
+    """Return the number that a rule multiplies q·k by."""
     if isinstance(rule, Tensor | nn.Module | type):
         raise SettingError(f"Expected a rule that is one number, got {type(rule).__name__}, which learns or varies.")
     chosen = get_rule(rule) if isinstance(rule, str) else rule
@@ -257,7 +257,7 @@ def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping
 
 
 def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
-    """A number of the attention's module that can be the scale it applies."""
+    """Return the attention's module and the name of a number in it that may be its scale."""
     module = _module(model, layer)
     for name in SCALE_NAMES:
         value = vars(module).get(name)
@@ -267,7 +267,7 @@ def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
 
 
 def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
-    """Changes of the same rows, one after the other, as one."""
+    """Join changes of the same rows, one after the other, into one."""
     changes = {(each.parameter, each.rows): each for each in first}
     for each in second:
         earlier = changes.get((each.parameter, each.rows))
@@ -282,7 +282,7 @@ def _geometric_mean(factors: Sequence[float]) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, each module put back into its own afterwards."""
+    """Put a model into evaluation mode, and each module back into its own afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -69,7 +69,7 @@ class _Rows:
         held.copy_(torch.where(factors == 1.0, held, changed.to(held.dtype)))
 
     def lengths(self) -> Tensor:
-        """The length of each row, float64."""
+        """Return the length of each row, float64."""
         held = self.held.double() + self.offset
         along = [axis for axis, size in enumerate(self.shape) if size != held.shape[axis]]
         return (torch.linalg.vector_norm(held, dim=along) if along else held.abs()).reshape(-1)
