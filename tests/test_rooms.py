@@ -26,8 +26,8 @@ files                1     90
 shapes               1     40
 numerics             1     80
 module_paths         1     50
-torch_internals      1    380
-reference            1    110
+torch_internals      1    390
+reference            1    120
 theory               7    650
 rules               18    880
 visibility           1    240
@@ -36,24 +36,24 @@ attending           19  1,580   1,100 with operator
 operator             1    170
 modules              1    250
 measure             70  7,870   4,000
-declared             5    520
-tracing             11  2,230   2,000
-watching            25  3,970
-probes              11  1,500
-diagnose            14  2,490   2,200
+declared             5    540
+tracing             11  2,280   2,000
+watching            25  4,110
+probes              11  1,760
+diagnose            14  2,690   2,200
 acting               8  1,940
-train               31  3,890   2,500
+train               31  3,950   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
-comparing            6    770   720
+comparing            6    780   720
 bench                4    490   420
-lab                 20  3,000   4,500 with claims
-claims              12  1,900
-show                21  2,900   2,400
+lab                 22  3,320   4,500 with claims
+claims              12  2,030
+show                21  2,990   2,400
 cli                 13  1,090   950
 """
-TOTAL = {"src": (327, 41_300), "tests": (288, 35_100)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (327, 41_700), "tests": (295, 36_300)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():
