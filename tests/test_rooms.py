@@ -41,7 +41,7 @@ tracing             11  2,280   2,000
 watching            25  4,110
 probes              11  1,760
 diagnose            14  2,690   2,200
-acting               8  1,730
+acting               8  1,740
 train               31  3,950   2,500
 models               4    260
 loading             10  1,260   1,300 with checking

@@ -181,7 +181,7 @@ class MaxBuffers:
         return self._placement.probed(KIND, self._buffers.__getitem__)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return the largest score of each head that passed the limit, −∞ elsewhere, and how many calls are unplanned."""
+        """Return the largest score of each head that passed the limit, −∞ elsewhere; and how many were unplanned."""
         if not self._buffers:
             return torch.zeros(0), torch.zeros(())
         joined = torch.cat(self._flat)
