@@ -18,7 +18,6 @@ from tests.ranks import on_ranks, processes
 
 from . import rank_runs
 
-
 HAD = set(logged()) - {"learned_sink"}  # the model has none
 
 
