@@ -45,6 +45,17 @@ def padded_width(head_dim: int, least: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), least)
 
 
+def tile_constants(cut: Tiles, head_dim: int, dtype: torch.dtype, device: int | None) -> dict[str, object]:
+    """Return what every pass over tiles of rows and keys is compiled for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
+        "TILE_ROWS": cut.rows,
+        "TILE_KEYS": cut.keys,
+        "PRECISION": precision(dtype, device),
+    }
+
+
 def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """Return the tiles of a pass over all of so many rows."""
     if capability < TENSOR_CORES:

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import (
-    LEAST_WIDTH,
     Launch,
     capability,
     largest_tiles,
     masked_sample_tiles,
     masked_tiles,
-    padded_width,
-    precision,
+    tile_constants,
     unit_stride,
 )
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key
@@ -297,10 +295,7 @@ def _launch(
     else:
         cut = masked_tiles(*known, by_row) if sampled is None else masked_sample_tiles(sampled, *known, has_first)
     constants = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
-        "TILE_ROWS": cut.rows,
-        "TILE_KEYS": cut.keys,
+        **tile_constants(cut, head_dim, dtype, device),
         "GIVEN_ROWS": sampled is not None,
         "MASK": (NO_MASK if mask is None else ADDED if is_bias else BOOLEAN).value,
         "MASK_BY_ROW": by_row,
@@ -309,7 +304,6 @@ def _launch(
         "DOCUMENTS": own_documents is not None,
         "CAPPED": is_capped,
         "LARGEST": is_largest,
-        "PRECISION": precision(dtype, device),
     }
     return Launch(masked_kernel, device, constants, cut)
 

@@ -11,12 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import (
-    LEAST_WIDTH,
     Launch,
     capability,
-    padded_width,
     positive_scale,
-    precision,
+    tile_constants,
     tiles,
     unit_stride,
 )
@@ -256,13 +254,9 @@ def _launch(query: Layout, key: Layout, value: Layout | None, is_causal: bool, i
     (*_, rows, head_dim), _, dtype, device, _ = query
     cut = tiles(MANY_ROWS if in_sequences else rows, head_dim, dtype, capability(device))
     constants = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
-        "TILE_ROWS": cut.rows,
-        "TILE_KEYS": cut.keys,
+        **tile_constants(cut, head_dim, dtype, device),
         "CAUSAL": is_causal,
         "ATTENDS": value is not None,
         "SEQUENCES": in_sequences,
-        "PRECISION": precision(dtype, device),
     }
     return Launch(rows_kernel, device, constants, cut)
