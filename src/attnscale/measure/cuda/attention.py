@@ -52,7 +52,7 @@ class KernelChoice(Enum):
 
 
 class Attended(NamedTuple):
-    """What the kernels return."""
+    """Result of an attention with exact statistics."""
 
     output: Tensor
     lse: Tensor

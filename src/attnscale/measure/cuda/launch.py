@@ -1,4 +1,4 @@
-"""How the Triton kernels are cut and launched.
+"""Tile sizes and launches of the Triton kernels.
 
 Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
 what a kernel was compiled for is not looked up again.
@@ -20,7 +20,7 @@ SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
+    """Query rows and keys of a tile, and the warps and pipeline stages that run it."""
 
     rows: int
     keys: int

@@ -29,7 +29,7 @@ VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key
 
 
 class AttendedRows(NamedTuple):
-    """What a pass over every row returns."""
+    """Output, lse and sums of every row."""
 
     output: Tensor
     lse: Tensor
@@ -69,7 +69,7 @@ def rows_kernel(
     SEQUENCES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One tile of query rows against all the keys they see; with SEQUENCES, those of the sequence that it is in."""
+    """Compute one tile of query rows against all visible keys; with SEQUENCES, those of the tile's own sequence."""
     planes_apart = tl.cast(count, tl.int64) * heads  # one statistic behind the other, as in RowSums
     if SEQUENCES:
         row_tiles = tl.load(tiles_at)

@@ -54,7 +54,7 @@ def sample_kernel(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A tile of sampled rows against one span of a head's keys."""
+    """Write the sums of a tile of sampled rows over one span of a head's keys."""
     span, both = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the L2
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head

@@ -66,7 +66,7 @@ def _choice(call: Call) -> SDPBackend | None:
 
 
 class Pass(NamedTuple):
-    """What a backward starts from."""
+    """Tensors and settings that a backward starts from."""
 
     grad: Tensor
     query: Tensor
@@ -79,7 +79,7 @@ class Pass(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How sequences are laid end to end."""
+    """Layout of sequences that are packed end to end."""
 
     starts: Tensor  # where each begins, and where the last one ends
     longest: int  # which the backward asks for
