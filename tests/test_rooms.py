@@ -32,13 +32,13 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    190
-attending           19  1,700   1,100 with operator
+attending           10  1,230   1,100 with operator
 operator             1    180
 modules              1    250
-measure             70  7,870   4,000
+measure             52  6,900   4,000
 declared             5    540
-tracing             11  2,280   2,000
-watching            25  4,110
+tracing             10  2,280   2,000
+watching            20  4,010   2,900
 probes              11  1,760
 diagnose            14  2,690   2,200
 acting               8  1,940

@@ -30,7 +30,7 @@ from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, MergedStats, pooled_of, records, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
-from attnscale.watching.settings import Settings
+from attnscale.watching.watcher import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale

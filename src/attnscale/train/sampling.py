@@ -15,8 +15,8 @@ from attnscale.train.record import LayerRecord
 from attnscale.watching import Seen
 from attnscale.watching.plan import Plan
 from attnscale.watching.seen import LayerFacts
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
 
