@@ -10,6 +10,7 @@ import torch
 
 import attnscale
 from attnscale.errors import SettingError
+from attnscale.measure.statistics import logged
 from attnscale.train import read_log
 from attnscale.train.tally import Arriving, from_bytes, merge, to_bytes
 from attnscale.watching.seen import LayerNumbers
