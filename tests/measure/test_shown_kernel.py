@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from attnscale.attending.call import Call
-from attnscale.attending.ragged import Ragged
-from attnscale.attending.sequences import Layout
+from attnscale.attending.ragged import Layout, Ragged
 from attnscale.measure.bound import BOUND_SLACK
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table

@@ -103,7 +103,7 @@ class HostNumbers:
 
     @cached_property
     def columns(self) -> tuple[Tensor, ...]:
-        """What adds up over calls, of each call: (heads, COLUMNS), with POOLED, lengths, gradients, scale, cosine."""
+        """Numbers of each call that add up over calls, (heads, COLUMNS)."""
         if not self.heads:
             return ()
         columns = self._rows.flatten()[_column_index(self.heads, self._rows.shape[1])]
@@ -178,7 +178,7 @@ class ProbedCall:
 
     @property
     def columns(self) -> Tensor:
-        """What adds up over calls, (heads, COLUMNS), on the host; waits for it."""
+        """Numbers that add up over calls, (heads, COLUMNS), on the host; waits for them."""
         assert self.host is not None  # it is asked for once the step is over
         return self.host.columns[self.place]
 

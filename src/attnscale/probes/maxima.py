@@ -22,7 +22,7 @@ from attnscale.probes.placement import Placement
 from attnscale.torch_internals import copy_each_, in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.layer import Layer
-from attnscale.watching.written.layout import layout_from
+from attnscale.watching.layout import layout_from
 
 KIND = "maxima"
 LIMIT, SAME_POSITIONS, CALLS = -3, -2, -1  # columns behind the heads
@@ -132,7 +132,7 @@ KINDS[KIND] = _Maxima()
 
 
 def _choose(is_traced: bool, buffer: Tensor, op: Any, function: Any) -> tuple[Any, Tensor]:
-    """The op inside a graph, and its plain function in an eager run."""
+    """Return the op inside a graph, and its plain function in an eager run."""
     return (op, buffer) if is_traced and type(buffer) is not Tensor else (function, buffer.data)
 
 
@@ -181,7 +181,7 @@ class MaxBuffers:
         return self._placement.probed(KIND, self._buffers.__getitem__)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The largest score of each head that passed the limit, −∞ elsewhere; and calls that are not planned."""
+        """Return the largest score of each head that passed the limit, −∞ elsewhere; and how many were unplanned."""
         if not self._buffers:
             return torch.zeros(0), torch.zeros(())
         joined = torch.cat(self._flat)
@@ -197,7 +197,7 @@ class MaxBuffers:
 
 
 def _places_of_heads(layer: Layer, rows: Mapping[str, list[tuple[int, int]]]) -> list[list[int]]:
-    """Where the numbers of each head of a layer are; the same rows serve it at every depth."""
+    """Return the places of each head's numbers; the same rows serve a layer at every depth."""
     path = layer.module if layer.module in rows else ""
     attentions = list(dict.fromkeys(call for call, _ in rows[path]))
     own = attentions[layer.number - 1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
+from attnscale.attending.running import run
 from attnscale.measure.cuda.layout import (
     Layout,
     capturing,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call, padded
-from attnscale.attending.choosing import run
+from attnscale.attending.running import run
 from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward
 
 ALIGNMENT = 8  # head dimensions that torch's CUDA kernels take are multiples of this

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending.ragged import Ragged
-from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.attending.ragged import Ragged, as_one_row, as_tokens
 from attnscale.measure.cuda.attention import takes_as_given
 from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take, layout_key, on_hopper
 from attnscale.measure.cuda.sampled import rows_of
