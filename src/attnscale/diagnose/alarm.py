@@ -208,7 +208,7 @@ def when(crossing: Crossing) -> str:
 
 
 def _exploding(snapshot: LayerSnapshot, outlook: Outlook | None) -> Iterator[Alarm]:
-    """A threshold that is passed, and the next one if it is forecast, as one alarm."""
+    """Yield one alarm for a threshold that is passed and for the next one, if it is forecast."""
     sentences, severities, reasons, limits = [], [], [], []
     error, corrected = snapshot.scale_error, snapshot.max
     if error is not None:
@@ -241,14 +241,14 @@ def _exploding(snapshot: LayerSnapshot, outlook: Outlook | None) -> Iterator[Ala
 
 
 def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
-    """False where a trained model was as high from the start, or QK-Clip would act and does."""
+    """Return False where a trained model was as high from the start, or QK-Clip would act and does."""
     if reached[1] == "note" and snapshot.is_clipped:
         return False
     return snapshot.baseline is None or not snapshot.max < WORSE * snapshot.baseline.max
 
 
 def _sharp(snapshot: LayerSnapshot, limits: Thresholds) -> Iterator[Alarm]:
-    """Entropy and gradient that are below their floors beyond doubt, as one alarm."""
+    """Yield one alarm for entropy and gradient that are below their floors beyond doubt."""
     low = [name for name in FLOORS if _is_below(snapshot, name, getattr(limits, name))]
     if low:
         numbers = [(getattr(snapshot, name), getattr(limits, name)) for name in low]

@@ -37,8 +37,7 @@ class Mismatch:
     expected: float
     message: str
     advice: str
-    severity: str = "warning"
-    trained_severity: str = "warning"
+    severity: str = "warning"  # in a trained model an error is a warning: its weights may have made up for it
 
 
 def scale_error(findings: Iterable[Finding]) -> Finding | None:
@@ -92,12 +91,12 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
         yield _one_for_each_head(layer, list(scales.values()))
     else:
         head, found = next(iter(wrong.items()))
-        severity = found.trained_severity if trained else found.severity
+        severity = "warning" if trained else found.severity
         yield layer_finding(layer, found.code, severity, found.message, found.advice, (scales[head], found.expected))
 
 
 def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
-    """The most specific thing that is wrong with one multiplier; None where it is right, declared or published.
+    """Return the most specific mistake that one multiplier is; None where it is right, declared or published.
 
     A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
     intent. Only where no slip explains it, it is taken for a choice.
@@ -142,14 +141,19 @@ def _stretch_mismatch(layer: Layer, scale: float) -> Mismatch | None:
     rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
     base = said.scale if said.scale_authority is Authority.CONFIGURED and said.scale else layer.head_dim**-0.5
     applied = scale / base * rotation
-    if not any(_close(applied, wrong, tolerance) for wrong in (1.0, stretch**2)):
+    found = {
+        "neither the rotation nor the scale has it": 1.0,
+        "both the rotation and the scale have it": stretch**2,
+        "they have the factor of mscale, where mscale_all_dim counts": said.stretch_confused,
+    }
+    has = next((words for words, wrong in found.items() if _close(applied, wrong, tolerance)), "")
+    if not has or _close(applied, stretch, tolerance):
         return None
-    has = "neither the rotation nor the scale" if applied < stretch else "both the rotation and the scale"
     right = base * stretch / rotation
     return Mismatch(
         "config_mismatch",
         right,
-        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has} has it: the rotation multiplies them "
+        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them "
         f"by {rotation:.4g}, the scale is {scale:.4g}.",
         f"Multiply the scores by {right:.4g}"
         + (f", or cos and sin by {stretch**0.5:.4g}." if rotation < 1.01 else "."),
@@ -246,6 +250,12 @@ def _other_slips(layer: Layer) -> Iterator[tuple[str, float]]:
     yield f"1/√√{dim} (a fourth root, on query or key alone)", dim**-0.25
     yield f"1/√{dim // 2}, of half a head", max(dim // 2, 1) ** -0.5
     yield f"1/√{layer.key_len}, of the number of keys", layer.key_len**-0.5
+    yield "2/d_k (d ** 1/2 is d/2: write d ** 0.5)", 2 / dim
+    yield "1/(2 d_k) (s / d ** 1/2 is s/d/2: write s / d ** 0.5)", 0.5 / dim
+    if layer.softcap is not None:
+        yield "cap/√d_k (cap · tanh(s), without the division by the cap)", layer.softcap * dim**-0.5
+    for width in {call.value.shape[-1] for call in layer.kept if call.value is not None} - {dim}:
+        yield f"1/√{width}, of the width of the values", width**-0.5
 
 
 def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
@@ -261,7 +271,7 @@ def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
         return Mismatch("unusual_scale", usual, message, advice)
     else:
         message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
-    return Mismatch("unusual_scale", usual, message, advice, trained_severity="note")
+    return Mismatch("unusual_scale", usual, message, advice)
 
 
 def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
@@ -284,11 +294,14 @@ def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
 def _ignored(layer: Layer, scale: float) -> Mismatch:
     said = layer.declared
     assert said.scale is not None  # else there is nothing to ignore
+    wanted = said.scale
+    if is_cosine(layer) and said.scale_authority is not Authority.CONFIGURED:
+        wanted = max(wanted, 1 / wanted)  # cosines are multiplied by 10 or divided by 0.1: below one is no choice
     return Mismatch(
         "config_mismatch",
-        said.scale,
-        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {said.scale:.4g}.",
-        f"Pass the scale to what computes the attention (scale={said.scale:.4g}), or correct {said.scale_source}.",
+        wanted,
+        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {wanted:.4g}.",
+        f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {said.scale_source}.",
     )
 
 
