@@ -1,8 +1,6 @@
 """Soft-capped attention on a GPU: FlexAttention, compiled."""
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType
 
@@ -20,7 +18,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def serves(call: Call) -> bool:
-    """Whether FlexAttention computes this without the full matrix: on CUDA, without dropout, outside torch.func."""
+    """Return True if FlexAttention computes this: on CUDA, without dropout, outside torch.func."""
     return (
         call.query.device.type == "cuda"
         and call.query.dtype in KERNEL_DTYPES
@@ -30,29 +28,11 @@ def serves(call: Call) -> bool:
         and min(call.query.shape[:-1]) > 0
         and call.key.shape[-2] > 0
         and (torch.compiler.is_compiling() or not in_transform())
-        and not _COMPILING.is_off
     )
 
 
-class _Compiling(threading.local):
-    is_off = False
-
-
-_COMPILING = _Compiling()
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Serve nothing meanwhile: in the first run of a graph torch cannot compile another one."""
-    before, _COMPILING.is_off = _COMPILING.is_off, True
-    try:
-        yield
-    finally:
-        _COMPILING.is_off = before
-
-
 def attend(call: Call) -> Tensor:
-    """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V in one compiled kernel."""
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V from one compiled kernel."""
     head_dim, value_dim = (max(tensor.shape[-1], LEAST_WIDTH) for tensor in (call.query, call.value))
     query, key, value = padded(call.query, head_dim), padded(call.key, head_dim), padded(call.value, value_dim)
     run = _flex if torch.compiler.is_compiling() else _compiled(_specialisation(call))
@@ -64,6 +44,7 @@ def attend(call: Call) -> Tensor:
         _causal_blocks(call) if call.visibility.is_causal else None,
         call.scale,
         call.grouped,
+        call.sinks,
     )
     return output[..., : call.value.shape[-1]]
 
@@ -76,14 +57,18 @@ def _flex(
     block_mask: BlockMask | None,
     scale: float,
     enable_gqa: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
-    output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
-    return output
+    if sinks is None:
+        output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
+        assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+        return output
+    output, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=True)
+    return (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(output.dtype)
 
 
 def _specialisation(call: Call) -> tuple[Hashable, ...]:
-    """Everything a compiled kernel is specialised on, save the batch size and the lengths."""
+    """Return everything a compiled kernel is specialised on, save the batch size and the lengths."""
     tensors = (call.query, call.key, call.value)
     mask = call.visibility.mask
     return (
@@ -91,13 +76,14 @@ def _specialisation(call: Call) -> tuple[Hashable, ...]:
         *(tensor.shape[1::2] for tensor in tensors),  # heads and head_dim
         None if mask is None else (mask.dtype, *(size > 1 for size in mask.shape)),
         (call.visibility.is_causal, call.scale, call.softcap),
+        None if call.sinks is None else (call.sinks.dtype, call.sinks.requires_grad),
         (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors)),
     )
 
 
 @cache
 def _compiled(specialisation: tuple[Hashable, ...]) -> Callable[..., Tensor]:
-    """A compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
+    """Return a compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
 
     Dynamo counts recompiles by code object and gives up at a limit, hence a copy of the code. fullgraph: past that
     limit torch would otherwise fall back, silently, to the full matrix.
@@ -123,7 +109,7 @@ def _score_mod(softcap: float | None, attn_mask: Tensor | None) -> ScoreMod:
 
 
 def _causal_blocks(call: Call) -> BlockMask:
-    """The lower triangle as FlexAttention's block mask, without ever forming the triangle."""
+    """Return the lower triangle as FlexAttention's block mask, without ever forming the triangle."""
     q_len, kv_len, device = call.query.shape[-2], call.key.shape[-2], call.query.device
     q_blocks, kv_blocks = -(-q_len // TILE), -(-kv_len // TILE)
     row_block = torch.arange(q_blocks, device=device, dtype=torch.int32)

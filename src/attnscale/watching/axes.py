@@ -1,0 +1,313 @@
+"""Axes: which axis of a softmax's input holds keys, queries, and the heads of each batch entry.
+
+Found by moving one step along each axis and looking where in the product that leads, so that any order and any merging
+of axes is understood, and `k @ qᵀ` as well as `q @ kᵀ`.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnscale.numerics import wide_dtype
+from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid
+from attnscale.tracing.following import ProjectionPath, Trail, channels, follow, projection_path
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.parameters import Origin
+from attnscale.tracing.roles import Product
+from attnscale.watching.gradients import owners_told
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Places in the product of points of the softmax's input; −1 where a point is none of its elements."""
+
+    at: Points  # (points, rank of the product)
+    factor: NDArray[np.float64]
+    shift: NDArray[np.float64]
+    trails: list[Trail]
+
+    @property
+    def found(self) -> NDArray[np.bool_]:
+        """True for points that are elements of the product."""
+        found: NDArray[np.bool_] = (self.at != NOWHERE).all(1)
+        return found
+
+
+def arrive(node: Node, points: Points, product: Product) -> Arrival:
+    """Follow points of the softmax's input to the product."""
+    at = np.full((len(points), len(product.shape)), NOWHERE, dtype=np.int64)
+    factor, shift = np.ones(len(points)), np.zeros(len(points))
+    trails = [trail for trail in follow(node, points, product) if product.made(trail.node)]
+    for trail in trails:
+        at[trail.index], factor[trail.index], shift[trail.index] = trail.points, trail.factor, trail.shift
+    return Arrival(at, factor, shift, trails)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a softmax's input, and what the product has along them."""
+
+    product: Product
+    node: Node  # of the softmax's input, merged axes taken apart
+    shape: tuple[int, ...]
+    key_axis: int
+    query_axes: tuple[int, ...]
+    other_axes: tuple[int, ...]
+    keys_are_right: bool  # the keys are the columns of the product, as in q @ kᵀ
+    columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
+    groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
+    owners: Indices  # (heads): which key each has; keys may be copies of each other
+    over_pairs: bool = False  # the softmax runs over queries and keys at once
+    between_channels: bool = False  # the product sums over positions: channels attend to channels
+
+    @property
+    def kv_heads(self) -> int:
+        """Keys that are not copies of each other."""
+        return int(self.owners.max()) + 1
+
+    @property
+    def length(self) -> int:
+        """Number of queries."""
+        return int(np.prod([self.shape[axis] for axis in self.query_axes], dtype=np.int64))
+
+    @property
+    def first_key(self) -> int:
+        """Index of the first key that is an element of the product."""
+        return int(np.argmax(self.columns != NOWHERE))
+
+    def rows(self, groups: Indices, positions: Indices) -> Points:
+        """Return the points of these queries at the first key, (groups · positions, rank)."""
+        points = np.zeros((len(groups), len(positions), len(self.shape)), dtype=np.int64)
+        for axis, index in _unravelled(groups, self.other_axes, self.shape):
+            points[:, :, axis] = index[:, None]
+        for axis, index in _unravelled(positions, self.query_axes, self.shape):
+            points[:, :, axis] = index[None, :]
+        points[:, :, self.key_axis] = self.first_key
+        return points.reshape(-1, len(self.shape))
+
+    def operand_points(self, at: Points, queries: bool) -> Points:
+        """Return the first feature of the query, or of the key, of these elements of the product."""
+        points = at.copy()
+        points[:, -1 if queries == self.keys_are_right else -2] = 0
+        return points
+
+    def operand_node(self, queries: bool) -> Node:
+        """Return the node of the queries, or of the keys."""
+        return self.product.left_node if queries == self.keys_are_right else self.product.right_node
+
+
+def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
+    """Return the axes of a softmax over this axis of an image of the product; None where it cannot be followed."""
+    shape, rank = node.shape, len(node.shape)
+    if not all(shape):
+        return None
+    along = np.zeros((shape[axis], rank), dtype=np.int64)
+    along[:, axis] = np.arange(shape[axis])
+    keys = arrive(node, along, product)
+    if not keys.found.any():
+        return None
+    key_place = _key_place(keys.at[keys.found])
+    first = along[np.argmax(keys.found)]
+    query_place = -1 if key_place == -2 else -2
+    between_channels = _sums_over_positions(product)
+    query_axes, other_axes = [], []
+    others = [other for other in range(rank) if other != axis and shape[other] > 1]
+    for other, at in zip(others, _ends_along(product, node, first, others), strict=True):
+        start, near, far = at
+        if near[query_place] == start[query_place] or (
+            not between_channels and _is_another_head(product, at[:2], query_place)
+        ):
+            other_axes.append(other)
+        elif len(start) == 3 and far[0] != start[0] and shape[other] > product.shape[query_place]:
+            return None  # heads and queries in one axis
+        else:
+            query_axes.append(other)
+    columns = keys.at[:, key_place]
+    bare = Axes(
+        product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), grid(1)[0],
+        over_pairs=_repeats_a_key(keys.at[keys.found], key_place), between_channels=between_channels,
+    )  # fmt: skip
+    return _with_heads(bare)
+
+
+def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -> Points:
+    """Return where a point, its neighbour along each of these axes, and the last one along it are in the product."""
+    steps = np.tile(first, (len(axes), 3, 1))
+    for ends, axis in zip(steps, axes, strict=True):
+        ends[1:, axis] += 1, node.shape[axis] - 1
+    return arrive(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.shape))
+
+
+def _key_place(at: Points) -> int:
+    """Return which axis of the product a step along the softmax moves: columns, or rows."""
+    moves = (at != at[0]).any(0)
+    return -1 if moves[-1] or not moves.any() else -2 if moves[-2] else -1
+
+
+def _repeats_a_key(at: Points, key_place: int) -> bool:
+    """Return True if a key comes twice in one product along the softmax, with another query each time."""
+    if (np.diff(at[:, key_place]) > 0).all():
+        return False
+    keys = np.delete(at, len(at[0]) + (-1 if key_place == -2 else -2), axis=1)
+    return len(np.unique(keys, axis=0)) < len(np.unique(at, axis=0))
+
+
+def _sums_over_positions(product: Product) -> bool:
+    """Return True if the product sums over positions: there the output of a projection stays the same."""
+    node = product.left_node
+    if node.shape[-1] < 2 or node.shape[-2] < 2:
+        return False
+    points = np.zeros((3, len(node.shape)), dtype=np.int64)
+    points[1, -1], points[2, -2] = 1, 1
+    first, summed, row = channels(node, points)
+    return first != () and first == summed and first != row
+
+
+def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
+    """Return True if two rows of the product are one query of two heads, as einsum lays out heads that share a key."""
+    points = at.copy()
+    points[:, -1 if query_place == -2 else -2] = 0
+    first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
+    return first != second
+
+
+def _with_heads(bare: Axes) -> Axes | None:
+    count = int(np.prod([bare.shape[axis] for axis in bare.other_axes], dtype=np.int64))
+    at = arrive(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
+    if not at.found.all():
+        return None
+    query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
+    groups = _by_head(query, bare)
+    return replace(bare, groups=groups, owners=_owners(bare, at.at[groups[0]]))
+
+
+def _owners(axes: Axes, at: Points) -> Indices:
+    """Return which key each head has, by the first key and the last."""
+    points = np.concatenate([at, at])
+    for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
+        points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
+    keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
+    return owners_told((keys[: len(at)], keys[len(at) :]), np.arange(len(at)))
+
+
+def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
+    """Return (batch, heads) numbers of groups: groups of one channel are one head in several batch entries."""
+    sizes = [axes.shape[axis] for axis in axes.other_axes]
+    order: dict[tuple[object, ...], list[int]] = {}
+    for group, key in enumerate(keys):
+        order.setdefault(key, []).append(group)
+    members = list(order.values())
+    if len({len(member) for member in members}) == 1:
+        return np.array(members).T
+    return np.arange(len(keys)).reshape(-1, sizes[-1] if sizes else 1)  # irregular: heads stand last
+
+
+def _unravelled(index: Indices, axes: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, Indices]]:
+    parts = np.unravel_index(index, [shape[axis] for axis in axes]) if axes else ()
+    return list(zip(axes, (np.asarray(part) for part in parts), strict=True))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The two operands of a product at some rows: `groups` are heads of batch entries, `positions` their queries."""
+
+    axes: Axes
+    groups: Indices
+    positions: Indices
+    arrival: Arrival
+
+    @classmethod
+    def of(cls, axes: Axes, groups: Indices, positions: Indices) -> "Operands":
+        """Follow these rows to the product."""
+        return cls(axes, groups, positions, arrive(axes.node, axes.rows(groups, positions), axes.product))
+
+    @property
+    def multiplier(self) -> NDArray[np.float64]:
+        """(groups, rows): what multiplies the product on its way to the softmax."""
+        return self._by_group(self.arrival.factor) * self.axes.product.alpha
+
+    @property
+    def shift(self) -> NDArray[np.float64]:
+        """(groups, rows): what the model subtracted from each row, its maximum mostly."""
+        return self._by_group(self.arrival.shift)
+
+    def _by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values.reshape(len(self.groups), len(self.positions))
+
+    def path(self, queries: bool) -> ProjectionPath:
+        """Return what happened to the queries, or keys, since their projection; factors are (groups, rows)."""
+        points = self.axes.operand_points(self.arrival.at, queries)
+        found = projection_path(follow(self.axes.operand_node(queries), points), len(points))
+        return found._replace(factor=self._by_group(found.factor))
+
+    def origin(self, queries: bool) -> Origin:
+        """Return the origin of these queries, or of the first two and last two keys; `groups` are of one entry."""
+        axes, rows = self.axes, len(self.positions)
+        node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
+        if queries:
+            at = np.concatenate([self.arrival.at[::rows], self.arrival.at[rows - 1 :: rows]])
+        else:
+            shown = axes.columns[axes.columns != NOWHERE]
+            ends = np.unique(np.clip([0, 1, len(shown) - 2, len(shown) - 1], 0, len(shown) - 1))
+            at = np.concatenate([self.arrival.at[::rows]] * len(ends))
+            at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[ends], len(self.groups))
+        return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
+
+    def queries(self) -> Tensor:
+        """Return queries as they entered the product, (groups, rows, features)."""
+        product, at = self.axes.product, self.arrival.at
+        operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
+        chosen = (
+            operand[_on(operand, at[:, row])] if operand.dim() == 2 else operand[_on(operand, at[:, 0], at[:, row])]
+        )
+        return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
+
+    def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
+        """Return keys as they entered the product, (groups, keys, features): about so many of them, or those chosen."""
+        product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
+        columns = columns if most is None else columns[:: -(-len(columns) // most)]
+        columns = columns if chosen is None else columns[chosen]
+        operand = product.right.mT if self.axes.keys_are_right else product.left
+        if operand.dim() == 2:
+            return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)
+        entries = self.arrival.at[:: len(self.positions), 0]
+        return _wide(operand[_on(operand, entries[:, None], columns[None, :])])
+
+    def predicted(self, softcap: float | None = None) -> Tensor:
+        """Return what the operations after the product make of it, (groups, rows, keys), without what they add."""
+        scores = self.queries() @ self.keys().mT
+        scores = scores * torch.from_numpy(self.multiplier).to(scores).unsqueeze(-1)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        if scores.shape[-1] == len(self.axes.columns):
+            return scores
+        whole = scores.new_zeros(*scores.shape[:2], len(self.axes.columns))
+        whole[..., torch.from_numpy(self.axes.columns != NOWHERE)] = scores
+        return whole
+
+
+def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
+    """Return the channel that made the key of each point of a softmax's input; empty where a point leads elsewhere."""
+    arrival = arrive(node, points, product)
+    found: list[tuple[object, ...]] = [()] * len(points)
+    at = arrival.at[arrival.found]
+    at[:, -2] = 0
+    for index, key in zip(np.flatnonzero(arrival.found), channels(product.right_node, at), strict=True):
+        found[index] = key
+    return found
+
+
+def channels_of(product: Product) -> list[tuple[object, ...]]:
+    """Return the channels that the first query and the first key of a product come from."""
+    nodes = (product.left_node, product.right_node)
+    return [channels(node, np.zeros((1, len(node.shape)), dtype=np.int64))[0] for node in nodes]
+
+
+def _on(tensor: Tensor, *index: Indices) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(np.ascontiguousarray(part)).to(tensor.device) for part in index)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(wide_dtype(tensor))

@@ -1,0 +1,170 @@
+"""Layout: the order of heads, queries and keys in an attention that is written out, as numbers that a graph can hold.
+
+Batch and lengths may change from step to step; the order of axes may not.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from attnscale.tracing.coordinates import Shape
+from attnscale.tracing.lineage import Node
+from attnscale.tracing.roles import Product
+from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
+from attnscale.watching.rows import is_bias
+
+if TYPE_CHECKING:
+    from attnscale.watching.axes import Axes
+    from attnscale.watching.call import Factors, SeenCall
+    from attnscale.watching.written_call import WrittenCall
+
+ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
+PARTS = ";"  # between what a code says
+AXES = ","
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The input of a softmax, and the operands (entries, …, …) of the product that it is an image of."""
+
+    order: tuple[int, ...]  # axes of the scores: those of entries and heads, then queries, then keys
+    heads: int
+    heads_are_first: bool  # before the entries of a batch
+    keys_are_right: bool  # q @ kᵀ, not k @ qᵀ
+
+    @property
+    def code(self) -> str:
+        """The layout as text, which a graph holds as a constant in any process."""
+        flags = (int(flag) for flag in (self.heads_are_first, self.keys_are_right))
+        return PARTS.join(map(str, (AXES.join(map(str, self.order)), self.heads, *flags)))
+
+    def scores_by_head(self, scores: Tensor) -> Tensor:
+        """Return scores as (batch, heads, queries, keys), a view where possible."""
+        turned = scores if self.order == tuple(range(scores.dim())) else scores.permute(self.order)
+        if turned.dim() == 4 and not self.heads_are_first and turned.shape[1] == self.heads:
+            return turned
+        return self._by_head(turned.flatten(0, -3) if turned.dim() > 2 else turned.unsqueeze(0))
+
+    def operands(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, (batch, heads, length, features), of the product or of its gradients."""
+        query, key = (left, right.mT) if self.keys_are_right else (right.mT, left)
+        return self._by_head(query), self._by_head(key)
+
+    def fits(self, scores: Tensor, left: Tensor, right: Tensor) -> bool:
+        """Return True if these tensors can have this layout."""
+        if (scores.dim(), left.dim(), right.dim()) != (len(self.order), 3, 3) or len(left) % self.heads:
+            return False
+        queries, keys = (scores.shape[axis] for axis in self.order[-2:])
+        product = (left.shape[1], right.shape[2])
+        sizes = (queries, keys) if self.keys_are_right else (keys, queries)
+        return product == sizes and scores.numel() == len(left) * queries * keys
+
+    def _by_head(self, entries: Tensor) -> Tensor:
+        sizes = (self.heads, -1) if self.heads_are_first else (-1, self.heads)
+        apart: Tensor = entries.unflatten(0, sizes)
+        return apart.transpose(0, 1) if self.heads_are_first else apart
+
+
+@cache
+def layout_from(code: str) -> Layout:
+    """Return the layout that a code stands for."""
+    order, heads, *flags = code.split(PARTS)
+    first, right = (bool(int(flag)) for flag in flags)
+    return Layout(tuple(map(int, order.split(AXES))), int(heads), first, right)
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenPlan:
+    """The part of a plan for an attention that is written out; only the numbers of its tensors may change."""
+
+    layout: Layout
+    multiplier: "Factors"  # of the product on its way to the softmax, a value a head
+    is_constant: bool  # which the code gives as a number
+    is_uneven: bool  # some rows see less than others
+
+
+def written_plan(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> WrittenPlan | None:
+    """Return the plan of a call whose scores have this shape; None where no probe can be placed."""
+    if not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
+        return None
+    layout = layout_of(call.axes) if call.axes.shape == shape else None
+    if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
+        return None
+    at = call.probed.arrival.at.reshape(call.heads, -1, 3)
+    row = at[..., 1 if layout.keys_are_right else 2]
+    if (at[:, 0, 0] != call.axes.groups[0]).any() or (row != call.probe.numpy()).any():
+        return None  # the product has its entries, or its rows, in another order
+    _, visible = call.rows_at(call.probe)
+    return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trail.constant, visible is not None)
+
+
+def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
+    """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden ones have a number that none has."""
+    trail, axes = call.trail, call.axes
+    if trail.blended or trail.dropped or trail.other_scores or trail.learned_terms or len(trail.caps) > 1:
+        return False
+    if axes.over_pairs or axes.between_channels or seen.softcap_discarded or call.finite_gaps:
+        return False
+    if any(NEVER_A_SCORE < fill <= -HIDING_GAP for fill in trail.fills) or seen.reading.inert_fill is not None:
+        return False
+    if seen.biased or any(is_bias(bias) for bias, _ in call.biases):
+        return False
+    return seen.sinks is None and not call.probed.arrival.shift.any()
+
+
+def layout_of(axes: "Axes") -> Layout | None:
+    """Return the layout of these axes; None where they have no such order."""
+    if axes.product.left.dim() != 3 or len(axes.query_axes) != 1:
+        return None
+    if (axes.columns != np.arange(len(axes.columns))).any():
+        return None
+    last = (*axes.query_axes, axes.key_axis)
+    lead = [axis for axis in range(len(axes.shape)) if axis not in (*axes.other_axes, *last)] + list(axes.other_axes)
+    batch, heads = axes.groups.shape
+    every = np.arange(batch * heads)
+    if (axes.groups == every.reshape(batch, heads)).all():
+        return Layout((*lead, *last), heads, False, axes.keys_are_right)
+    if (axes.groups == every.reshape(heads, batch).T).all():
+        return Layout((*lead, *last), heads, True, axes.keys_are_right)
+    return None
+
+
+class OwnFactors(NamedTuple):
+    """Factors by which SDPA multiplied its queries and keys: √|scale|, the first with the sign of the scale."""
+
+    query: float
+    key: float
+
+
+def own_factors(product: Product) -> OwnFactors | None:
+    """Return the factors of a product that SDPA made; None where its operations are not the known ones."""
+    query, key = _multiplied_last(product.left_node), _multiplied_last(product.right_node)
+    return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
+
+
+def factors_before(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> "tuple[Factors, Factors] | None":
+    """Return what multiplied queries and keys before SDPA, whose scores have this shape.
+
+    None where it must be followed every time: of other axes than (batch, heads, queries, keys) among them.
+    """
+    own = own_factors(call.axes.product)
+    if own is None or not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
+        return None
+    if call.axes.shape != shape or layout_of(call.axes) != Layout(ORDER, shape[1], False, True):
+        return None
+    query, key = (path.factor.mean(1) for path in call.paths)
+    return query / own.query, key / own.key
+
+
+def _multiplied_last(node: Node) -> float | None:
+    """Return the number, perhaps one, by which a value was multiplied and since which it was only moved."""
+    while len(node.steps) == 1 and node.steps[0].effect in ("times", "same"):
+        step = node.steps[0]
+        if step.operand is not None:
+            return step.operand if isinstance(step.operand, float) else None
+        node = step.parent
+    return None

@@ -1,0 +1,391 @@
+"""Attention written out by hand: a product of activations, followed to a softmax of it.
+
+The operations on the way say what multiplies q·k; the numbers are compared with that, and believed where they differ.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.sampling import rows_are_shared
+from attnscale.numerics import HALF_DTYPES, wide_dtype
+from attnscale.tracing.coordinates import NOWHERE
+from attnscale.tracing.following import ProjectionPath, Trail
+from attnscale.tracing.parameters import Origins, released
+from attnscale.tracing.roles import Product, Scores
+from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
+from attnscale.watching.axes import Axes, Operands, arrive, channels_of
+from attnscale.watching.call import (
+    TAIL,
+    Reading,
+    SeenCall,
+    detached_sides,
+    differs_by_row,
+    lost_on_the_way,
+    rescaled_sides,
+    scale_after_cap,
+)
+from attnscale.watching.gradients import GradientLengths, of_product
+from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
+from attnscale.watching.saved_call import save_written_call
+
+EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
+PROBED_ROWS = 4
+NORMED_ROWS = 64
+DISAGREEMENT = 0.01  # relative: more than half precision rounds a slope by
+VISIBLE_BIAS = 0.02  # of the spread of the scores: half precision rounds them by less
+FACTOR_OF_ONE = 1e-6
+
+
+def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
+    """Return the attention that a softmax belongs to; None where its input cannot be followed to the product."""
+    if axes is None:
+        return None
+    written = WrittenCall(axes, scores.detach().reshape(axes.shape))
+    return written if written.probed.arrival.found.all() else None
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """One attention written out; `probe` are the positions, of the first batch entry, that are looked at closely."""
+
+    axes: Axes
+    scores: Tensor
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return int(self.axes.groups.shape[1])
+
+    @property
+    def shares_keys(self) -> bool:
+        """True if several query heads share a key, in a product q @ kᵀ."""
+        return self.axes.keys_are_right and 1 < self.axes.kv_heads < self.heads
+
+    @cached_property
+    def probe(self) -> Tensor:
+        """Positions spread over the queries."""
+        return spread_positions(self.axes.length, PROBED_ROWS)
+
+    @cached_property
+    def probed(self) -> Operands:
+        """Queries and keys of the probed rows of every head."""
+        return Operands.of(self.axes, self.axes.groups[0], self.probe.numpy())
+
+    @property
+    def trail(self) -> Trail:
+        """The way of the first of them from the softmax back to the product."""
+        return self.probed.arrival.trails[0]
+
+    def measure(self, rows: int | None, keep: bool) -> SeenCall:
+        """Measure this call."""
+        axes, (query_path, key_path) = self.axes, self.paths
+        scores, visible = self.rows_at(self.probe)
+        batch, heads = axes.groups.shape
+        by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
+        shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
+        inert = inert_fill(self.trail, scores[0], shown[0])
+        shown = shown if inert is None else shown & (scores != inert)
+        hidden = None if visible is None else by_row.keys_nobody_sees(self.probe)
+        hidden = None if hidden is None else hidden[:, self._in_product]
+        attends_itself = query_path.source is not None and query_path.source is key_path.source
+        padding = hidden if attends_itself and hidden is not None and hidden.shape[-1] == axes.length else None
+        query_norm, key_norm, cosine = self.norms(padding, hidden, every=rows is None)
+        biased = self._adds and _stands_out(scores[0] - self.predicted, scores[0], shown[0])
+        fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
+        scales = self.scales(fitted)
+        kept = save_written_call(self, scales, padding) if keep and not self._parts else None
+        return SeenCall(
+            kind="eager",
+            heads=self.heads,
+            kv_heads=axes.kv_heads,
+            key_owners=axes.owners,
+            head_dim=self.head_dim,
+            model_dims=tuple({width for width in (query_path.width, self.heads * self.head_dim) if width}),
+            query_len=axes.length,
+            key_len=int(self._in_product.sum()),
+            causal=visible is not None and looks_causal(visible[..., self._in_product], self.probe, axes.length),
+            softcap=self.softcap,
+            dtype=axes.product.left.dtype,
+            stats=by_row.without(padding).measure(rows, self.highest),
+            scales=scales,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            batch=batch,
+            attends_itself=attends_itself,
+            padding=padding,
+            normalised=query_path.normalised and key_path.normalised,
+            biased=biased,
+            cosine=cosine if biased else None,
+            bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
+            softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
+            softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
+            over_pairs=axes.over_pairs,
+            query=None if kept is None else kept.query[:1],
+            key=None if kept is None else kept.key[:1],
+            kept=kept,
+            origins=self.origins(),
+            sinks=self.sinks(scores[0]),
+            highest_bias=self.highest_bias(scores[0], shown[0]),
+            reading=reading_of(self, fitted, inert),
+        )
+
+    @cached_property
+    def paths(self) -> tuple[ProjectionPath, ProjectionPath]:
+        """What happened to the probed queries, and to their keys, since their projections."""
+        return self.probed.path(queries=True), self.probed.path(queries=False)
+
+    @property
+    def head_dim(self) -> int:
+        """Features that are multiplied; some attentions multiply two kinds of them separately, and add the products."""
+        return int(sum(part.left.shape[-1] for part in (self.axes.product, *self._parts)))
+
+    @cached_property
+    def _parts(self) -> list[Product]:
+        """Products of other features of the same queries: added, and scaled alike."""
+        if not self.trail.other_scores:
+            return []
+        own, parts = set(channels_of(self.axes.product)), []
+        for node, factor in self.trail.other_scores:
+            if not isinstance(node.role, Scores) or node.role.of.has_softmax:
+                continue
+            product = node.role.of
+            if own.intersection(theirs := channels_of(product)) or () in theirs:
+                continue  # a term of positions, which multiplies the query or the key of the scores once more
+            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            total = arrival.factor[0] * factor * product.alpha
+            if arrival.found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
+                parts.append(product)
+        return parts
+
+    @property
+    def biases(self) -> tuple[tuple[Tensor, float], ...]:
+        """Operands that were added to the scores, each with the factor that multiplied it afterwards."""
+        bias = self.axes.product.bias
+        own = () if bias is None else ((bias, float(self.probed.arrival.factor.mean())),)
+        return self.trail.biases + own
+
+    @property
+    def softcap(self) -> float | None:
+        """The factor that multiplies a tanh of the scores."""
+        return abs(self.trail.caps[0]) if self.trail.caps else None
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """Scores of the probed rows, (heads, rows, keys), as the operations after the product say."""
+        return self.probed.predicted(self.softcap)
+
+    @property
+    def _adds(self) -> bool:
+        """True if anything but the product is in the scores."""
+        return self.trail.added or self.axes.product.bias is not None
+
+    def scales(self, fitted: "Fit | None") -> Tensor:
+        """Return the slope of the softmax's input on q·k, a value a head."""
+        stated = torch.from_numpy(self.stated.mean(1))
+        if fitted is None:
+            return stated  # what else is in the scores would be taken for a slope
+        slope = fitted.slope.cpu()
+        return torch.where((slope - 1).abs() > DISAGREEMENT, stated * slope, stated)
+
+    @property
+    def stated(self) -> NDArray[np.float64]:
+        """The multiplier of q·k that the operations say, (heads, rows)."""
+        query, key = self.paths
+        return query.signed_factor * key.signed_factor * self.probed.multiplier
+
+    @property
+    def is_pure(self) -> bool:
+        """True if scores are a multiple of q·k and nothing else."""
+        impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
+        return not impure and self.softcap is None
+
+    def gradients(self, factor: float = 1.0) -> GradientLengths:
+        """Follow the gradients of the operands of the product, or of what a factor multiplied to make them."""
+        product, groups = self.axes.product, self.axes.groups
+        entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
+        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners, factor)
+
+    def some(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys spread over their positions, and the last queries: (groups, rows, features)."""
+        last = np.arange(max(0, self.axes.length - TAIL), self.axes.length)
+        spread, tail = (
+            Operands.of(self.axes, self.axes.groups.ravel(), positions)
+            for positions in (spread_positions(self.axes.length, NORMED_ROWS).numpy(), last)
+        )
+        return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
+
+    def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ‖q‖, ‖k‖ and their cosine for each head, padding aside, as they left their projections."""
+        length, keys, every = self.axes.length, int(self._in_product.sum()), every or rows_are_shared()
+        positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
+        some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
+        vectors = some.queries(), some.keys(chosen=columns.numpy())
+        queries, keys_seen = (each.unflatten(0, self.axes.groups.shape) for each in vectors)
+        left_out = _chosen(padding, positions), _chosen(hidden, columns)
+        query, key = mean_lengths_of_both(queries, keys_seen, left_out)
+        of_query, of_key = (torch.from_numpy(np.abs(path.factor).mean(1)) for path in self.paths)
+        return query.cpu() / of_query, key.cpu() / of_key, mean_cosine(queries, keys_seen, left_out).cpu()
+
+    def origins(self) -> Origins:
+        """Return the origins of queries and keys; of a sum of several products, or of mixed heads, none."""
+        if self.trail.other_scores or self.trail.mixed:
+            return Origins()
+        return Origins(*(released(self.probed.origin(queries)) for queries in (True, False)))
+
+    def sinks(self, scores: Tensor) -> Tensor | None:
+        """Return the highest score of the probed rows that is no key's, a value a head; None where all are keys'."""
+        return None if bool(self._in_product.all()) else scores[..., ~self._in_product].amax((-2, -1)).double().cpu()
+
+    def highest_bias(self, scores: Tensor, shown: Tensor) -> float:
+        """Return the most that is added to a score, by the biases that are known and by the probed rows."""
+        if not self._adds:
+            return 0.0
+        known = [float(bias.max()) * by for bias, by in self.biases if is_bias(bias)]
+        rest = (scores - self.predicted)[shown]
+        return max(0.0, *known, float(rest.max()) if self.softcap is None and rest.numel() else 0.0)
+
+    @cached_property
+    def _in_product(self) -> Tensor:
+        """True for keys in the product, False for a sink beside them."""
+        return torch.from_numpy(self.axes.columns != NOWHERE).to(self.scores.device)
+
+    @cached_property
+    def _by_group(self) -> Tensor:
+        """A view of the scores: (…other axes…, queries, keys)."""
+        axes = self.axes
+        moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
+        single = [axis for axis in range(len(axes.shape)) if axis not in moving]
+        view = self.scores.permute(*single, *moving)
+        return view.flatten(-1 - len(axes.query_axes), -2) if axes.query_axes else view.unsqueeze(-2)
+
+    def _by_head(self, groups: Tensor) -> Tensor:
+        """Return (batch, heads, …) of what has a value for each combination of the other axes."""
+        return groups[torch.from_numpy(self.axes.groups).to(groups.device)]
+
+    def rows_at(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
+        chosen = self._by_group.index_select(-2, positions.to(self.scores.device))
+        scores = self._by_head(chosen.reshape(-1, *chosen.shape[-2:])).to(wide_dtype(chosen))
+        may_hide = self.trail.fills or self._shifted or self.finite_gaps
+        if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
+            return scores, None
+        hidden = scores <= NEVER_A_SCORE
+        for fill in self.trail.fills:
+            if NEVER_A_SCORE < fill <= -HIDING_GAP:
+                hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
+        if self._shifted or self.finite_gaps:
+            rows = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
+            scores = scores + torch.from_numpy(rows.shift).to(scores).view(*scores.shape[:3], 1)
+            for gap, highest in self.finite_gaps:
+                hidden |= hidden_by(scores - rows.predicted(self.softcap).view_as(scores), gap, highest)
+        return scores, ~hidden if bool(hidden.any()) else None
+
+    @cached_property
+    def _shifted(self) -> bool:
+        return bool(self.probed.arrival.shift.any())
+
+    @cached_property
+    def finite_gaps(self) -> list[tuple[float, float]]:
+        """Masks that subtract a number which a score may have, too: how much, and the most that they add."""
+        gaps = [(hiding_gap(bias), float(bias.max()), by) for bias, by in self.biases if bias.numel()]
+        found = [(gap * abs(by), highest * by) for gap, highest, by in gaps if gap is not None]
+        return [(gap, highest) for gap, highest in found if HIDING_GAP <= gap < -NEVER_A_SCORE]
+
+    def highest(self) -> Tensor:
+        """Return the largest score there is, a value a head."""
+        if self._shifted:
+            return torch.full((self.heads,), torch.inf, dtype=torch.float64)
+        return self._by_head(self._by_group.amax((-2, -1)).reshape(-1)).amax(0).double()
+
+
+class Fit(NamedTuple):
+    """Fit of scores on their prediction, a value a head."""
+
+    slope: Tensor
+    explained: Tensor  # R²
+
+
+def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Reading:
+    """Return what is known of the way to the softmax; `fitted` where nothing but q·k should be in the probed rows."""
+    query, key = call.paths
+    return Reading(
+        _unread(call, fitted),
+        call.trail.learned_terms,
+        query.learned_factor or key.learned_factor or call.trail.learned_factor,
+        detached_sides(query, key),
+        call.trail.dropped,
+        fill,
+        capped_mask(call.trail, call.softcap),
+        next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
+        scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
+        rescaled_sides(query, key),
+    )
+
+
+def capped_mask(trail: Trail, cap: float | None) -> float | None:
+    """Return what a soft-cap makes of scores that were hidden before it; None where none were."""
+    hides = (
+        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trail.under_cap
+    )
+    return -cap if cap is not None and any(hides) else None
+
+
+def inert_fill(trail: Trail, scores: Tensor, shown: Tensor) -> float | None:
+    """Return the number that a mask puts in the place of some keys of a row, where scores reach it, too."""
+    for fill in trail.fills:
+        filled = (scores == scores.new_tensor(fill)) & shown
+        if abs(fill) < HIDING_GAP and bool((filled.any(-1) & ~filled.all(-1)).any()):
+            return fill
+    return None
+
+
+def fit(predicted: Tensor, scores: Tensor, shown: Tensor) -> Fit:
+    """Fit scores (heads, rows, keys) on their prediction, each row with its own intercept."""
+    both = torch.stack([predicted, scores]).double()
+    if shown.device.type == "cpu" and bool(shown.all()):  # of a GPU it is not asked: that would be to wait for it
+        both -= both.mean(-1, keepdim=True)
+    else:
+        count = shown.sum(-1, keepdim=True).clamp(min=1)
+        both = both.masked_fill(~shown, 0.0)
+        both = (both - both.sum(-1, keepdim=True) / count).masked_fill(~shown, 0.0)
+    x, y = both.flatten(2)
+    together, own, total = (x * y).sum(-1), x.square().sum(-1), y.square().sum(-1)
+    return Fit(_or_one(together / own), _or_one(together.square() / (own * total)))
+
+
+def _or_one(values: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(values), values, 1.0)
+
+
+def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
+    """Return why the multiplier cannot be judged; empty where it can."""
+    if call.axes.between_channels:
+        return "its product sums over positions: channels attend to channels, and d_k is the length"
+    if call.trail.blended:
+        return "an operation between its product and its softmax was not understood"
+    if call.trail.shared_out:
+        return "q·k is one of several terms, by a learned share"
+    why = lost_on_the_way(*call.paths) or differs_by_row(call.stated)
+    if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
+        return why
+    explained = float(fitted.explained.min())
+    return f"q·k as it was read explains {explained:.0%} of the scores" if explained < EXPLAINED else ""
+
+
+def _chosen(left_out: Tensor | None, positions: Tensor) -> Tensor | None:
+    return None if left_out is None else left_out[:, positions.to(left_out.device)]
+
+
+def _stands_out(rest: Tensor, scores: Tensor, visible: Tensor) -> bool:
+    rest, scores = rest[visible], scores[visible]
+    if rest.numel() < 2 or not bool(torch.isfinite(rest).all()):
+        return False
+    return bool(rest.std() > VISIBLE_BIAS * scores.std())
