@@ -19,6 +19,7 @@ TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
 FOLDED_SPREAD = 3.0  # a scale folded into the weights leaves a spread of about one
 HALF_TOLERANCE = 0.02  # scores in half precision are rounded to three digits
 SLIP = 0.3  # of the tolerance: there are many slips, and a number of one's own should not be one by chance
+NO_RULE_GIVES = ("√d_k (multiplied where it should divide)", "1/√heads")  # slips
 STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # of a context, by YaRN: 40 is DeepSeek's
 # YaRN's factors for s = 64 and a plain 2 lie 0.3% apart, so a published rule must be met more closely than a scale.
 CLOSER = 0.1
@@ -119,10 +120,10 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
         return None if excused else specific
     if ignores:
         return _ignored(layer, scale)
-    known = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
-    slip, is_sure = _slip(layer, scale)
-    if known and not (is_sure and not is_declared):
-        return None  # 1/√heads, or 1/√(d_k/2), may be what a rule gives
+    is_published = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
+    slip = next((words for words, value in _slips(layer) if _close(scale, value, SLIP * tolerance)), "")
+    if is_published and (is_declared or slip not in NO_RULE_GIVES):
+        return None  # 1/√(d_k/2), for example, may be what a rule gives
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
     if not slip and (is_declared or is_learned or layer.wiring.normalised):
         return None  # a number of one's own; beside norms it is chosen with them, for both spread the scores
@@ -231,19 +232,10 @@ def _is_folded(layer: Layer) -> bool:
     return bool(query_norm < key_norm * layer.head_dim**-0.25 and spread < FOLDED_SPREAD)
 
 
-def _slip(layer: Layer, scale: float) -> tuple[str, bool]:
-    """Return the slip that has no code of its own which a multiplier is, and if no published rule excuses it."""
-    tolerance, sure = _tolerance(layer), {"√d_k (multiplied where it should divide)": layer.head_dim**0.5}
-    sure["1/√heads"] = layer.heads**-0.5
-    for name, value in sure.items():
-        if _close(scale, value, tolerance):
-            return name, True
-    return next((name for name, value in _other_slips(layer) if _close(scale, value, SLIP * tolerance)), ""), False
-
-
-def _other_slips(layer: Layer) -> Iterator[tuple[str, float]]:
-    """Yield slips in words, and the multiplier that each makes."""
+def _slips(layer: Layer) -> Iterator[tuple[str, float]]:
+    """Yield slips that have no code of their own, in words, and the multiplier that each makes."""
     dim, heads, kv_heads = layer.head_dim, layer.heads, layer.kv_heads
+    yield from zip(NO_RULE_GIVES, (dim**0.5, heads**-0.5), strict=True)
     for width in layer.model_dims:
         for count, of in dict.fromkeys(((heads, "heads"), (kv_heads, "key heads"))):
             yield f"1/√{width / count:g}, the model's width over its {of}, {width}/{count}", (width / count) ** -0.5
