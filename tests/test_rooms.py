@@ -48,8 +48,8 @@ loading             10  1,260   1,300 with checking
 checking             2    240
 comparing            6    770   720
 bench                4    490   420
-lab                 20  3,000   4,500 with claims
-claims              12  1,900
+lab                 22  3,320   4,500 with claims
+claims              12  2,030
 show                21  2,900   2,400
 cli                 13  1,090   950
 """

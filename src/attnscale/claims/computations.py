@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import T5
+from attnscale.lab.experiment import Cell, Settings
+from attnscale.lab.experiments import divisors
 from attnscale.lab.outcomes import Band, band
+from attnscale.lab.sweep import run_cell
 from attnscale.reference import Array, RowStatistics, row_statistics
 from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
@@ -27,7 +30,7 @@ NEAR_ONE = 0.05  # a spread within this of one counts as one
 PAIRS = 2**14  # drawn pairs of q and k, for a variance within about 2%
 ERRORS = 4.0  # standard errors: one sample in 16,000 is further off
 ROWS = 1000  # of drawn scores, each with keys of its own
-TABLES, QUERIES = 16, 256  # whose gradients are compared, each table with keys of its own
+SEEDS = 8  # of the gradients that are compared
 SIGN_PAIRS = 8192  # average products of signs within 0.05
 SAMPLED_ROWS = 2000
 D_MODEL, HEADS = 768, 12  # GPT-2's
@@ -167,24 +170,14 @@ class WithoutScale:
 
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
-    """Compare gradients for random q, k, v and a random gradient at the output, with errors over tables."""
-    rng = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(TABLES):
-        query, key, value, upstream = (
-            torch.randn(rows, dim, generator=rng, dtype=torch.float64) for rows in (QUERIES, keys, keys, QUERIES)
-        )
-        medians, halves = [], []
-        for scale in (1.0, dim**-0.5):
-            q = query.clone().requires_grad_()
-            scores = scale * q @ key.mT
-            gradients = torch.autograd.grad(scores.softmax(-1) @ value, (scores, q), upstream)
-            on_scores, on_query = (gradient.norm(dim=-1) for gradient in gradients)
-            medians.append((on_scores.median().item(), on_query.median().item()))
-            halves.append((on_query.sort().values[: QUERIES // 2].sum() / on_query.sum()).item())
-        (raw_scores, raw_query), (scores_scaled, query_scaled) = medians
-        found.append((raw_scores / scores_scaled, raw_query / query_scaled, *halves))
-    return WithoutScale(*map(band, zip(*found, strict=True)))
+    """Compare gradients for random q, k, v and a random gradient at the output, as `attnscale lab divisors` does."""
+    settings: Settings = {"part": divisors.SHAPES, "head_dim": dim, "keys": keys}
+    cells = {
+        divisor: [run_cell(Cell("divisors", 2, {**settings, "divisor": divisor, "seed": seed})).outcome
+                  for seed in range(SEEDS)]
+        for divisor in ("none", "√d_k")
+    }  # fmt: skip
+    return WithoutScale(*map(band, divisors.without_over_with(cells).values()))
 
 
 # Heads as modules initialise them
