@@ -136,5 +136,5 @@ def _plots(extreme: Outcomes, drawn: Outcomes, models: Outcomes, spreads: Sequen
 
 EXPERIMENT = Experiment(
     "entropy-bound", "How little entropy can scores of a given spread leave, and how near do models come?",
-    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=2,
+    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=2.6,
 )  # fmt: skip

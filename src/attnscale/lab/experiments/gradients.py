@@ -222,4 +222,4 @@ def _plots(jacobians: Outcome, drawn: Outcomes, deep: Outcomes) -> tuple[Plot | 
 
 
 EXPERIMENT = Experiment("gradients", "How much gradient passes softmax, and how much reaches queries and W_q?",
-                        grid, run, conclude, seeds=16, quick_seeds=6, version=4, core_minutes=6.5)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=6, version=4, core_minutes=3.3)  # fmt: skip

@@ -114,5 +114,5 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
 
 EXPERIMENT = Experiment(
     "kappa", "With normalised q and k, which multiplier of their cosine trains best?",
-    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=12,
+    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=36,
 )  # fmt: skip
