@@ -1,4 +1,4 @@
-"""A Hugging Face fine-tune with ScoreCallback: at a rate that suits the model, and at one that does not.
+"""A Hugging Face fine-tune with ScoreCallback: at a rate that suits the model, and at one whose explosion hurts.
 
 The model is made here from a configuration and saved, so nothing is fetched; in your run it is the folder you have.
 
@@ -17,7 +17,7 @@ import attnscale
 from attnscale.models.text import default_text, encode
 from attnscale.train import read_log
 
-LENGTH, STEPS = 64, 40
+LENGTH, STEPS = 64, 80
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -31,7 +31,7 @@ def make_checkpoint(folder: Path) -> None:
 
 
 def fine_tune(checkpoint: Path, folder: Path, learning_rate: float) -> float:
-    """Train on English bytes, recording the scores of every fourth step; the last loss."""
+    """Train on English bytes and record the scores of every fourth step; return the mean loss of the last ten."""
     rows = encode(default_text())[: 512 * LENGTH].view(-1, LENGTH)
     trainer = Trainer(
         LlamaForCausalLM.from_pretrained(checkpoint),
@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         checkpoint = Path(name) / "model"
         make_checkpoint(checkpoint)
-        for learning_rate in (1e-3, 0.1):
+        for learning_rate in (3e-3, 0.1):
             folder = Path(name) / f"{learning_rate:g}"
             folder.mkdir()
             loss = fine_tune(checkpoint, folder, learning_rate)
@@ -64,8 +64,12 @@ def main() -> None:
             for layer in records[0].layers:
                 first, last = (record.layers[layer].whole("max") for record in (records[0], records[-1]))
                 print(f"  {layer}: largest score {first:.3g} at the start, {last:.3g} at step {records[-1].step}")
-            steps = [record.step for record in records for _ in record.alarms]
-            print(f"  {len(steps)} alarms, the first at step {steps[0]}" if steps else "  no alarm")
+            alarms = [(record.step, alarm) for record in records for alarm in record.alarms]
+            if alarms:
+                step, first = alarms[0]
+                print(f"  {len(alarms)} alarms; the first at step {step}: {first.code} in {first.layer}")
+            else:
+                print("  no alarm")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnscale import reference, rules, theory, train
     from attnscale.acting import ClipReport, calibrate_, clip_qk_, rescale_
-    from attnscale.comparing import compare
+    from attnscale.comparing import compare, compare_backends
     from attnscale.diagnose import Finding, audit, what_if
     from attnscale.errors import AttnscaleError
     from attnscale.measure import (
@@ -43,6 +43,7 @@ __all__ = [
     "calibrate_",
     "clip_qk_",
     "compare",
+    "compare_backends",
     "reference",
     "rescale_",
     "rules",
@@ -77,6 +78,7 @@ _HOME = {
     "clip_qk_": "attnscale.acting",
     "rescale_": "attnscale.acting",
     "compare": "attnscale.comparing",
+    "compare_backends": "attnscale.comparing",
     "Monitor": "attnscale.train",
     "QKClip": "attnscale.train",
 }

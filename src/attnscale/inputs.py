@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
 from attnscale.shapes import broadcast, broadcasts_to, scores_shape
+from attnscale.torch_internals import is_mapped
 from attnscale.visibility import Mask, Visibility, is_plain_mask
 
 
@@ -37,6 +38,23 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
         raise SettingError(f"Expected dropout_p between 0 and 1, got {dropout_p}.")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise SettingError(f"Expected a positive, finite softcap, got {softcap}; pass None for no soft-cap.")
+
+
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Raise an error if sinks are not one logit for each head of the query, (…, heads, q_len, head_dim)."""
+    heads = query.shape[-3] if query.dim() > 2 else 1
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
+        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+        raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
+
+
+def refuse_vmap(*tensors: Tensor) -> None:
+    """Refuse tensors that torch.vmap maps over, where lengths or statistics would be of each entry."""
+    if any(map(is_mapped, tensors)):
+        raise InputError(
+            "Expected statistics, and starts of packed sequences, outside torch.vmap, got tensors that it maps over; "
+            "call attnscale for each entry, or put what is mapped over into the batch."
+        )
 
 
 def check_one_mask(attn_mask: Mask, is_causal: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending import twice
+from attnscale.attending import fused
 from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
@@ -13,7 +13,7 @@ from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed
 from attnscale.attending.running import run_sequences
 from attnscale.attending.sequences import as_tokens
 from attnscale.attending.weights import weights_of
-from attnscale.inputs import check_inputs
+from attnscale.inputs import check_inputs, check_sinks
 from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale, apply_scale
 from attnscale.shapes import attention_shape, scores_shape
@@ -32,11 +32,14 @@ def attention(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) V: `F.scaled_dot_product_attention` with any scale and an optional soft-cap.
+    """Return softmax(scale · QKᵀ + mask) V: `F.scaled_dot_product_attention` with any scale, soft-cap and sinks.
 
     `scale` is None (1/√d_k), a number, a tensor that broadcasts to (…, heads, q_len, 1), a rule of
     `attnscale.rules` or its name; `softcap` bounds the scores to softcap · tanh(score / softcap) before the mask.
+    `sinks` is one logit a head, (heads,), that joins the denominator of each of its rows and has no value, as in
+    gpt-oss; zeros make softmax-off-by-one. Gradients reach it.
     It runs on torch's fused kernels, and never forms the full matrix of scores.
 
     >>> q = k = v = torch.eye(4)[None, None]
@@ -44,12 +47,14 @@ def attention(
     tensor([0.2690, 0.7310, 0.0000, 0.0000])
     """
     if any_nested(query, key, value):
-        options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap
-        return in_graph(_attend_nested, scale, query, key, value)(query, key, value, *options)
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks
+        return in_graph(_attend_nested, scale, query, key, value, sinks=sinks)(query, key, value, *options)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
-    call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
-    output = twice.attend(call) if twice.serves(query, key, value, call) else run(call)
+    check_sinks(sinks, query)
+    seen = Visibility.of(attn_mask, is_causal)
+    call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
+    output = fused.attend(call) if fused.differentiates_twice(query, key, value, call) else run(call)
     return output.reshape(shape)
 
 
@@ -66,7 +71,7 @@ def attention_weights(
     *,
     softcap: float | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at.
+    """Return softmax(scale · QKᵀ + mask) itself, (…, heads, q_len, kv_len): the full matrix, for looking at.
 
     Of nested tensors, a nested tensor of the matrices of each sequence.
     """
@@ -93,10 +98,11 @@ def attention_varlen(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     window_size: Window = NO_WINDOW,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """attention() over sequences laid end to end: tokens (total, heads, head_dim), each seeing its own sequence.
+    """Return attention() over sequences laid end to end: tokens (total, heads, head_dim), each seeing its own sequence.
 
     `cu_seqlens_q` says where sequences begin and the last ends, (sequences + 1,), or `document_ids` of which document
     each token is; keys of other lengths have `cu_seqlens_k`. As in flash-attn and torch.nn.attention.varlen, causality
@@ -108,8 +114,8 @@ def attention_varlen(
     """
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    run_packed = in_graph(_attend_packed, scale)
-    return run_packed(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p)
+    run_packed = in_graph(_attend_packed, scale, sinks=sinks)
+    return run_packed(query, key, value, sequences, sinks, seen, scale, enable_gqa, softcap, dropout_p)
 
 
 def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
@@ -118,8 +124,11 @@ def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
     return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
 
 
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, sequences: Given, *options: Any) -> Tensor:
-    return as_tokens(run_sequences(packed_call(query, key, value, *layouts(query, *sequences), *options)))
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Given, sinks: Tensor | None, *options: Any
+) -> Tensor:
+    ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
+    return as_tokens(run_sequences(ragged.with_sinks(sinks)))
 
 
 def _attend_nested(
@@ -132,14 +141,16 @@ def _attend_nested(
     scale: Scale,
     enable_gqa: bool,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     even = even_parts(query, key, value)
     if even is not None:
         parts, wrap = even
         query, key, value = parts
-        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap))
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return wrap(attention(query, key, value, *options, softcap=softcap, sinks=sinks))
     ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
-    return wrap(run_sequences(ragged))
+    return wrap(run_sequences(ragged.with_sinks(sinks)))
 
 
 def scaled_call(
@@ -151,8 +162,9 @@ def scaled_call(
     enable_gqa: bool,
     softcap: float | None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Call:
-    """An attention as the kernels take it: its scale a float, whatever rule gave it, its leading dimensions one."""
+    """Return an attention as the kernels take it: its scale a float, its leading dimensions one."""
     visibility = visibility.within(query.shape[-2], key.shape[-2])
 
     def counts() -> Tensor | None:
@@ -160,4 +172,4 @@ def scaled_call(
 
     scaled_query, scaled_key, factor = apply_scale(scale, query, key, counts)
     scaled_query, factor = above_zero(scaled_query, factor, visibility)
-    return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap)
+    return Call(*fold(scaled_query, scaled_key, value, visibility, enable_gqa), dropout_p, factor, softcap, sinks)

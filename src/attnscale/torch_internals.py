@@ -131,7 +131,12 @@ def unseen(tensor: Tensor) -> bool:
     """Return True if the values of a tensor cannot be read: while compiling, under torch.vmap, fake or on meta."""
     if torch.compiler.is_compiling() or tensor.device.type == "meta":
         return True
-    return is_fake((type(tensor),)) or bool(_is_mapped(tensor, otherwise=False))
+    return is_fake((type(tensor),)) or is_mapped(tensor)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return True if torch.vmap maps over the tensor."""
+    return bool(_is_mapped(tensor, otherwise=False))
 
 
 def sizes_vary(*sizes: int) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 import attnscale
 from attnscale.comparing import Move
+from attnscale.comparing.saved import save
 from attnscale.comparing.sides import portrait_of
 from attnscale.errors import SettingError
 from tests.comparing.models import bundled, encoder, texts, with_a_head
@@ -175,3 +176,39 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(model):
 def test_a_change_is_shown_without_powers_of_ten():
     assert Move("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).told == "× 264 ± 10"
     assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-25.00 ± 0.02"
+
+
+class Masked(nn.Module):
+    """Two layers of attention under a window each."""
+
+    def __init__(self, *windows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.MultiheadAttention(22, 2, batch_first=True) for _ in windows)
+        self.windows = windows
+
+    def forward(self, x):
+        offsets = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            x = x + layer(x, x, x, attn_mask=(offsets > 0) | (offsets <= -window), need_weights=False)[0]
+        return x
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_heads_whose_mask_changed_are_not_moved_by_their_inputs(sequences):
+    batch = torch.randn(sequences, 13, 22)
+    found = attnscale.compare(Masked(5, 7), Masked(6, 7), batch)
+    assert named(found) == {("layers.0", 0), ("layers.0", 1)}
+    assert all(head.sees_others and head.reason == "its mask" for head in found.changed)
+    assert all(head.layer == "layers.1" for head in found.carried)
+    assert "its queries see other keys" in str(found)
+    assert "its queries see other keys" in found.conclusion
+    same = attnscale.compare(Masked(5, 7), Masked(5, 7), batch)
+    assert not any(head.sees_others for head in same.heads)
+
+
+def test_a_saved_check_knows_visible_keys(tmp_path):
+    sides = [portrait_of(Masked(*each), "model", (torch.ones(2, 13, 22),), {}, None) for each in ((5, 7), (5, 8))]
+    save(sides[0], tmp_path / "before.json")
+    found = attnscale.compare(tmp_path / "before.json", sides[1])
+    assert {head.layer for head in found.heads if head.sees_others} == {"layers.1"}

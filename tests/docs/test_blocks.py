@@ -20,6 +20,7 @@ def examples_show_what_they_say(printed):
     calm, wild = trainer.split("learning rate")[1:]
     assert "no alarm" in calm
     assert re.search(r"[1-9]\d* alarms", wild)
+    assert float(re.search(r"loss (\S+)", wild)[1]) > float(re.search(r"loss (\S+)", calm)[1]) + 0.2
     assert all(float(after) > 10 * float(before) for before, after in re.findall(r"score (\S+) to (\S+);", lightning))
     assert "rank 0 wrote 3 records" in ranks
 

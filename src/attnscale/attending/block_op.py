@@ -12,7 +12,6 @@ from attnscale.attending import row_blocks, sdpa
 from attnscale.attending.call import Call
 from attnscale.attending.call_op import SCORES, arguments_of, call_of
 from attnscale.attending.gradients import Dropped, attend_dropping, gradients_of
-from attnscale.attending.mapping import entry_by_entry
 from attnscale.torch_internals import sizes_vary
 
 ARGUMENTS = f"Tensor query, Tensor key, Tensor value, Tensor? seed, float dropout_p, {SCORES}"
@@ -80,5 +79,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attend_blocks.register_autograd(_backward, setup_context=_save)
-entry_by_entry(attend_blocks)
-entry_by_entry(attend_blocks_backward)

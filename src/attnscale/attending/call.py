@@ -24,6 +24,7 @@ class Call:
     dropout_p: float
     scale: float
     softcap: float | None
+    sinks: Tensor | None = None  # (heads,): a logit of each head that joins the denominator of its rows
 
     @property
     def group(self) -> int:

@@ -5,13 +5,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.attending import block_op, flex, row_blocks, sdpa
+from attnscale.attending import block_op, flex, fused, row_blocks, sdpa
 from attnscale.attending.call import Call
 from attnscale.numerics import without_autocast
 
 
 def run(call: Call) -> Tensor:
-    """The output, (batch, heads, q_len, value_dim)."""
+    """Return the output, (batch, heads, q_len, value_dim)."""
+    if call.sinks is not None:
+        return _run_with_sinks(as_autocast(call))
     by_sdpa = call.softcap is None and (not sdpa.materialises(call) or call.query.shape[-2] <= row_blocks.BLOCK_ROWS)
     as_operator = block_op.serves(call)
     if by_sdpa and (sdpa.takes_whole(call) or not as_operator):
@@ -21,6 +23,13 @@ def run(call: Call) -> Tensor:
         if not by_sdpa and flex.serves(call):
             return flex.attend(call)
         return block_op.attend(call) if as_operator else row_blocks.attend(call)
+
+
+def _run_with_sinks(call: Call) -> Tensor:
+    with without_autocast(call.query):
+        if call.softcap is not None and flex.serves(call):
+            return flex.attend(call)
+        return fused.attend(call) if fused.serves(call) else row_blocks.attend(call)
 
 
 def as_autocast(call: Call) -> Call:

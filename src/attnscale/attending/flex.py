@@ -64,6 +64,7 @@ def attend(call: Call) -> Tensor:
         _causal_blocks(call) if call.visibility.is_causal else None,
         call.scale,
         call.grouped,
+        call.sinks,
     )
     return output[..., : call.value.shape[-1]]
 
@@ -76,10 +77,14 @@ def _flex(
     block_mask: BlockMask | None,
     scale: float,
     enable_gqa: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
-    output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-    assert isinstance(output, Tensor)  # a tuple only where lse was asked for
-    return output
+    if sinks is None:
+        output = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
+        assert isinstance(output, Tensor)  # a tuple only where lse was asked for
+        return output
+    output, lse = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse=True)
+    return (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(output.dtype)
 
 
 def _specialisation(call: Call) -> tuple[Hashable, ...]:
@@ -91,6 +96,7 @@ def _specialisation(call: Call) -> tuple[Hashable, ...]:
         *(tensor.shape[1::2] for tensor in tensors),  # heads and head_dim
         None if mask is None else (mask.dtype, *(size > 1 for size in mask.shape)),
         (call.visibility.is_causal, call.scale, call.softcap),
+        None if call.sinks is None else (call.sinks.dtype, call.sinks.requires_grad),
         (torch.is_grad_enabled(), *(tensor.requires_grad for tensor in tensors)),
     )
 

@@ -3,17 +3,13 @@
 For operators of graphs, which autograd does not look into.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call, padded
+from attnscale.attending.call import Call
 from attnscale.attending.row_blocks import blocks
 from attnscale.attending.weights import grouped_matmul, row_weights
 from attnscale.numerics import wide_dtype
-from attnscale.torch_internals import sdpa_backward, sdpa_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -43,31 +39,7 @@ def attend_dropping(call: Call, dropped: Dropped) -> Tensor:
 
 
 def gradients_of(call: Call, grad: Tensor, dropped: Dropped | None) -> Gradients:
-    """Of query, key and value; grad is the output's. By torch's kernels on a CPU, where it has them."""
-    kernels = sdpa_forward(None, "cpu"), sdpa_backward(None, "cpu")
-    some = min(call.query.numel(), call.key.numel(), call.value.numel()) > 0
-    is_plain = call.visibility.is_plain and call.softcap is None and dropped is None
-    if call.query.device.type == "cpu" and is_plain and some and kernels[0] is not None and kernels[1] is not None:
-        return _by_kernels(call, grad, kernels[0], kernels[1])
-    return _by_blocks(call, grad, dropped)
-
-
-def _by_kernels(call: Call, grad: Tensor, forward: Callable[..., Any], backward: Callable[..., Any]) -> Gradients:
-    """The lse of each row is formed again."""
-    query, key, value = call.query, call.key, call.value
-    width, group = max(query.shape[-1], value.shape[-1]), call.group
-    shared = (tensor.repeat_interleave(group, dim=1) if group > 1 else tensor for tensor in (key, value))
-    given = [padded(tensor, width) for tensor in (query, *shared)]
-    settings = {"dropout_p": 0.0, "is_causal": call.visibility.is_causal, "scale": call.scale}
-    output, lse = forward(*given, **settings)[:2]
-    found = backward(padded(grad.contiguous(), width), *given, output, lse, **settings)
-    of_query, of_key, of_value = (
-        each[..., : tensor.shape[-1]] for each, tensor in zip(found, (query, key, value), strict=True)
-    )
-    return of_query, _summed(of_key, group), _summed(of_value, group)
-
-
-def _by_blocks(call: Call, grad: Tensor, dropped: Dropped | None) -> Gradients:
+    """Return the gradients of query, key and value; `grad` is the output's."""
     wide, group = wide_dtype(call.query), call.group
     query, grad = call.query.to(wide), grad.to(wide)
     key, value = (tensor.to(wide).repeat_interleave(group, dim=1) for tensor in (call.key, call.value))

@@ -21,9 +21,11 @@ def any_nested(*tensors: Tensor) -> bool:
     return any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
 
 
-def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
-    """The function, uncompiled where lengths, or a rule of them, are known to Python alone: that makes no graph."""
-    traced = can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
+def in_graph(
+    function: Callable[Given, Result], scale: Scale, *tensors: Tensor, sinks: Tensor | None = None
+) -> Callable[Given, Result]:
+    """Return the function, uncompiled where lengths or a rule are known to Python alone, or with sinks."""
+    traced = sinks is None and can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
     return function if traced else uncompiled(function)
 
 

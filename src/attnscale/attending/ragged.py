@@ -9,6 +9,7 @@ from torch import Tensor
 from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.sequences import Layout, Sequences
 from attnscale.errors import ShapeError
+from attnscale.inputs import check_sinks
 from attnscale.rules.apply import Scale, apply_scale_to_sequences
 from attnscale.visibility import EVERYTHING, Visibility
 
@@ -20,6 +21,11 @@ class Ragged:
     row: Call
     rows: Layout
     keys: Layout
+
+    def with_sinks(self, sinks: Tensor | None) -> "Ragged":
+        """Return the same with a logit of each head, (heads,), in the denominator of each of its rows."""
+        check_sinks(sinks, self.row.query)
+        return replace(self, row=replace(self.row, sinks=sinks))
 
     def calls(self) -> Iterator[Call]:
         """Each sequence as an attention of its own."""

@@ -27,7 +27,7 @@ def attend(call: Call) -> Tensor:
     output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
     for rows, keys in blocks(call):
         attend_rows = partial(_attend_rows, call=call, rows=rows, keys=keys)
-        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.visibility.mask)
+        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys], call.visibility.mask, call.sinks)
         output.append(_recomputed(attend_rows, *tensors) if _recomputes() else attend_rows(*tensors))
     return torch.cat(output, dim=-2).to(call.query.dtype)
 
@@ -42,11 +42,19 @@ def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, call: Call, rows: slice, keys: slice
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    call: Call,
+    rows: slice,
+    keys: slice,
 ) -> Tensor:
     seen = call.visibility
     bias = Visibility(seen.last, seen.first, attn_mask, seen.documents).added(rows, keys, query)
-    weights = row_weights(query, key, bias, call.scale, call.softcap)
+    weights = row_weights(query, key, bias, call.scale, call.softcap, sinks)
     if call.dropout_p > 0.0:
         weights = F.dropout(weights, call.dropout_p)
     return grouped_matmul(weights, value)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnscale.attending import flex, varlen
 from attnscale.attending.choosing import as_autocast, run
-from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, backward, output_of, ragged_of, save
+from attnscale.inputs import refuse_vmap
 from attnscale.numerics import without_autocast
 from attnscale.torch_internals import unseen, without_modes
 
@@ -24,6 +24,7 @@ def run_sequences(ragged: Ragged) -> Tensor:
         with without_autocast(cast.row.query):
             return varlen.attend(cast)
     if unseen(ragged.rows.offsets):
+        refuse_vmap(ragged.rows.offsets, ragged.keys.offsets)
         output: Tensor = attend_sequences(*arguments_of(cast))
         return output
     return joined([run(call) for call in ragged.calls()], ragged)
@@ -54,4 +55,3 @@ def _attend_sequences_fake(query: Tensor, key: Tensor, value: Tensor, *given: An
 
 
 attend_sequences.register_autograd(backward, setup_context=save)
-entry_by_entry(attend_sequences)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.attending.gradients import Dropped, attend_dropping, gradients_of
-from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.sequences import Layout
 from attnscale.visibility import Visibility
@@ -75,9 +74,6 @@ def sequences_backward(grad: Tensor, *given: Any) -> list[Tensor]:
 @sequences_backward.register_fake
 def _sequences_backward_fake(grad: Tensor, *given: Any) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in given[:3]]
-
-
-entry_by_entry(sequences_backward)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

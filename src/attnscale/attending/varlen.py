@@ -18,7 +18,13 @@ def serves(ragged: Ragged) -> bool:
     """Whether a kernel takes all sequences at once: on CUDA, without a soft-cap, windows in half precision alone."""
     row = ragged.row
     widest = max(row.query.shape[-1], row.value.shape[-1])
-    fits = row.query.is_cuda and row.softcap is None and row.query.dtype in KERNEL_DTYPES and widest <= WIDEST_HEAD
+    fits = (
+        row.query.is_cuda
+        and row.softcap is None
+        and row.sinks is None
+        and row.query.dtype in KERNEL_DTYPES
+        and widest <= WIDEST_HEAD
+    )
     if not fits or not row.query.numel() or not row.key.numel():
         return False
     _, efficient = _enabled()

@@ -15,17 +15,28 @@ def weights_of(call: Call) -> Tensor:
         return row_weights(query, key, bias, call.scale, call.softcap).to(call.query.dtype)
 
 
-def row_weights(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); a row that sees nothing gets zeros, as in SDPA."""
+def row_weights(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); a row that sees nothing gets zeros, as in SDPA."""
     scores = grouped_matmul(query * scale, key.mT)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is None:
+    scores = scores if bias is None else scores + bias
+    if sinks is not None:
+        own = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    if bias is None and sinks is None:
         return torch.softmax(scores, dim=-1)
-    scores = scores + bias
     blind = scores.isneginf().all(dim=-1, keepdim=True)
     # Filled before softmax too: its backward would turn the NaN of such a row into a NaN gradient.
-    return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    return weights if sinks is None else weights[..., :-1]
 
 
 def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:

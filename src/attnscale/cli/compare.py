@@ -6,6 +6,7 @@ import typer
 
 from attnscale.cli import arguments
 from attnscale.cli.output import AsJson, print_json, tell
+from attnscale.errors import SettingError
 from attnscale.extras import require_extra
 from attnscale.files import write_whole
 
@@ -18,7 +19,16 @@ Tolerance = Annotated[float, typer.Option(help="Ignore changes below this: relat
 
 def compare(
     a: Annotated[str, typer.Argument(help=f"The first: {SIDE}", show_default=False)],
-    b: Annotated[str, typer.Argument(help="The second, of any of these kinds.", show_default=False)],
+    b: Annotated[
+        str | None, typer.Argument(help="The second, of any of these kinds; none with --backends.", show_default=False)
+    ] = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Run one transformers model, A, with each of these attention implementations: eager,sdpa,flex,flash.",
+        ),
+    ] = None,
     html: arguments.Html = None,
     rows: arguments.Rows = None,
     text: arguments.Text = None,
@@ -39,23 +49,31 @@ def compare(
     new findings and those that are gone. The exit status is 0 whatever changed, and 2 if the two have no layer in
     common; use `attnscale check --against` in a build.
 
+    With --backends, one model and one batch: scale, soft-cap, visible keys, sinks and output of each layer under each
+    implementation, and what differs from the first one. The exit status is 1 if a layer differs, and 2 if fewer than
+    two of them could run.
+
     Example: attnscale compare before/ after/ --html changes.html
     """
+    if (b is None) == (backends is None):
+        raise SettingError("Expected two models to compare, or one and --backends, as in --backends eager,sdpa.")
     words, sequences = arguments.read_input(rows, text, tokens, data, length)
     if html is not None:
         require_extra("report", "A report")
         arguments.require_writable(html)
     with arguments.progress() as report:
         report("importing torch")
-        from attnscale.comparing import compare_portraits
-        from attnscale.comparing.comparison import require_tolerance
-        from attnscale.comparing.sides import portrait_by_name
+        from attnscale.comparing import BackendComparison, Comparison
+        from attnscale.comparing.sides import backends_by_name, compare_by_name
         from attnscale.loading import Request
 
-        require_tolerance(tolerance)
         request = Request(None, words, length, device, False, sequences, report, model_type, base=base)
-        before, after = (portrait_by_name(name, request, rows) for name in (a, b))
-        found = compare_portraits(before, after, tolerance)
+        found: Comparison | BackendComparison
+        if b is None:
+            names = tuple(name.strip() for name in (backends or "").split(",") if name.strip())
+            found = backends_by_name(a, request, names, rows)
+        else:
+            found = compare_by_name(a, b, request, rows, tolerance)
         if html is not None:
             from attnscale.show.report import comparison_page
 
@@ -69,6 +87,7 @@ def compare(
         show_comparison(found)
     if html is not None:
         tell(f"The report is in {html}.")
-    if not found.heads:
+    if not found.is_compared:
         tell("No layer was compared, so the exit status is 2.")
         raise typer.Exit(2)
+    raise typer.Exit(int(isinstance(found, BackendComparison) and found.first is not None))

@@ -20,17 +20,19 @@ UNPAIRED = "The inputs differ, so the error of a change includes the difference 
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One head: its changes, and whether they come from its own weights or from its inputs."""
+    """One head: its changes, and whether they come from itself or from its inputs."""
 
     layer: str
     head: int
     moves: Mapping[str, Move]
     same_parameters: bool = False  # those that make its queries and keys, as far as is known
+    sees_others: bool = False  # its queries see other keys of the same inputs: its mask changed
 
     @property
     def carried(self) -> bool:
-        """True if its weights and its scale are as before, so its inputs changed it."""
-        return self.same_parameters and not ("scale_applied" in self.moves and self.moves["scale_applied"].is_beyond)
+        """True if its weights, its scale and its visible keys are as before, so its inputs changed it."""
+        rescaled = "scale_applied" in self.moves and self.moves["scale_applied"].is_beyond
+        return self.same_parameters and not rescaled and not self.sees_others
 
     @property
     def changed(self) -> list[Move]:
@@ -57,14 +59,25 @@ class HeadChange:
         """The layer and the head."""
         return f"{self.layer}, head {self.head}"
 
+    @property
+    def reason(self) -> str:
+        """What changed it: its mask, its inputs, or its own weights or scale."""
+        return "its mask" if self.sees_others else "its inputs" if self.carried else "its own weights"
+
+    @property
+    def told(self) -> str:
+        """Its changes in words, the largest first."""
+        changes = [*(["its queries see other keys"] if self.sees_others else []), *map(str, self.changed)]
+        return "; ".join(changes) or "no change larger than its error"
+
     def __str__(self) -> str:
-        changes = "; ".join(str(move) for move in self.changed) or "no change larger than its error"
-        return printable(f"{self.place}: {changes}")
+        return printable(f"{self.place}: {self.told}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         moves = {name: move.to_dict() for name, move in self.moves.items()}
-        return {"layer": self.layer, "head": self.head, "carried": self.carried, "moves": moves}
+        place = {"layer": self.layer, "head": self.head}
+        return {**place, "carried": self.carried, "sees_others": self.sees_others, "moves": moves}
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +94,7 @@ class Comparison(Result):
 
     @cached_property
     def changed(self) -> tuple[HeadChange, ...]:
-        """Heads whose own weights or scale changed, the most changed first."""
+        """Heads whose own weights, scale or mask changed, the most changed first."""
         return tuple(head for head in self._moved if not head.carried)
 
     @cached_property
@@ -98,9 +111,14 @@ class Comparison(Result):
         ]
 
     @property
+    def is_compared(self) -> bool:
+        """True if the two have a layer in common."""
+        return bool(self.heads)
+
+    @property
     def conclusion(self) -> str:
         """The verdict in one sentence."""
-        if not self.heads:
+        if not self.is_compared:
             return "Nothing to compare: the two have no layer in common."
         if not self._moved:
             said = f"No head of {len(self.heads)} changed by more than its error"
@@ -110,7 +128,7 @@ class Comparison(Result):
             most = self.changed[0]
             error = "its error" if len(self.changed) == 1 else "their error, most of all"
             said = f"{len(self.changed)} of {_heads(len(self.heads))} changed by more than {error}: "
-            said += f"{most.place}, {most.changed[0]}"
+            said += f"{most.place}, {most.told.split('; ')[0]}"
             said += f"; the inputs of {_heads(len(self.carried))} changed too" if self.carried else ""
         new = f" {_count(len(self.new), 'new finding')}." if self.new else ""
         gone = f" {_count(len(self.gone), 'finding')} gone." if self.gone else ""
@@ -118,7 +136,7 @@ class Comparison(Result):
 
     @cached_property
     def _moved(self) -> list[HeadChange]:
-        return sorted((head for head in self.heads if head.changed), key=lambda head: -head.size)
+        return sorted((head for head in self.heads if head.changed or head.sees_others), key=lambda head: -head.size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it: None for a number that is not finite."""
@@ -171,13 +189,15 @@ def compare_portraits(before: Portrait, after: Portrait, tolerance: float = TOLE
 
 def _heads_of(name: str, before: LayerPortrait, after: LayerPortrait, paired: bool) -> Iterator[HeadChange]:
     shared = [each for each in COMPARED if each in before.samples and each in after.samples]
+    same_inputs, both_known = paired, bool(before.visible and after.visible)
     paired = paired and before.count == after.count
     for head in range(before.heads):
         moves = {
             each: move_of(each, before.samples[each][:, head], after.samples[each][:, head], paired) for each in shared
         }
         one, other = (side.digests[head] if side.digests else "" for side in (before, after))
-        yield HeadChange(name, head, moves, bool(one) and one == other)
+        sees_others = same_inputs and both_known and before.visible[head] != after.visible[head]
+        yield HeadChange(name, head, moves, bool(one) and one == other, sees_others)
 
 
 def _key(finding: Finding) -> tuple[str, int | None, str, str]:

@@ -74,8 +74,8 @@ def move_of(name: str, before: Numbers, after: Numbers, paired: bool) -> Move:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = name in RATIOS
         one, other = (np.log(np.abs(each)) if logs else each for each in (before, after))
+        differences = _known(other - one) if paired else one
     if paired:
-        differences = _known(other - one)
         change, variance, freedom = _mean(differences), _squared_error(differences), float(len(differences) - 1)
     else:
         one, other = _known(one), _known(other)

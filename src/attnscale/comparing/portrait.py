@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from attnscale.comparing.visible import VisibleKeys
 from attnscale.diagnose import Audit
 from attnscale.diagnose.finding import Finding
 from attnscale.measure.statistics import STATISTICS
@@ -38,6 +39,7 @@ class LayerPortrait:
 
     samples: Mapping[str, Numbers]
     digests: tuple[str, ...] = ()  # for each head, of the parameters that make its queries and keys; empty: unknown
+    visible: tuple[str, ...] = ()  # for each head, of the keys that each query sees; empty: unknown
 
     @property
     def heads(self) -> int:
@@ -79,7 +81,11 @@ def portray(
         calls = [(tuple(args), dict(kwargs))]
         runs = [_watch(model, calls[0], rows)]
     digests = _digests_of(model, runs[0])
-    layers = {name: _layer([run[name] for run in runs if name in run], digests[name]) for name in runs[0]}
+    visible = {name: _visible_digests(layer) for name, layer in audit.layers.items()}
+    layers = {
+        name: _layer([run[name] for run in runs if name in run], digests[name], visible.get(name, ()))
+        for name in runs[0]
+    }
     notes = (ONE_SEQUENCE,) if len(calls) == 1 else ()
     inputs = _digest({f"{number}": tensor for number, tensor in enumerate(_tensors(calls))})
     return Portrait(title, fed, layers, tuple(audit.findings), inputs, notes)
@@ -92,12 +98,18 @@ def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer
     return seen.layers
 
 
-def _layer(runs: Sequence[Layer], digests: tuple[str, ...]) -> LayerPortrait:
+def _visible_digests(layer: Layer) -> tuple[str, ...]:
+    visible = VisibleKeys.of(layer)
+    return () if visible is None else visible.digests(layer.heads)
+
+
+def _layer(runs: Sequence[Layer], digests: tuple[str, ...], visible: tuple[str, ...]) -> LayerPortrait:
     numbers = {name: [STATISTICS[name].of(layer.stats) for layer in runs] for name in OF_STATS}
     numbers |= {name: [getattr(layer, attribute) for layer in runs] for name, attribute in OF_LAYERS.items()}
     return LayerPortrait(
         {name: np.stack([each.detach().double().cpu().numpy() for each in values]) for name, values in numbers.items()},
         digests,
+        visible,
     )
 
 

@@ -52,6 +52,7 @@ def to_dict(portrait: Portrait) -> dict[str, Any]:
     layers = {
         name: {
             "made": list(layer.digests),
+            "visible": list(layer.visible),
             "samples": {statistic: _rounded(numbers) for statistic, numbers in layer.samples.items()},
         }
         for name, layer in portrait.layers.items()
@@ -80,21 +81,25 @@ def from_dict(saved: Any) -> Portrait:
     findings = tuple(Finding(**finding) for finding in saved.get("findings", ()))
     if not {finding.severity for finding in findings} <= set(SEVERITIES):
         raise ValueError("a finding has an unknown severity")
-    layers = {name: _layer(name, layer["samples"], layer.get("made", ())) for name, layer in saved["layers"].items()}
+    layers = {
+        name: _layer(name, layer["samples"], layer.get("made", ()), layer.get("visible", ()))
+        for name, layer in saved["layers"].items()
+    }
     notes = tuple(map(str, saved.get("notes", ())))
     return Portrait(str(saved["title"]), str(saved["fed"]), layers, findings, str(saved["inputs"]), notes)
 
 
-def _layer(name: str, saved: dict[str, Any], digests: list[str]) -> LayerPortrait:
+def _layer(name: str, saved: dict[str, Any], digests: list[str], visible: list[str]) -> LayerPortrait:
     samples = {each: np.array(numbers, dtype=np.float64) for each, numbers in saved.items() if each in COMPARED}
     shapes = {numbers.shape for numbers in samples.values()}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 2 or 0 in shape:
         raise ValueError(f"the samples of the layer {name!r} are not (samples, heads) for every statistic")
     if any(np.isinf(numbers).any() for numbers in samples.values()):
         raise ValueError(f"a sample of the layer {name!r} is infinite")
-    if digests and len(digests) != shape[1]:
-        raise ValueError(f"the layer {name!r} has {len(digests)} digests for {shape[1]} heads")
-    return LayerPortrait(samples, tuple(map(str, digests)))
+    for found in (digests, visible):
+        if found and len(found) != shape[1]:
+            raise ValueError(f"the layer {name!r} has {len(found)} digests for {shape[1]} heads")
+    return LayerPortrait(samples, tuple(map(str, digests)), tuple(map(str, visible)))
 
 
 def _rounded(numbers: Numbers) -> list[list[float]]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch import nn
 
+from attnscale.comparing.backend_comparison import BackendComparison
+from attnscale.comparing.backends import compared_backends, require_backends
 from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_portraits, require_tolerance
 from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, portray
 from attnscale.comparing.saved import is_saved, read, save
@@ -82,6 +84,27 @@ def portrait_by_name(name: str, request: "Request", rows: int | None = None) -> 
     if Path(name).is_file() and is_saved(Path(name)):
         return read(Path(name))
     return _checked_portrait(replace(request, model=None if name == BUNDLED else name), rows)[1]
+
+
+def compare_by_name(a: str, b: str, request: "Request", rows: int | None, tolerance: float) -> Comparison:
+    """Compare two sides by their names, as the command line gives them."""
+    require_tolerance(tolerance)
+    before, after = (portrait_by_name(name, request, rows) for name in (a, b))
+    return compare_portraits(before, after, tolerance)
+
+
+def backends_by_name(
+    name: str, request: "Request", backends: tuple[str, ...], rows: int | None = None
+) -> BackendComparison:
+    """Load a model, and run it with each of these attention implementations."""
+    from attnscale.loading import load_model, offline
+
+    require_backends(backends)
+    with offline():
+        loaded = load_model(replace(request, model=None if name == BUNDLED else name))
+        request.report("running the model with each backend")
+        found = compared_backends(loaded.model, loaded.args, loaded.kwargs, backends, rows)
+    return replace(found, title=loaded.title, fed=loaded.input_description, notes=(*loaded.notes, *found.notes))
 
 
 def _checked_portrait(

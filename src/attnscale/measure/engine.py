@@ -1,5 +1,6 @@
 """Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,12 +9,12 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, in_graph
-from attnscale.inputs import check_inputs
+from attnscale.inputs import check_inputs, check_sinks
 from attnscale.measure import dense_op, nested, plan
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda.layout import is_intercepted
-from attnscale.measure.measuring import check_rows, check_sinks, moments_of
+from attnscale.measure.measuring import check_rows, moments_of
 from attnscale.measure.measuring import measured as measured  # watching asks here for it
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import Unpooled
@@ -57,7 +58,7 @@ def score_stats(
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
         call = scaled_call(query, key, key, seen, scale, enable_gqa, softcap)
-        check_sinks(sinks, call.query.shape[1])
+        check_sinks(sinks, call.query)
         return _measured(call, rows, sinks)
 
 
@@ -97,16 +98,17 @@ def attention_with_stats(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
-    """attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
+    """Return attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        run_nested = in_graph(nested.attention_with_stats, scale, query, key, value)
-        return run_nested(query, key, value, rows, *options)
+        run_nested = in_graph(nested.attention_with_stats, scale, query, key, value, sinks=sinks)
+        return run_nested(query, key, value, rows, sinks, *options)
     kind = None
-    if attn_mask is None and softcap is None:
+    if attn_mask is None and softcap is None and sinks is None:
         kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
         planned = plan.PLANS.get(kind)
         if planned is not None:
@@ -114,7 +116,13 @@ def attention_with_stats(
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     check_rows(rows)
     shape = attention_shape(query, key, value, enable_gqa)
-    call = scaled_call(query, key, value, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap, dropout_p)
+    check_sinks(sinks, query)
+    seen = Visibility.of(attn_mask, is_causal)
+    call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
+    if sinks is not None:
+        output = run(call)
+        with torch.no_grad(), without_autocast(call.query):
+            return output.reshape(shape), _measured(replace(call, sinks=None), rows, sinks)
     way: plan.Planned | None = None
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
@@ -123,9 +131,7 @@ def attention_with_stats(
     elif rows is not None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
         way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)
-    elif rows is None and dense_op.attends_unseen(call):
-        output, stats = dense_op.attend_unseen(call)
-    elif rows is None and on_cpu.serves(call):
+    elif rows is None and not unseen(call.query) and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.errors import SettingError, ShapeError
+from attnscale.errors import SettingError
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
@@ -26,13 +26,6 @@ def check_rows(rows: int | None) -> None:
     """Refuse what is no number of rows."""
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
-
-
-def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Refuse sinks that are not one logit for each query head."""
-    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
-        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
-        raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
 
 
 def measured(call: Call, rows: int | None, lse: Tensor | None = None, sinks: Tensor | None = None) -> ScoreStats:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.nested import nested_call
-from attnscale.measure.measuring import check_sinks, moments_of
+from attnscale.inputs import check_sinks
+from attnscale.measure.measuring import moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import with_sinks
 from attnscale.measure.sequences import moments_of_sequences
@@ -20,6 +21,7 @@ def attention_with_stats(
     key: Tensor,
     value: Tensor,
     rows: int | None,
+    sinks: Tensor | None,
     attn_mask: Mask,
     is_causal: bool,
     scale: Scale,
@@ -29,7 +31,7 @@ def attention_with_stats(
 ) -> tuple[Tensor, ScoreStats]:
     """The output, nested as the query is, and the statistics of its scores."""
     ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
-    output, stats = attend_with_stats(ragged, rows)
+    output, stats = attend_with_stats(ragged, rows, sinks)
     return wrap(output), stats
 
 
@@ -47,7 +49,7 @@ def score_stats(
     """Of the scores of every sequence with itself."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
-        check_sinks(sinks, ragged.row.query.shape[1])
+        check_sinks(sinks, ragged.row.query)
         return with_sinks(measure(ragged, rows), sinks)
 
 

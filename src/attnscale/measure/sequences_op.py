@@ -7,21 +7,26 @@ import torch
 from torch import Tensor
 
 from attnscale.attending import sequences_op, varlen
-from attnscale.attending.mapping import entry_by_entry
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.running import in_operator, run_sequences
 from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, output_of, ragged_of
 from attnscale.measure import sequences
+from attnscale.measure.pool import with_sinks
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.numerics import without_autocast
 from attnscale.torch_internals import in_transform, unseen
 
 Measured = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_with_stats(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
-    """The output and the statistics of every row, or of about this many a head."""
+def attend_with_stats(ragged: Ragged, rows: int | None, sinks: Tensor | None = None) -> tuple[Tensor, ScoreStats]:
+    """Return the output, and the statistics of every row or of about this many a head."""
+    if sinks is not None:
+        output = run_sequences(ragged.with_sinks(sinks))
+        with torch.no_grad(), without_autocast(ragged.row.query):
+            return output, with_sinks(measure(ragged, rows), sinks)
     if not unseen(ragged.rows.offsets):
         if not in_transform():
             return sequences.attend_sequences(ragged, rows)
@@ -89,4 +94,3 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
 
 
 measured_sequences.register_autograd(_backward, setup_context=_save)
-entry_by_entry(measured_sequences)

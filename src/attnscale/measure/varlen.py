@@ -27,6 +27,7 @@ def attention_varlen_with_stats(
     enable_gqa: bool = False,
     *,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     window_size: Window = NO_WINDOW,
     document_ids: Tensor | None = None,
     rows: int | None = None,
@@ -44,12 +45,13 @@ def attention_varlen_with_stats(
     check_rows(rows)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    return in_graph(_attend, scale)(query, key, value, sequences, rows, seen, scale, enable_gqa, softcap, dropout_p)
+    run = in_graph(_attend, scale, sinks=sinks)
+    return run(query, key, value, sequences, rows, sinks, seen, scale, enable_gqa, softcap, dropout_p)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Given, rows: int | None, *options: Any
+    query: Tensor, key: Tensor, value: Tensor, sequences: Given, rows: int | None, sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
     ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
-    output, stats = attend_with_stats(ragged, rows)
+    output, stats = attend_with_stats(ragged, rows, sinks)
     return as_tokens(output), stats

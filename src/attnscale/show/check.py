@@ -9,6 +9,7 @@ from rich.text import Text
 
 from attnscale.checking import Checked, Group
 from attnscale.comparing import Comparison, HeadChange
+from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.diagnose import Finding
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.what_if import COLUMNS
@@ -118,7 +119,15 @@ def _print_what_if(checked: Checked, console: Console) -> None:
     _print_left_out(headings, staying, console)
 
 
-def show_comparison(comparison: Comparison) -> None:
+def show_comparison(comparison: Comparison | BackendComparison) -> None:
+    """Print a comparison of two models, or of the backends of one."""
+    if isinstance(comparison, BackendComparison):
+        _show_backends(comparison)
+    else:
+        _show_sides(comparison)
+
+
+def _show_sides(comparison: Comparison) -> None:
     """Print the heads that changed most, new findings and those that are gone, and the conclusion."""
     console = Console()
     for word, title in (("from", comparison.before), ("to", comparison.after)):
@@ -136,6 +145,26 @@ def show_comparison(comparison: Comparison) -> None:
     _print(comparison.conclusion, console, style)
 
 
+def _show_backends(comparison: BackendComparison) -> None:
+    """Print the layers under each backend, what differs, backends that did not run, and the conclusion."""
+    console = Console()
+    _print(comparison.title, console, "bold")
+    _print(f"on {comparison.fed}, {' and '.join(comparison.backends) or 'no backend'}", console)
+    for layer in dict.fromkeys(row.layer for row in comparison.rows):
+        table = _table(*HEADINGS[1:])
+        for cells, row in zip(comparison.cells(), comparison.rows, strict=True):
+            if row.layer == layer:
+                table.add_row(*map(printable, cells[1:]), style="yellow" if row.differences else "")
+        console.print()
+        _print(layer, console, "dim")
+        console.print(table)
+    console.print()
+    for sentence in (*map(str, comparison.differing), *comparison.remarks):
+        _print(sentence, console)
+    style = "bold green" if comparison.is_compared and comparison.first is None else "bold yellow"
+    _print(comparison.conclusion, console, style)
+
+
 def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> None:
     if not heads:
         return
@@ -143,7 +172,7 @@ def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> N
     _print(title, console, "dim")
     for head in heads[:SHOWN]:
         _print(head.place, console, "bold")
-        for sentence in (*map(str, head.changed), f"{head.by_factor}."):
+        for sentence in (*head.told.split("; "), f"{head.by_factor}."):
             _print_indented(sentence, console)
     if len(heads) > SHOWN:
         _print(f"and {len(heads) - SHOWN} more, which moved less", console, "dim")

@@ -11,6 +11,7 @@ from typing import Any
 
 from attnscale.acting.clip import ClipReport
 from attnscale.checking import Checked
+from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.comparing.comparison import Comparison
 from attnscale.diagnose.audit import Audit
 from attnscale.diagnose.finding import grouped
@@ -146,8 +147,8 @@ def _(comparison: Comparison) -> View:
     changed = [*comparison.changed, *comparison.carried]
     rows = (
         ("warning" if head.worse else "note", [
-            head.layer, str(head.head), "; ".join(map(str, head.changed)), str(head.by_factor),
-            "its inputs" if head.carried else "its own weights",
+            head.layer, str(head.head), head.told, str(head.by_factor),
+            head.reason,
         ])
         for head in changed
     )  # fmt: skip
@@ -160,6 +161,14 @@ def _(comparison: Comparison) -> View:
     )
     tone, headings = "warning" if comparison.worse else "fine", ("layer", "head", "change", "by factor", "cause")
     return View("Comparison", comparison.conclusion, headings, rows, records, tone, (*notes, *comparison.notes))
+
+
+@view_of.register
+def _(comparison: BackendComparison) -> View:
+    tones = ("warning" if row.differences else "fine" for row in comparison.rows)
+    rows, notes = zip(tones, comparison.cells(), strict=True), (*map(str, comparison.differing), *comparison.remarks)
+    tone, records = "fine" if comparison.first is None else "warning", map(asdict, comparison.rows)
+    return View("BackendComparison", comparison.conclusion, HEADINGS, rows, records, tone, notes)
 
 
 @view_of.register

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
+from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.comparing.moves import LEVEL
 from attnscale.comparing.portrait import COMPARED, RATIOS
 from attnscale.diagnose.finding import grouped
@@ -157,8 +158,10 @@ def _method(checked: Checked) -> Section:
     return Section("method", "How it was measured", (text, errors_of(checked.audit.layers), words_of_models()))
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: Comparison | BackendComparison) -> str:
     """Return the report of a comparison as a string."""
+    if isinstance(comparison, BackendComparison):
+        return render(backends_report(comparison))
     return render(comparison_report(comparison))
 
 
@@ -188,8 +191,36 @@ def comparison_report(comparison: Comparison) -> Page:
     )
 
 
+def backends_report(comparison: BackendComparison) -> Page:
+    """Return what `attnscale compare MODEL --backends` found, as a report."""
+    notes = [
+        Note("warning", "differs", f"{each.message}.", each.what, f"{row.layer}, {row.backend}")
+        for row in comparison.differing
+        for each in row.differences
+    ]
+    tones = ("warning" if row.differences else "fine" for row in comparison.rows)
+    lines = tuple(Row(cells, tone=tone) for cells, tone in zip(comparison.cells(), tones, strict=True))
+    table = Table(HEADINGS, (("", lines),), frozenset({0, 1, len(HEADINGS) - 1}))
+    told = (
+        f"The same weights and the same batch ({comparison.fed}), once with each backend, in evaluation mode. The "
+        "output is that of the layer's module; its change is relative to the first backend, without padding. "
+        "A layer whose inputs changed already is not listed for its output."
+    )
+    return Page(
+        kind="attnscale compare --backends",
+        title=comparison.title,
+        verdict=comparison.conclusion,
+        tone="fine" if comparison.is_compared and comparison.first is None else "warning",
+        notes=tuple(notes),
+        sections=(
+            *((Section("layers", "Layer by layer", (table,)),) if lines else ()),
+            Section("method", "How it was compared", (told, *comparison.remarks)),
+        ),
+    )
+
+
 def _change(head: HeadChange) -> Note:
-    told = f"{'; '.join(map(str, head.changed))}."
+    told = f"{head.told}."
     return Note("warning" if head.worse else "note", "changed", told, "", head.place, f"{head.by_factor}.")
 
 
@@ -242,6 +273,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
 
 def _moves(head: HeadChange, shown: list[str]) -> Row:
     cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
-    verdict = "no" if not head.changed else "its inputs" if head.carried else "its weights"
-    tone = "warning" if head.worse else "note" if head.changed else "fine"
+    has_changed = head.changed or head.sees_others
+    verdict, tone = (head.reason, "note") if has_changed else ("no", "fine")
+    tone = "warning" if head.worse else tone
     return Row((str(head.head), *cells, verdict), head.place, tone)

@@ -125,7 +125,7 @@ def finish_kernel(
         outcomes = visible
         if HAS_SINKS:  # one more key, as RowSums.with_sinks() adds it
             logit = tl.load(sinks_at + head)
-            beyond = tl.where(kept, logit - largest.to(tl.float64), 0.0)
+            beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows left out have none: −∞ − −∞
             raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
             of_keys, own = total * tl.exp(-raised), tl.exp(below)
             total = of_keys + own

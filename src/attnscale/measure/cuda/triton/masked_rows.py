@@ -212,7 +212,8 @@ def masked_kernel(
         tl.store(to + 3 * plane, tl.div_rn(tl.div_rn(square, some), some), mask=kept)
         tl.store(to + 4 * plane, mean, mask=kept)
         tl.store(to + 5 * plane, tl.maximum(deviation, 0.0), mask=kept)
-        below = tl.minimum(first_score - highest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        peak = tl.where(number == 0.0, 0.0, highest)  # a row that sees nothing has none: −∞ − −∞
+        below = tl.minimum(first_score - peak, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(to + 6 * plane, tl.where(number == 0.0, 0.0, below), mask=kept)
         tl.store(to + 7 * plane, number, mask=kept)
 

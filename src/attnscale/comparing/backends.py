@@ -1,0 +1,276 @@
+"""compare_backends: one model, the same weights and one batch, with each of its attention implementations.
+
+The implementation is set by transformers (`set_attn_implementation`), so that what runs is what a user gets.
+"""
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.comparing.backend_comparison import BackendComparison, BackendDifference, BackendLayer
+from attnscale.comparing.visible import VisibleKeys, differences
+from attnscale.declared import Authority
+from attnscale.errors import ModelError, SettingError
+from attnscale.loading.model_errors import describe, quiet
+from attnscale.module_paths import modules_by_path
+from attnscale.numerics import HALF_DTYPES
+from attnscale.plain import readable
+from attnscale.watching.layer import Layer
+from attnscale.watching.settings import Settings
+from attnscale.watching.watch import watched
+
+Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+NAMES = {"flex": "flex_attention", "flash": "flash_attention_2"}  # what transformers calls them
+SAME_SCALE = 0.02  # relative: a slope fitted to scores in half precision
+# Of the length of an output. Kernels sum in another order: 1e-6 in float32, 5e-3 in bfloat16 on small models.
+SAME_OUTPUT, SAME_HALF_OUTPUT = 1e-3, 0.03
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One backend's layers, and the inputs and outputs of their modules."""
+
+    backend: str
+    layers: Mapping[str, Layer]
+    tensors: Mapping[str, list[tuple[Tensor | None, Tensor | None]]]
+
+    def tensors_of(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+        """Return the input and the output of the layer's module, at its own depth where the module runs repeatedly."""
+        runs = self.tensors.get(layer.module, [])
+        depth = layer.name.rpartition("[")[2].rstrip("]") if layer.name.endswith("]") else "0"
+        return runs[int(depth)] if int(depth) < len(runs) else (None, None)
+
+
+def compare_backends(
+    model: nn.Module, batch: Any, backends: Sequence[str] = ("eager", "sdpa"), *, rows: int | None = None
+) -> BackendComparison:
+    """Run a transformers model with each attention implementation, and compare layer by layer with the first that runs.
+
+    The weights and the batch are the same for all: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+    Every run is in evaluation mode, because dropout differs from run to run; mode and implementation are put back.
+    Layers are compared by scale, soft-cap, visible keys, sinks and output. `flex` and `flash` stand for the names that
+    transformers has for them; any other name that it knows is taken too. A backend that cannot run is in
+    `unavailable`, with the reason. `rows` are sampled per head for the statistics, all where None.
+    """
+    if isinstance(backends, str):
+        raise SettingError(f'Expected several backends, as in ("eager", "sdpa"), got {backends!r}.')
+    return compared_backends(model, *_inputs_of(batch), tuple(backends), rows)
+
+
+def compared_backends(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], backends: tuple[str, ...], rows: int | None
+) -> BackendComparison:
+    """Compare the backends of model(*args, **kwargs)."""
+    names = require_backends(backends)
+    if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
+        raise SettingError(
+            "Expected a transformers model, whose attention implementation can be set, got "
+            f"{type(model).__name__}: give one with set_attn_implementation()."
+        )
+    ran: list[_Run] = []
+    unavailable: dict[str, str] = {}
+    with _as_it_was(model):
+        for name in names:
+            try:
+                # a cache in the inputs grows in each run
+                ran.append(_run(model, name, copy.deepcopy((args, dict(kwargs))), rows))
+            except Exception as error:  # whatever a backend raises where it is not installed or not supported
+                unavailable[name] = _reason(error)
+    found = [row for name in (ran[0].layers if ran else ()) for row in _compared(name, ran)]
+    return BackendComparison(tuple(run.backend for run in ran), unavailable, tuple(found), tuple(_notes(ran)))
+
+
+def require_backends(backends: Sequence[str]) -> tuple[str, ...]:
+    """Return the backends, each once; refuse fewer than two."""
+    names = tuple(dict.fromkeys(backends))
+    if len(names) < 2:
+        raise SettingError(f"Expected two backends or more, as in eager,sdpa, got {', '.join(names) or 'none'}.")
+    return names
+
+
+def _inputs_of(batch: Any) -> Inputs:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode; put modes and the attention implementation of every configuration back."""
+    modes = {module: module.training for module in model.modules()}
+    held = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    before = [(config, getattr(config, "_attn_implementation", None)) for config in held.values()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+        for config, implementation in before:
+            if getattr(config, "_attn_implementation", None) != implementation:
+                config._attn_implementation = implementation
+
+
+def _run(model: Any, name: str, inputs: Inputs, rows: int | None) -> _Run:
+    with quiet(), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of its own code, which it gives outside a comparison too
+        model.set_attn_implementation(NAMES.get(name, name))
+        with _recorded(model) as tensors, watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
+            model(*inputs[0], **inputs[1])
+    if not seen.layers:
+        raise ModelError("no attention could be read from its run")
+    return _Run(name, seen.layers, tensors)
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor | None, Tensor | None]]]]:
+    """Record the first input and the first output of every module that has attention in its name or its class."""
+    found: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
+    handles = []
+    for path, module in modules_by_path(model).items():
+        if "att" not in f"{path.rpartition('.')[2]} {type(module).__name__}".lower():
+            continue
+
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            pair = _first_tensor((*args, *kwargs.values())), _first_tensor(output)
+            found.setdefault(path, []).append(pair)
+
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_tensor(value: Any) -> Tensor | None:
+    """Return a copy of the first tensor of numbers, which a later operation may overwrite."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_floating_point() else None
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return next((found for each in values if (found := _first_tensor(each)) is not None), None)
+
+
+def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:
+    """Yield the layer of each run, with its differences from the first."""
+    first = ran[0]
+    one = first.layers[name]
+    visible = VisibleKeys.of(one)
+    yield _row(one, first.backend, 0.0, 0.0, ())
+    for run in ran[1:]:
+        if name not in run.layers:
+            continue
+        other = run.layers[name]
+        inputs, outputs = (
+            _change(*pair, one, other) for pair in zip(first.tensors_of(one), run.tensors_of(other), strict=True)
+        )
+        found = [
+            *_scale_difference(one, other, first.backend),
+            *_softcap_difference(one, other, first.backend),
+            *_key_differences(visible, VisibleKeys.of(other), first.backend),
+            *_sink_difference(one, other, first.backend),
+        ]
+        same = SAME_HALF_OUTPUT if one.dtype in HALF_DTYPES else SAME_OUTPUT
+        if not found and not inputs > same and not outputs <= same and not math.isnan(outputs):
+            found.append(BackendDifference("output", _output_message(outputs)))
+        yield _row(other, run.backend, inputs, outputs, tuple(found))
+
+
+def _row(
+    layer: Layer, backend: str, inputs: float, outputs: float, found: tuple[BackendDifference, ...]
+) -> BackendLayer:
+    sinks = None if layer.sinks is None else float(layer.sinks.max())
+    numbers = layer.scale_applied, layer.softcap, float(layer.stats.keys.double().nanmean())
+    return BackendLayer(layer.name, backend, layer.kind, *numbers, sinks, inputs, outputs, found)
+
+
+def _output_message(change: float) -> str:
+    size = "one is NaN where the other is not" if math.isinf(change) else f"it differs by {change:.1%} of its length"
+    return (
+        f"its output is another, {size}, with the same scale, soft-cap, visible keys and sinks: look behind the softmax"
+    )
+
+
+def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Layer) -> float:
+    """Return the relative change of a tensor, without queries that are padding; infinite where only one is finite."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.nan
+    one, other = one.double(), other.double()
+    for layer in (first, second):
+        padding = next((each for each in layer.left_out if each.shape == one.shape[:2]), None)
+        if padding is not None:
+            is_padding = padding.to(one.device)[(...,) + (None,) * (one.dim() - 2)]
+            one, other = one.masked_fill(is_padding, 0.0), other.masked_fill(is_padding, 0.0)
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return math.inf
+    one, other = one.nan_to_num(0.0, 0.0, 0.0), other.nan_to_num(0.0, 0.0, 0.0)
+    return float((other - one).norm() / one.norm().clamp(min=1e-300))
+
+
+def _scale_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
+    here, there = other.scales.double().cpu(), one.scales.double().cpu()
+    known = here.isfinite() & there.isfinite() if here.shape == there.shape else torch.zeros(1, dtype=torch.bool)
+    if not known.any() or torch.allclose(here[known], there[known], rtol=SAME_SCALE, atol=0):
+        return
+    message = f"it multiplies q·k by {readable(other.scale_applied, 4)}, {name} by {readable(one.scale_applied, 4)}"
+    said = one.declared
+    if said.scale is not None and said.scale_authority is Authority.CONFIGURED:
+        right, wrong = (math.isclose(layer.scale_applied, said.scale, rel_tol=SAME_SCALE) for layer in (one, other))
+        if right != wrong:
+            message += f", and {said.scale_source} asks for {readable(said.scale, 4)}: "
+            message += "it ignores the scale" if right else f"{name} ignores the scale"
+    yield BackendDifference("scale", message)
+
+
+def _softcap_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
+    ours, theirs = other.softcap, one.softcap
+    if ours is not None and theirs is not None and math.isclose(ours, theirs, rel_tol=SAME_SCALE):
+        return
+    if ours is not None or theirs is not None:
+        here, there = ("no soft-cap" if cap is None else f"a soft-cap of {cap:g}" for cap in (ours, theirs))
+        yield BackendDifference("soft-cap", f"it applies {here}, {name} applies {there}")
+
+
+def _key_differences(one: VisibleKeys | None, other: VisibleKeys | None, name: str) -> Iterator[BackendDifference]:
+    if one is not None and other is not None:
+        for sentence in differences(one, other, name):
+            yield BackendDifference("visible keys", sentence)
+
+
+def _sink_difference(one: Layer, other: Layer, name: str) -> Iterator[BackendDifference]:
+    ours, theirs = other.sinks, one.sinks
+    if ours is None and theirs is None:
+        return
+    if ours is None or theirs is None:
+        here, there = ("no sink" if sinks is None else "a sink" for sinks in (ours, theirs))
+        yield BackendDifference("sinks", f"it has {here} beside the keys, {name} has {there}")
+    elif not torch.allclose(ours.double().cpu(), theirs.double().cpu(), rtol=SAME_SCALE, atol=SAME_SCALE):
+        yield BackendDifference("sinks", f"its sinks have other scores than those of {name}")
+
+
+def _notes(ran: Sequence[_Run]) -> Iterator[str]:
+    for run in ran[1:]:
+        for one, other in ((ran[0], run), (run, ran[0])):
+            alone = [name for name in one.layers if name not in other.layers]
+            if alone:
+                more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+                yield f"Only {one.backend} has the layer {alone[0]}{more}, {other.backend} has not: not compared."
+        unread = [name for name, layer in run.layers.items() if layer.reading.unread]
+        if unread:
+            yield f"The scale of {', '.join(unread)} could not be read under {run.backend}."
+        unknown = [name for name, layer in run.layers.items() if VisibleKeys.of(layer) is None]
+        if unknown:
+            yield f"The visible keys of {', '.join(unknown)} are not known under {run.backend}."
+
+
+def _reason(error: Exception) -> str:
+    """Return the first sentence of what was raised, where transformers says why; else what was raised, and where."""
+    first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    return first if isinstance(error, ImportError | ModelError) or "does not support" in first else describe(error)

@@ -1,0 +1,120 @@
+"""Keys that each query of a layer sees, and the difference between two runs of one layer in words."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnscale.watching.layer import Layer
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Visible keys of the longest call of a layer: `shown` broadcasts to (batch, heads, q_len, kv_len)."""
+
+    shown: Tensor
+    padding: Tensor | None  # (batch, q_len): queries that are padding, whose keys do not matter
+    is_self: bool  # queries are the last of the positions of the keys
+
+    @classmethod
+    def of(cls, layer: Layer) -> "VisibleKeys | None":
+        """Read the visible keys of a layer that was watched with keep=True; None where they are not known."""
+        if not layer.kept or len(layer.kept) < layer.calls:
+            return None
+        call = max(layer.kept, key=lambda each: each.query.shape[-2])
+        rows, keys = call.query.shape[-2], call.key.shape[-2]
+        visibility, device = call.visibility.with_infinite_mask().within(rows, keys), call.query.device
+        shown = visibility.shown(slice(0, rows), slice(0, keys), device)
+        if shown is None:
+            shown = torch.ones(1, 1, dtype=torch.bool, device=device)
+        shown = shown[(None,) * (4 - shown.dim())].expand(-1, -1, rows, keys).cpu()
+        padding = next((each for each in layer.left_out if each.shape == (call.query.shape[0], rows)), None)
+        return cls(shown, None if padding is None else padding.cpu(), rows <= keys)
+
+    def digests(self, heads: int) -> tuple[str, ...]:
+        """Return a digest of the visible keys of each head."""
+        counted = self.shown if self.padding is None else self.shown & ~self.padding[:, None, :, None]
+        own = [_digest(counted[:, head]) for head in range(counted.shape[1])]
+        return tuple(own * heads if len(own) == 1 else own)
+
+
+def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str]:
+    """Yield in words how the visible keys of `other` differ from those of `one`, which the backend `name` made."""
+    if one.shown.shape[-2:] != other.shown.shape[-2:]:
+        yield f"it has {_sizes(other)} queries and keys, and {name} has {_sizes(one)}"
+        return
+    counted = torch.ones((), dtype=torch.bool)
+    for padding in (one.padding, other.padding):
+        counted = counted if padding is None else counted & ~padding[:, None, :, None]
+    yield from _one_way(one, other, counted, f"that {name} hides", "sees")
+    yield from _one_way(other, one, counted, f"that {name} shows", "hides")
+
+
+def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
+    """Explain the keys that `more` shows and `less` hides: padding, later keys, or keys beyond a window."""
+    extra = more.shown & ~less.shown & counted
+    if not extra.any():
+        return
+    is_hidden_from_all = ~(less.shown & counted).any(-2, keepdim=True)
+    padding = extra & is_hidden_from_all
+    if padding.any():
+        columns = padding.flatten(0, -2).any(0).nonzero().flatten().tolist()
+        yield f"it {verb} {_listed(columns)}, {relative} from every query: padding"
+    extra = extra & ~padding
+    rows, keys = extra.shape[-2:]
+    offsets = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    is_later = offsets > 0
+    is_causal = less.is_self and not bool((less.shown & counted & is_later).any())
+    later, earlier = (extra & is_later, extra & ~is_later) if is_causal else (extra & False, extra)
+    if later.any():
+        farthest = int(offsets.expand_as(later)[later].max())
+        if verb == "sees":
+            what = "key" if farthest == 1 else "keys"
+            limit = "its causal limit is off by one" if farthest == 1 else "the causal term is missing"
+            yield f"it sees later {what} {relative}, up to {farthest} ahead: {limit}"
+        else:
+            yield f"it hides later keys {relative}: it is causal"
+    if not earlier.any():
+        return
+    short, long = (_window(each, counted, offsets) for each in (less, more))
+    is_window = less.is_self and short < long and not (earlier & (offsets > -short)).any()
+    if is_window and verb == "sees":
+        end = "no window limits it" if long >= keys else f"its window is {_more(long - short)}: {long}, not {short}"
+        yield f"it sees earlier keys {relative}: {end}"
+    elif is_window:
+        end = f"it has a window of {short}" if long >= keys else f"its window is {short}, not {long}"
+        yield f"it hides earlier keys {relative}: {end}"
+    else:
+        first = [int(each) for each in earlier.nonzero()[0]]
+        count = int(earlier.flatten(0, -3).any(0).sum())
+        where = f"key {first[-1]} of query {first[-2]} first"
+        yield f"it {verb} keys {relative}, for {count:,} pairs of query and key: {where}"
+
+
+def _window(keys: VisibleKeys, counted: Tensor, offsets: Tensor) -> int:
+    """Return the largest number of keys from the earliest visible one to the query itself."""
+    shown = keys.shown & counted & (offsets <= 0)
+    return 1 - int(offsets.expand_as(shown)[shown].min()) if shown.any() else 0
+
+
+def _more(keys: int) -> str:
+    return "one key longer" if keys == 1 else f"{keys} keys longer"
+
+
+def _listed(columns: list[int]) -> str:
+    if len(columns) == 1:
+        return f"key {columns[0]}"
+    is_run = columns[-1] - columns[0] == len(columns) - 1
+    return f"keys {columns[0]} to {columns[-1]}" if is_run else f"keys {', '.join(map(str, columns[:4]))} …"
+
+
+def _sizes(keys: VisibleKeys) -> str:
+    return " × ".join(map(str, keys.shown.shape[-2:]))
+
+
+def _digest(shown: Tensor) -> str:
+    packed = np.packbits(shown.contiguous().numpy())
+    return hashlib.sha256(repr(tuple(shown.shape)).encode() + packed.tobytes()).hexdigest()[:16]
