@@ -100,14 +100,6 @@ def test_softmax_over_a_thousand_gaussian_scores(spread, entropy, top1):
     assert many.band("top1").mean == pytest.approx(top1, abs=0.03)
 
 
-def test_most_rows_are_called_one_hot_only_if_they_are():
-    assert "most rows are not one-hot" in concluded("saturation").text
-    frozen = made_up(
-        quick("saturation"), lambda own, found: {} if own["part"] == saturation.ONE else {"saturated": 0.9}
-    )
-    assert "most rows are one-hot" in concluded("saturation", frozen).text
-
-
 def test_only_the_square_root_keeps_the_variance_and_d_k_loses_the_query():
     found = quick("divisors").where(part=divisors.ALONG)
     powers = {divisor: found.where(divisor=divisor).exponent("variance", "head_dim").mean for divisor in divisors.RULES}
