@@ -48,8 +48,8 @@ loading             10  1,260   1,300 with checking
 checking             2    240
 comparing            9  1,390   1,390
 bench                4    490   420
-lab                 22  3,320   4,500 with claims
-claims              12  2,030
+lab                 21  3,100   4,500 with claims
+claims               9  2,030
 show                21  3,060   2,400
 cli                 13  1,110   950
 """
