@@ -10,8 +10,8 @@ from attnscale.attending.call import Call
 from attnscale.attending.nested import any_nested
 from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import dense_op, nested, plan
-from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure import graph_op, nested, plan
+from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda.layout import is_intercepted
 from attnscale.measure.measuring import check_rows, moments_of
@@ -144,4 +144,4 @@ def attention_with_stats(
 def _measured(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """By an operator where nothing can be looked at and no kernel is one."""
     hidden = unseen(call.query) or in_transform() or (call.query.is_cuda and is_intercepted(call.query, call.key))
-    return dense_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)
+    return graph_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.measure.chance import chance_of_participation
 from attnscale.measure.pooled import SUMS, Pooled, Table, merged
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import Merged, ScoreStats, merged_when_read
-from attnscale.measure.uncertainty import Uncertainty
+from attnscale.measure.uncertainty import Uncertainty, chance_of_participation, uncertainty_of_totals
 from attnscale.theory.limits import SATURATED_TOP1
 
 POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name not in ("errors", "finished"))
@@ -151,10 +150,9 @@ def pool_rows(
 def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
     """How far the sums of sampled rows about this mean may be off: most of the work where rows are few."""
     kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
+    least = sample.by_stratum(chance_of_participation(rows, sample.length))
     features = torch.stack(kept, dim=-1)
-    least = torch.zeros_like(features)
-    least[..., SUMS.index("jacobian_trace")] = sample.by_stratum(chance_of_participation(rows, sample.length))
-    return sample.of_all_entries().uncertainty_of_totals(features, least)
+    return uncertainty_of_totals(sample.of_all_entries(), features, least, SUMS.index("jacobian_trace"))
 
 
 def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:

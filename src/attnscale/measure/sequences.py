@@ -10,18 +10,16 @@ from attnscale.attending.call import Call
 from attnscale.attending.ragged import Ragged
 from attnscale.attending.running import run, run_sequences
 from attnscale.inputs import refuse_vmap
+from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.bound import max_bound
-from attnscale.measure.cpu import attention as on_cpu
-from attnscale.measure.cpu.threads import alone
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda import sequences as on_cuda
-from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.measuring import measured
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import Unpooled, with_sinks
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
-from attnscale.measure.sampling import Sample, sample_rows
+from attnscale.measure.sampling import Sample, foreseen_variance, sample_rows
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import without_autocast
 
@@ -57,7 +55,7 @@ def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
     sample = None if rows is None else _sample(ragged, rows)
     if sample is None:
         return _stats(ragged, _joined([measure_rows(call) for call in calls]))
-    found, bound = alone(lambda: (_look(ragged, calls, sample), _bound(calls)))
+    found, bound = _look(ragged, calls, sample), torch.stack([max_bound(call) for call in calls]).amax(0)
     return ScoreStats(row.query.shape[1], exact=False, pool=Unpooled(lambda: found, lambda: bound, sample))
 
 
@@ -127,7 +125,3 @@ def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
     ]
     rows, back = _joined(found), order.argsort()
     return RowSums(*(getattr(rows, name)[..., back] for name in ROW_FIELDS))
-
-
-def _bound(calls: list[Call]) -> Tensor:
-    return torch.stack([max_bound(call) for call in calls]).amax(0)

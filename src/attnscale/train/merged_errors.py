@@ -39,8 +39,7 @@ def errors_of(stats: ScoreStats) -> Tensor:
     known = Uncertainty.none(pooled.sums) if pooled.uncertainty is None else pooled.uncertainty
     told = torch.tensor([SUMS.index(name) for name in TOLD], device=known.covariance.device)
     covariance = known.covariance[:, told][:, :, told]
-    third = known.third[:, told][:, :, told][:, :, :, told]
-    return replace(known, covariance=covariance, third=third).packed().double().cpu()
+    return replace(known, covariance=covariance).packed().double().cpu()
 
 
 def summed(errors: Sequence[Tensor | None]) -> Tensor | None:

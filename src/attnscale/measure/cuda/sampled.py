@@ -134,7 +134,7 @@ class DrawnAhead:
     def next(self) -> Sample:
         """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
         if rows_are_shared():
-            drawn = torch.tensor(self.planned.draw_each(self.batch), dtype=torch.int32)
+            drawn = torch.from_numpy(self.planned.draws(self.batch))
             return self.planned.sample(drawn.to(self.device, non_blocking=True))
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
