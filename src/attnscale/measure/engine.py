@@ -10,7 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.attending.nested import any_nested
 from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import graph_op, nested, plan
+from attnscale.measure import graph_op, plan, ragged
 from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda.layout import is_intercepted
@@ -52,7 +52,9 @@ def score_stats(
     """
     check_rows(rows)
     if any_nested(query, key):
-        return uncompiled(nested.score_stats)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks)
+        return uncompiled(ragged.nested_score_stats)(
+            query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks
+        )
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
@@ -80,7 +82,7 @@ def score_moments(
     True
     """
     if any_nested(query, key):
-        return uncompiled(nested.score_moments)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
+        return uncompiled(ragged.nested_score_moments)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         return moments_of(scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap))
@@ -104,7 +106,7 @@ def attention_with_stats(
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        return uncompiled(nested.attention_with_stats)(query, key, value, rows, sinks, *options)
+        return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, sinks, *options)
     kind = None
     if attn_mask is None and softcap is None and sinks is None:
         kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)

@@ -59,7 +59,7 @@ def measure_unseen(call: Call, rows: int | None, sinks: Tensor | None = None) ->
     schema=f"(Tensor query, Tensor key, {SCORES}, SymInt? rows, Tensor? sinks) -> (Tensor, Tensor)",
 )
 def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """The table of the heads; how far it may be off where some rows stand for all."""
+    """Return the table of the heads, and its uncertainty where some rows stand for all."""
     *options, rows, sinks = given
     stats = measured(call_of(query, key, key, *options), rows, sinks=sinks)
     errors = stats.pooled.uncertainty

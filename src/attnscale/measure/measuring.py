@@ -1,4 +1,4 @@
-"""How the scores of an attention are measured that is not run: by a kernel, in blocks of rows, or a few rows of it."""
+"""Measure scores without computing the attention output: by a kernel, in blocks of rows, or a few rows of it."""
 
 from dataclasses import replace
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.layout import capturing
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows, with_sinks
 from attnscale.measure.pooled import SUMS
@@ -63,7 +63,7 @@ def _sample(call: Call, rows: int) -> Sample | None:
 
 
 def looks_at_all(call: Call, rows: int) -> bool:
-    """Whether so many rows a head are all there are."""
+    """Return True if so many rows a head are all there are."""
     batch, length = call.query.shape[0], call.query.shape[2]
     wanted = max(LEAST_POSITIONS, rows if call.query.device.type == "cpu" else -(-rows // max(batch, 1)))
     if wanted >= (batch * length if call.query.device.type == "cpu" else length):  # noqa: SIM103  # not a symbol

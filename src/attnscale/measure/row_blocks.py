@@ -32,7 +32,7 @@ WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads 
 
 
 class Strip(NamedTuple):
-    """Some rows of some heads of one batch entry: a task of a thread, which passes over it block by block."""
+    """Part of the rows and heads of one batch entry: a task of a thread, which passes over it block by block."""
 
     entry: int
     heads: slice
@@ -40,7 +40,7 @@ class Strip(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """All rows in strips, the rows of one that are passed over at once, and the number of threads."""
+    """Strips of all rows, the rows of one that are passed over at once, and the number of threads."""
 
     strips: tuple[Strip, ...]
     block: int

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.stats import ScoreStats, merged_when_read
@@ -188,7 +187,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
 
 def _pooled_columns(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
     """Which statistics lie on each device, and their numbers and sums, (heads of all, …): in few operations."""
-    pooled = dict(zip(many, pooled_together(list(many.values())), strict=True))
+    pooled = {name: stats.pooled for name, stats in many.items()}
     for device in dict.fromkeys(each.mean.device for each in pooled.values()):
         here = [name for name, each in pooled.items() if each.mean.device == device]
         yield here, pooled_columns([pooled[name] for name in here])

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.attending.running import run
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import (
     Layout,
     capturing,
@@ -25,6 +24,7 @@ from attnscale.measure.cuda.layout import (
 )
 from attnscale.measure.cuda.sampled import SampledRows, measure_rows, own_logits
 from attnscale.measure.cuda.sdpa import attend_with_lse, attention_gradients, attention_rows_backward, is_cast
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
 from attnscale.measure.row_sums import RowSums

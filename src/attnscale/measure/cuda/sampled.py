@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
