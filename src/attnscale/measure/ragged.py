@@ -200,7 +200,7 @@ def _joined(parts: Sequence[RowSums]) -> RowSums:
 
 
 def _sample(ragged: Ragged, rows: int) -> Sample | None:
-    """Draw rows of all sequences, in strata of neighbouring positions in their sequence; `positions` are of the one row."""
+    """Draw rows of all sequences, in strata of neighbouring positions; `positions` are of the one row."""
     total = ragged.row.query.shape[-2]
     if rows >= total:
         return None
