@@ -233,5 +233,5 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     # the mean key beside the covariance: one product for both
     both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual.mT], -1)
     product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
-    within, means = (product[..., :-1] * query).sum(-1), product[..., -1]
-    return within + (means - means.mean((0, 2), keepdim=True)).square()
+    means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
+    return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: new pages take longer than products
