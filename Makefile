@@ -87,6 +87,7 @@ gpu:
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
 	$(BIN)/python docs/pictures/pages.py
+	$(BIN)/python docs/pictures/verdicts.py
 
 # Into build/docs; a warning or a broken link is an error, which --quiet would hide.
 docs: $(INSTALLED)

@@ -22,12 +22,12 @@ from attnscale.diagnose.alarm import Thresholds, next_threshold
 from attnscale.diagnose.forecast import Crossing, forecast
 from attnscale.train import LayerRecord, Record
 from attnscale.train.history import History
-from attnscale.train.record import RENAMED
 from attnscale.train.trend import Sample, latest, trend
 
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
 TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds
 BY_HEAD = ("max", "max_above_mean")
+RENAMED = {"scale": "scale_applied"}  # in the recorded runs
 
 
 @dataclass(frozen=True)

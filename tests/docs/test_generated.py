@@ -78,6 +78,16 @@ def test_the_picture_shows_what_the_command_prints(tmp_path, capsys):
     assert (tmp_path / "predict.svg").read_bytes() == (ROOT / "docs/pictures/predict.svg").read_bytes()
 
 
+def test_the_picture_of_each_verdict_shows_a_head_of_that_verdict():
+    drawn = runpy.run_path(str(ROOT / "docs/pictures/verdicts.py"))
+    page = (ROOT / "docs/guides/healthy.md").read_text(encoding="utf-8")
+    for name in drawn["CASES"]:
+        assert drawn["measured"](name)[0].verdict == name
+        assert f"\n## {name}\n" in page
+        assert f"(../pictures/verdicts/{name}.png)" in page
+        assert (ROOT / f"docs/pictures/verdicts/{name}.png").is_file()
+
+
 def test_the_costs_on_the_page_of_speed_are_the_recorded_ones():
     table = runpy.run_path(str(ROOT / "benchmarks/table.py"))["table"]()
     assert table in (ROOT / "docs/speed.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from torch import nn
 from attnscale import attention, attention_with_stats, score_moments, score_stats, watch
 from attnscale.measure.dense import rows_of
 from attnscale.visibility import shown_by
-from attnscale.watching.masks import hiding_gap
+from attnscale.watching.rows import hiding_gap
 from tests.measure.oracle import NAMES
 
 batch, heads, length, head_dim = 2, 3, 53, 11

@@ -6,7 +6,6 @@ import torch
 from attnscale.measure.lengths import (
     head_lengths,
     lengths_of_both,
-    lengths_of_sums,
     longest,
     mean_lengths,
     mean_lengths_of_both,
@@ -46,18 +45,6 @@ def test_a_vector_that_is_no_number_is_seen_in_its_head_alone(device):
     vectors[0, 1, 3, 2] = torch.nan
     assert head_lengths(vectors).isnan().tolist() == [False, True]
     assert longest(vectors).isnan().tolist() == [[False, True]]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("order", ["side by side", "in turns"])
-def test_copies_are_added_up_before_they_are_measured(order, layout, dtype, device):
-    torch.manual_seed(0)
-    vectors = LAYOUTS[layout](torch.randn(3, 6, 137, 72, device=device).to(dtype))
-    copies = vectors.unflatten(1, (2, 3)) if order == "side by side" else vectors.unflatten(1, (3, 2)).transpose(1, 2)
-    expected = copies.double().sum(2).square().sum((0, 2, 3)).sqrt()
-    assert lengths_of_sums(copies).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])

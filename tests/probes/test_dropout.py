@@ -13,8 +13,8 @@ from attnscale import Monitor, QKClip
 from attnscale.errors import NotInsideWarning
 from attnscale.probes.placement import Placement
 from attnscale.probes.step import probed_step
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 from .runs import VOCABULARY, WAYS, clipped, monitored, tokens, train, whole
 from .test_compiled import assert_same

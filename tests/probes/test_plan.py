@@ -8,8 +8,8 @@ from torch import nn
 
 from attnscale import Monitor
 from attnscale.watching.plan import Plan
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 from .runs import VOCABULARY, LlamaLogits, Reused, small_model, tokens
 

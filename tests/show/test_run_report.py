@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from attnscale.show.report.run import run_report
-from attnscale.train import Monitor, Record
-from attnscale.train.course import Course
+from attnscale.train import Monitor
+from attnscale.train.run import survey
 from tests.train.training import LENGTH, batch, loss_of, small_model
 
 from .reports import records
@@ -57,15 +57,14 @@ def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
     assert "Monitor.step(loss=…, lr=…) takes it" in text(page)
 
 
-def test_a_monitor_writes_the_keys_that_rows_see_and_a_course_keeps_the_first_heads():
-    model, found = small_model(), []
-    monitor = Monitor(model, every=1, rows=None, sinks=[found.append])
-    course = Course()
+def test_a_monitor_writes_the_keys_that_rows_see_and_curves_keep_the_first_heads(tmp_path):
+    model = small_model()
+    monitor = Monitor(model, every=1, rows=None, sinks=[tmp_path / "scores.jsonl"])
     for _ in range(3):
         loss_of(model, batch()).backward()
         monitor.step()
-        course.add(Record.from_line(found[-1].to_line()))
     monitor.close()
-    layers = [layer for record in course.records for layer in record.layers.values()]
+    curves = survey(tmp_path / "scores.jsonl").curves()
+    layers = [layer for record in curves for layer in record.layers.values()]
     assert [layer.keys for layer in layers] == [(LENGTH + 1) / 2] * 6  # of causal rows
     assert [len(layer.numbers["spread"]) for layer in layers] == [3, 3, 1, 1, 3, 3]

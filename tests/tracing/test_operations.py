@@ -4,8 +4,8 @@ from contextlib import suppress
 
 import torch
 
+from attnscale.tracing import READ_WHOLE, READERS, Tracer
 from attnscale.tracing.lineage import Ledger, Node
-from attnscale.tracing.tracer import READ_WHOLE, READERS, Tracer
 from attnscale.watching.kernels import traits_of
 
 FUSED_ON_CUDA = {"_fused_rms_norm"}  # one kernel there, which a build of torch without CUDA does not show

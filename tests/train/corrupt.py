@@ -72,7 +72,6 @@ CORRUPT = {
     "an alarm that measured a text": with_alarm(measured="101"),
     "ranks that are none": line(ranks=0),
     "a rank that is a text": line(rank="3"),
-    "an end before the beginning": line(until=3),
     "a run that is a number": line(run=7),
     "a run without end": line(run="x" * 1000),
 }

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_a_score_that_shifts_its_whole_row_raises_no_alarm():
     assert raised([layer(5.0), layer(80_000.0, above=48.0)]) == []
     ((_, alarm),) = raised([layer(5.0), layer(80_000.0, above=1200.0)])
     assert (alarm.severity, alarm.measured) == ("warning", 1200.0)
-    assert "The largest score is 80,000, and 1,200 above the mean of its row at step 10;" in alarm.message
+    assert "The largest score is 80,000, 1,200 above the mean of its row, at step 10;" in alarm.message
     ((_, alarm),) = raised([layer(5.0), LayerRecord(7, {"max": [1200.0], **FACTORS})])  # of an older log
     assert alarm.measured == 1200.0
 
@@ -44,11 +45,11 @@ def test_a_score_that_shifts_its_whole_row_raises_no_alarm():
 def test_a_trained_model_at_its_first_step_is_a_baseline_and_no_alarm():
     sharp = layer(1500.0, entropy=0.03, gain=0.02)
     assert raised([sharp] * 9, trained=True) == []
-    assert [alarm.code for _, alarm in raised([sharp] * 9)] == ["exploding", "sharp"]
+    assert [alarm.code for _, alarm in raised([sharp] * 9)] == ["exploding"]
     assert [
         (step, alarm.code, alarm.severity)
         for step, alarm in raised([sharp, layer(1600.0, entropy=0.029, gain=0.019), layer(10_500.0, gain=0.001)], True)
-    ] == [(20, "exploding", "error"), (20, "sharp", "warning")]
+    ] == [(20, "exploding", "error")]
 
 
 def test_a_trained_model_that_monitor_is_given_is_judged_from_where_it_begins(caplog):
@@ -70,17 +71,28 @@ def test_a_trained_model_that_monitor_is_given_is_judged_from_where_it_begins(ca
     again.close()
 
 
-def test_one_layer_and_step_has_one_alarm_of_a_code():
+def test_a_layer_has_one_alarm_and_another_only_when_things_get_more_serious():
     growing = [
         layer(5.0 * math.exp(0.5 * step), entropy=0.5 / (1 + step) ** 2, gain=0.5 / (1 + step) ** 2)
-        for step in range(16)
+        for step in range(24)
     ]
     found = raised(growing)
-    keys = [(step, alarm.code) for step, alarm in found]
-    assert len(set(keys)) == len(keys)
-    both = next(alarm for _, alarm in found if "will pass" in alarm.message and "QK-Clip would act" in alarm.message)
-    assert both.severity == "warning"
-    assert any("entropy" in alarm.message and "gradient" in alarm.message for _, alarm in found)
+    expected = [("sharp", "warning"), ("exploding", "warning"), ("exploding", "error")]
+    assert [(alarm.code, alarm.severity) for _, alarm in found] == expected
+    assert [alarm.code for _, alarm in raised([layer(5.0), layer(150.0), layer(1500.0), layer(15_000.0)])] == [
+        "exploding"
+    ] * 3
+
+
+def test_an_alarm_has_its_cause_then_its_number_and_its_step_then_what_to_do():
+    steady = [*[layer(5.0)] * 6, *[layer(704.0, query_norm=48.0)] * 2]
+    (_, alarm), *_ = raised(steady)
+    assert alarm.message.startswith("‖q‖ × 6 since the first sampled step. The largest score is 704 at step 60; ")
+    assert alarm.advice.endswith("attnscale.QKClip(model).attach(optimizer).")
+    found = raised([layer(5.0), layer(134.0), *[layer(704.0)] * 3])
+    assert [(step, alarm.severity) for step, alarm in found] == [(10, "note"), (30, "warning")]
+    assert "The largest score passed 100 at step 10 and is 704 at step 30; QK-Clip would act" in found[1][1].message
+    assert "in the last 30 steps; if this goes on, it will pass 1,000 about step" in found[1][1].message
 
 
 def test_a_number_that_wavers_about_a_limit_raises_one_alarm():
@@ -92,7 +104,7 @@ def test_a_number_that_wavers_about_a_limit_raises_one_alarm():
 @pytest.mark.parametrize(
     ("moved", "advice"),
     [
-        ({"query_norm": 800.0}, "clip the projections"),
+        ({"query_norm": 800.0}, "or clip: attnscale.QKClip(model)"),
         ({"scale_applied": 10.0}, "bound it"),
         ({"alignment": 0.9}, "add a soft-cap"),
         ({"query_norm": 800.0, "softcap": 2000.0}, "add a QK-norm"),
@@ -111,7 +123,7 @@ def test_forecasts_say_if_this_goes_on_and_no_factor_that_was_not_seen():
     assert told
     for message in told:
         assert "if this goes on" in message
-        assert "fold in the last" in message
+        assert re.search(r"grew × [\d.,e+]+ in the last \d+ steps", message)
         assert "1,000 steps" not in message
 
 
@@ -138,7 +150,28 @@ def test_the_log_tells_alarms_of_many_layers_in_one_line(caplog):
         Delivery([], told.append, lambda warning: None).alarm(record, is_logged=True)
     assert len(told) == 3
     (line,) = caplog.messages
-    assert "blocks.0.attention, head 0 and 2 more heads, in 3 layers: exploding" in line
+    assert "step 0: warning: blocks.0.attention, head 0 and 2 more heads, in 3 layers: exploding" in line
+
+
+def test_the_log_says_an_alarm_once_and_counts_what_repeats_it(caplog):
+    from attnscale.train.delivery import Delivery
+
+    history, delivery = History(Thresholds(forecast=False)), Delivery([], None, lambda warning: None)
+    course = [5.0, 150.0, 200.0, 1500.0, 20_000.0, 30_000.0, *[5.0] * 3, 150.0]
+    with caplog.at_level(logging.WARNING, "attnscale"):
+        for step in range(len(course) + 2):  # the second layer follows two records later
+            layers = {name: layer(course[min(max(step - late, 0), 9)]) for name, late in (("first", 0), ("second", 2))}
+            record = Record(10 * step, 0.0, layers, history.add(10 * step, layers))
+            delivery.alarm(record, is_logged=True, is_over=history.is_calm)
+        delivery.close()
+    assert [line[:40] for line in caplog.messages] == [
+        "step 10: note: first, head 0: exploding:",
+        "step 30: warning: first, head 0: explodi",
+        "step 40: error: first, head 0: exploding",
+        "3 more such alarms in 1 layer until step",
+        "step 90: note: first, head 0: exploding:",
+        "1 more such alarm in 1 layer until step ",
+    ]
 
 
 class Tempered(torch.nn.Module):

@@ -14,10 +14,9 @@ import torch
 from attnscale import Monitor
 from attnscale.errors import SettingError, SinkWarning
 from attnscale.models import CausalTransformer
-from attnscale.train import JsonLines, LayerRecord, Record, log, read_log
+from attnscale.train import JsonLines, LayerRecord, Record, log, read_log, run, sinks
+from attnscale.train.record import LineError
 from attnscale.train.run import survey
-from attnscale.train.schema import LineError
-from attnscale.train.sinks import jsonlines
 from tests.cli.running import run as command
 from tests.ranks import processes
 
@@ -105,7 +104,7 @@ def test_a_full_disk_is_told_once_and_later_records_are_kept(path, monkeypatch):
         free[0] -= written
         return written
 
-    monkeypatch.setattr(jsonlines, "write", write)
+    monkeypatch.setattr(sinks, "write", write)
     sink = JsonLines(path)
     with pytest.warns(SinkWarning, match="No space left on device. Training goes on") as told:
         list(map(sink, map(record, range(1, 5))))
@@ -133,7 +132,7 @@ from pathlib import Path
 from attnscale.train.run import survey
 from attnscale.show import report  # so that what is imported is not counted
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-report.run_page("log", (found := survey(Path(sys.argv[1]), curves=True)).course, found.run)
+report.run_page("log", (found := survey(Path(sys.argv[1]))).curves(), found.run)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
@@ -194,8 +193,8 @@ def test_a_resumed_run_goes_on_under_its_name_and_replaces_what_it_repeats(path)
     assert list(runs) == [first.run]
     assert steps(runs[first.run]) == [0, 1, 2, 3, 4, 5]
     assert len({found.part for found in runs[first.run]}) == 2
-    found = survey(path, curves=True)
-    assert (found.run.records, steps(found.course), found.chosen.last_step) == (6, [0, 1, 2, 3, 4, 5], 5)
+    found = survey(path)
+    assert (found.run.records, steps(found.curves()), found.chosen.last_step) == (6, [0, 1, 2, 3, 4, 5], 5)
 
 
 def test_a_part_that_was_replaced_and_still_writes_changes_nothing(path):
@@ -211,18 +210,12 @@ def test_a_part_that_was_replaced_and_still_writes_changes_nothing(path):
     assert survey(path).run.records == 3
 
 
-def test_two_runs_of_one_file_are_told_apart_also_without_names(path):
+def test_two_runs_of_one_file_are_told_apart(path):
     sinks = [JsonLines(path), JsonLines(path)]
     for step in range(3):
         for sink in sinks:
             sink(record(step, run=None))
     assert [steps(records) for records in read_log(path).runs.values()] == [[0, 1, 2]] * 2
-    path.write_bytes(b"".join(record(step, run=None).to_line() for step in (0, 10, 20, 0, 30, 40)))
-    assert b'"run"' not in path.read_bytes()
-    found = survey(path)
-    assert [run.to_dict()["records"] for run in found.runs] == [3, 3]
-    assert (found.chosen.number, found.run.last_step, len(read_log(path).records)) == (2, 40, 6)
-    assert survey(path, "1").run.last_step == 20
 
 
 def test_watch_log_lists_the_runs_and_shows_the_one_that_is_asked_for(path):
@@ -242,25 +235,16 @@ def test_watch_log_lists_the_runs_and_shows_the_one_that_is_asked_for(path):
     assert "Unknown run 'third'. Expected the number or the name of one: 1 (first), 2 (second)." in refused.stderr
 
 
-def test_a_log_of_version_1_is_read_with_its_thinned_files_and_the_names_of_now(path):
-    def old(step, name, **more):
-        return line(step, version=1, run="old", layers={name: LAYER | {"apart": 1}}, **more) + "\n"
-
-    header = '{"holds":{"bytes":700,"of":"0123456789abcdef"}}\n'
-    path.with_name("scores.older.jsonl").write_text(header + old(0, "module.a.0", until=40), encoding="utf-8")
-    path.with_name("scores.aside.jsonl").write_text(old(50, "_orig_mod.module.a.0"), encoding="utf-8")
-    path.write_text(old(60, "_fsdp_wrapped_module.a._checkpoint_wrapped_module.0"), encoding="utf-8")
-    JsonLines(path)(record(70, run="old", part="resumed"))
-    log = read_log(path)
-    assert (log.damaged, steps(log.records), log.records[0].last_step) == (0, [0, 50, 60, 70], 40)
-    assert all(found.layers["a.0"].uncompiled for found in log.records[:3])
-    assert {layer.name for layer in survey(path).run.layers} == {"a.0", "layer"}
-
-
-@pytest.mark.parametrize(("version", "layers"), [(1, ("module.a.0", "a.0")), (2, ("a.module.0", "a.1"))])
-def test_layers_keep_names_that_are_their_own_or_would_become_those_of_others(version, layers):
-    found = Record.from_line(line(version=version, layers=dict.fromkeys(layers, LAYER)).encode())
-    assert tuple(found.layers) == layers
+def test_curves_keep_the_ends_of_a_run_whole_and_the_extremes_between(path, monkeypatch):
+    monkeypatch.setattr(run, "CURVE_POINTS", 5)
+    for step in range(23):
+        JsonLines(path)(record(step, 100.0 if step == 8 else float(step), loss=9.0 if step == 8 else 1.0))
+    curves = survey(path).curves()
+    assert (curves[0].step, curves[-1].step, len(curves)) == (0, 22, 7)
+    assert [len(found.layers["layer"].numbers["max"]) for found in curves] == [2, 1, 1, 1, 1, 1, 2]
+    assert [found.layers["layer"].whole("max") for found in curves] == [0.5, 5.0, 100.0, 15.0, 20.0, 21.0, 22.0]
+    assert [found.loss for found in curves] == [1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0]
+    assert curves[2].layers["layer"].whole("entropy_ratio") == pytest.approx((1 / 101 + 0.9) / 2)
 
 
 def test_a_line_has_a_version_and_what_a_newer_one_adds_is_ignored():

@@ -15,10 +15,7 @@ from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record, read_log
-from attnscale.train.sinks import SINKS, sink_from
-from attnscale.train.sinks.scalars import scalars
-from attnscale.train.sinks.tensorboard import TensorBoard
-from attnscale.train.sinks.wandb import WeightsAndBiases
+from attnscale.train.sinks import SINKS, TensorBoard, WeightsAndBiases, scalars, sink_from
 
 from .trackers import Mlflow, WandbRun
 from .training import batch, loss_of, small_model

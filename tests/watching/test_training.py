@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import attnscale
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 from tests.zoo.entry import SelfAttention
 
 
@@ -66,6 +66,37 @@ def test_a_shared_key_shows_its_gradient_on_every_head_of_its_group():
     (layer,) = seen.layers.values()
     assert layer.key_gradient.shape == (4,)
     assert (layer.key_gradient > 0).all()
+
+
+class Copied(Kept):
+    """Two keys, each copied to three of six heads: side by side, or in turns."""
+
+    def __init__(self, in_turns):
+        super().__init__(66, 6, kv_heads=2)
+        self.owners = [0, 1] * 3 if in_turns else [0, 0, 0, 1, 1, 1]
+
+    def attend(self, query, key, value):
+        key, value = (
+            each.repeat(1, 3, 1, 1) if self.owners[1] else each.repeat_interleave(3, 1) for each in (key, value)
+        )
+        return super().attend(query, key, value)
+
+
+class CopiedEager(Copied):
+    def attend(self, query, key, value):
+        key, value = (each[:, self.owners] for each in (key, value))
+        return torch.softmax(query @ key.mT * self.head_dim**-0.5, -1) @ value
+
+
+@pytest.mark.parametrize("kind", [Copied, CopiedEager])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_the_gradient_of_a_copied_key_is_the_sum_of_what_reaches_its_copies(kind, in_turns):
+    model = kind(in_turns)
+    with attnscale.watch(model) as seen:
+        model(torch.randn(2, 5, 66)).square().sum().backward()
+    (layer,) = seen.layers.values()
+    expected = by_head(model.key_seen.grad)[model.owners]
+    torch.testing.assert_close(layer.key_gradient, expected, rtol=1e-5, atol=0)
 
 
 def test_evaluation_between_training_steps_is_left_out():

@@ -98,7 +98,7 @@ def test_what_a_wrapped_module_says_of_its_scale_is_found_and_changed(name):
     model, x = WRAPPERS[name](Model()), torch.randn(1, 5, 24)
     with torch.no_grad():
         layers = attnscale.audit(model, x).layers
-        assert {path: layer.scale_expected for path, layer in layers.items()} == dict.fromkeys(NAMES, 0.25)
+        assert {path: layer.declared.scale for path, layer in layers.items()} == dict.fromkeys(NAMES, 0.25)
         report = attnscale.rescale_(model, "inverse_sqrt", x)
         assert {head.attribute for head in report.heads} == {f"{path}.softmax_scale" for path in NAMES}
         with attnscale.watch(model) as seen:

@@ -47,11 +47,11 @@ def watch_log(
     if html is not None:
         require_extra("report", "A report")
         require_writable(html)
-    found = survey(file, run, curves=html is not None)
+    found = survey(file, run)
     if html is not None:
         from attnscale.show.report import run_page
 
-        write_whole(html, run_page(file.name, found.course, found.run))
+        write_whole(html, run_page(file.name, found.curves(), found.run))
     if json:
         print_json(found.to_dict())
     else:

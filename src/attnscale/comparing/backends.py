@@ -23,8 +23,8 @@ from attnscale.module_paths import modules_by_path
 from attnscale.numerics import HALF_DTYPES
 from attnscale.plain import readable
 from attnscale.watching.layer import Layer
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 NAMES = {"flex": "flex_attention", "flash": "flash_attention_2"}  # what transformers calls them

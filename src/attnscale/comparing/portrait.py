@@ -18,8 +18,8 @@ from attnscale.measure.statistics import STATISTICS
 from attnscale.module_paths import without_wrappers
 from attnscale.tracing.parameters import Origin, UntraceableError
 from attnscale.watching.layer import Layer
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 Numbers = NDArray[np.float64]
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -15,7 +15,7 @@ from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, port
 from attnscale.comparing.saved import is_saved, read, save
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import Damage, choose_run, records_of, scan
+from attnscale.train.log import Damage, choose_run, read_runs, records_of
 from attnscale.train.record import Record
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    run = choose_run(scan(path, lambda record: None, Damage()), name)
+    run = choose_run(path, read_runs(path, lambda *_: None, Damage()), name)
     latest, alarms = deque[Record](maxlen=LATEST), []
     for record in records_of(path, run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
-    fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].last_step}"
+    fed = f"its {len(latest)} records from step {latest[0].step} to {latest[-1].step}"
     names = dict.fromkeys(name for record in latest for name in record.layers)
     layers = {name: _layer_of_records([record for record in latest if name in record.layers], name) for name in names}
     found = {(alarm.layer, alarm.head, alarm.code): alarm for alarm in alarms}

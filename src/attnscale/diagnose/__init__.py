@@ -1,6 +1,6 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
-from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, alarms, next_threshold
+from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm, next_threshold
 from attnscale.diagnose.audit import Audit, diagnose
 from attnscale.diagnose.cause import Cause, Change, cause, compare
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
@@ -26,7 +26,6 @@ __all__ = [
     "Thresholds",
     "Verdict",
     "WhatIf",
-    "alarms",
     "audit",
     "audited",
     "cause",
@@ -35,6 +34,7 @@ __all__ = [
     "growth",
     "head_verdicts",
     "is_trained",
+    "layer_alarm",
     "layer_verdict",
     "next_threshold",
     "outlook",

@@ -1,17 +1,17 @@
 """Alarms of a training run: numbers of a layer, and losses, become findings by thresholds with a published meaning.
 
-A layer has at most one alarm of a code at a step. A trained model is compared with its first sampled step: the numbers
-it had then are normal for it, and an alarm is what has become worse since.
+A layer has one alarm at a time, and another one when things get more serious. A trained model is compared with its
+first sampled step: the numbers it had then are normal for it, and an alarm is what has become worse since.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
 from attnscale.diagnose.cause import Change
-from attnscale.diagnose.finding import SEVERITIES, Finding
+from attnscale.diagnose.finding import Finding, severity_rank
 from attnscale.diagnose.forecast import MAD_TO_STD, Ceiling, Crossing, Outlook, forecast
 from attnscale.diagnose.scores import DEAD_GAIN, EXPLODING, threshold_reached
 from attnscale.measure.uncertainty import NORMAL
@@ -76,18 +76,21 @@ class LayerSnapshot:
     baseline: Baseline | None = None  # of a trained model
     is_clipped: bool = False  # by QK-Clip
     largest: float = math.nan  # the score itself, where softmax sees less of it
-    step: int | None = None
+    step: int = 0
     scale_error: ScaleError | None = None
     rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
 
     @property
     def cause(self) -> str:
-        """A sentence that says how the factors of the scores changed; empty where none grew, or it is not known."""
+        """A sentence that names the factors of the scores that grew, the first one most; empty where none did."""
         change = self.change()
         if change is None or not math.isfinite(change.total) or not self.grown_factor:
             return ""
-        after = f" (of {' and '.join(self.rescaled)} after their norm or temperature)" if self._is_rescaled else ""
-        return f"Since the first sampled step: {change}{after}. "
+        factors = zip(("scale", "‖q‖", "‖k‖", "alignment"), vars(change).values(), strict=True)
+        grown = sorted((factor for factor in factors if factor[1] > GROWN), key=lambda factor: -factor[1])
+        named = ", ".join(f"{name} × {readable(math.exp(grew))}" for name, grew in grown)
+        after = f" ({' and '.join(self.rescaled)} after their norm or temperature)" if self._is_rescaled(change) else ""
+        return f"{named} since the first sampled step{after}. "
 
     @property
     def grown_factor(self) -> str:
@@ -95,69 +98,56 @@ class LayerSnapshot:
         change = self.change()
         if change is None:
             return ""
-        grown = {
-            "multiplier": change.multiplier, "norms": change.query_norm + change.key_norm, "alignment": change.alignment
-        }  # fmt: skip
-        name = max(grown, key=lambda factor: grown[factor] if math.isfinite(grown[factor]) else -math.inf)
-        return "" if grown[name] <= GROWN else "temperature" if name == "norms" and self._is_rescaled else name
+        norms = "temperature" if self._is_rescaled(change) else "norms"
+        grew = change.multiplier, change.query_norm + change.key_norm, change.alignment
+        known = [-math.inf if math.isnan(each) else each for each in grew]
+        return ("multiplier", norms, "alignment")[known.index(max(known))] if max(known) > GROWN else ""
 
-    @property
-    def _is_rescaled(self) -> bool:
-        """True if the side whose norm grew most is rescaled after its projection, which may be what grew."""
-        change = self.change()
-        if change is None or max(change.query_norm, change.key_norm) <= GROWN:
-            return False
-        return ("queries" if change.query_norm >= change.key_norm else "keys") in self.rescaled
+    def _is_rescaled(self, change: Change) -> bool:
+        """Return True if the side whose norm grew most is rescaled after its projection, which may be what grew."""
+        side = "queries" if change.query_norm >= change.key_norm else "keys"
+        return max(change.query_norm, change.key_norm) > GROWN and side in self.rescaled
 
     @property
     def largest_score(self) -> str:
-        """The largest score in words: itself, and its height above the mean of its row where that is less serious."""
-        if math.isnan(self.largest) or threshold_reached(self.largest) == threshold_reached(self.max):
-            value = readable(self.max if math.isnan(self.largest) else self.largest, 4)
-        else:
-            value = f"{readable(self.largest, 4)}, and {readable(self.max, 4)} above the mean of its row"
-        return value if self.step is None else f"{value} at step {self.step:,}"
+        """The largest score and its step, with its height above the mean of its row where that is less serious."""
+        largest = self.max if math.isnan(self.largest) else self.largest
+        is_shifted = threshold_reached(largest) != threshold_reached(self.max)
+        height = f", {readable(self.max, 4)} above the mean of its row," if is_shifted else ""
+        return f"{readable(largest, 4)}{height} at step {self.step:,}"
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """A finding, and the reasons by which it is recognised at a later step."""
+class Reason:
+    """One thing that is wrong. `name` identifies it at a later step: `reached 100`, `ahead 1000`, `entropy_ratio`."""
 
-    finding: Finding
-    reasons: tuple[str, ...]
+    name: str
+    code: str
+    severity: str
+    sentence: str
+    measured: float | None = None
+    expected: float | None = None
 
 
-def alarms(snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> Iterator[Finding]:
-    """Yield what is wrong with one layer now, and what will be if its growth goes on."""
-    return (alarm.finding for alarm in alarms_with_reasons(snapshot, outlook, limits))
+def layer_alarm(
+    snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds, standing: Mapping[str, int]
+) -> tuple[Finding | None, dict[str, int]]:
+    """Return the alarm of a layer at a step, and the reasons that stand from then on, each with the step it began at.
 
-
-def alarms_with_reasons(snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> Iterator[Alarm]:
-    """Yield the alarms of one layer with their reasons, at most one of a code.
-
-    Where its multiplier is wrong, only scores that would be too large under the right one as well raise an alarm.
+    `standing` are the reasons that stood before. A layer has one alarm with everything that is wrong with it, and
+    another one only when that is more serious: entropy that falls because scores explode is no second alarm.
     """
-    if snapshot.broken_heads:
-        message = f"{snapshot.broken_heads} heads have scores that are NaN or infinite{_at(snapshot.step)}."
-        advice = "Stop, go back to the last checkpoint, and lower the learning rate or add a QK-norm."
-        if snapshot.scale_error is not None:
-            advice = f"The scale is wrong ({snapshot.scale_error.code}): correct it and start again."
-        yield Alarm(Finding(snapshot.layer, None, "non_finite", "error", message, None, None, advice), ("non_finite",))
-        return
-    yield from _exploding(snapshot, outlook if limits.forecast and snapshot.scale_error is None else None)
-    if snapshot.scale_error is None:
-        yield from _sharp(snapshot, limits)
-
-
-def is_standing(reason: str, snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> bool:
-    """Return True if an alarm of an earlier step is not over, though it may not be raised now."""
-    kind, _, level = reason.partition(" ")
-    if kind == "reached":
-        return snapshot.max * OVER >= float(level)
-    if kind == "ahead":
-        return outlook is not None and outlook.rate > 0
-    floor = getattr(limits, kind, None)
-    return floor is not None and getattr(snapshot, kind) < OVER * floor
+    reasons = list(_reasons(snapshot, outlook, limits, standing))
+    kept = {name: since for name, since in standing.items() if _stands(name, snapshot, outlook, limits)}
+    after = {reason.name: snapshot.step for reason in reasons} | kept
+    rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
+    if rank <= max(map(_rank, kept), default=-1.0):
+        return None, after
+    severity, first = max((reason.severity for reason in reasons), key=severity_rank), reasons[0]
+    head = snapshot.max_head if first.code == "exploding" else None
+    message = snapshot.cause + " ".join(reason.sentence for reason in reasons)
+    numbers = first.measured, first.expected
+    return Finding(snapshot.layer, head, first.code, severity, message, *numbers, _advice(snapshot)), after
 
 
 def next_threshold(value: float, is_clipped: bool = False) -> float | None:
@@ -207,58 +197,74 @@ def when(crossing: Crossing) -> str:
     return f"about step {crossing.step:.0f} and not before {crossing.earliest:.0f}"
 
 
-def _exploding(snapshot: LayerSnapshot, outlook: Outlook | None) -> Iterator[Alarm]:
-    """A threshold that is passed, and the next one if it is forecast, as one alarm."""
-    sentences, severities, reasons, limits = [], [], [], []
-    error, corrected = snapshot.scale_error, snapshot.max
-    if error is not None:
-        corrected *= min(1.0, error.correction)
-    reached = threshold_reached(corrected)
+def _reasons(
+    snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds, standing: Mapping[str, int]
+) -> Iterator[Reason]:
+    """Yield what is wrong now, and what will be if growth goes on.
+
+    Where the multiplier is wrong, only scores count that would be too large under the right one as well.
+    """
+    if snapshot.broken_heads:
+        sentence = f"{snapshot.broken_heads} heads have scores that are NaN or infinite at step {snapshot.step:,}."
+        yield Reason("non_finite", "non_finite", "error", sentence)
+        return
+    error = snapshot.scale_error
+    reached = threshold_reached(snapshot.max * (1.0 if error is None else min(1.0, error.correction)))
     if reached is not None and _is_news(reached, snapshot):
         limit, severity, known = reached
-        sentences.append(f"The largest score is {snapshot.largest_score}; {known}.")
-        severities, reasons, limits = [severity], [f"reached {limit:g}"], [limit]
+        name = f"reached {limit:g}"
+        since = standing.get(name, snapshot.step)
+        passed = f"passed {limit:,.0f} at step {since:,} and " if since < snapshot.step else ""
+        sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
+        yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
+    if limits.forecast and error is None:
+        yield from _forecast(snapshot, outlook, "It" if reached else f"The largest score, {snapshot.largest_score},")
+    for name, sentence in FLOORS.items() if error is None else ():
+        value, floor = getattr(snapshot, name), getattr(limits, name)
+        if _is_below(snapshot, name, floor):
+            yield Reason(name, "sharp", "warning", sentence.format(100 * value, 100 * floor), value, floor)
+
+
+def _forecast(snapshot: LayerSnapshot, outlook: Outlook | None, subject: str) -> Iterator[Reason]:
     crossing = forecast(outlook, snapshot.ceiling, next_threshold(max(snapshot.max, HARMFUL / 2)))
-    if crossing is not None and outlook is not None:
-        known = next(known for threshold, _, known in EXPLODING if threshold == crossing.threshold)
-        factor = math.exp(min(outlook.rate * outlook.observed, 700.0))
-        subject = "It" if sentences else f"The largest score, {snapshot.largest_score},"
-        sentences.append(
-            f"{subject} grew {factor:{'.3g' if factor < 1000 else ',.0f'}}-fold in the last {outlook.observed:,.0f} "
-            f"steps; if this goes on, it will pass {crossing.threshold:,.0f} {when(crossing)}. "
-            f"{known[0].upper()}{known[1:]}."
-        )
-        severities.append("warning")
-        reasons.append(f"ahead {crossing.threshold:g}")
-        limits.append(crossing.threshold)
-    if sentences:
-        severity = max(severities, key=SEVERITIES.index)
-        message, head = f"{snapshot.cause}{' '.join(sentences)}", snapshot.max_head
-        numbers = snapshot.max, limits[-1]
-        yield Alarm(
-            Finding(snapshot.layer, head, "exploding", severity, message, *numbers, _advice(snapshot)), tuple(reasons)
-        )
+    if crossing is None or outlook is None:
+        return
+    limit, _, known = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
+    factor = math.exp(min(outlook.rate * outlook.observed, 700.0))
+    sentence = (
+        f"{subject} grew × {factor:{'.3g' if factor < 1000 else ',.0f'}} in the last {outlook.observed:,.0f} steps; "
+        f"if this goes on, it will pass {limit:,.0f} {when(crossing)}: {known}."
+    )
+    yield Reason(f"ahead {limit:g}", "exploding", "warning", sentence, snapshot.max, limit)
+
+
+def _stands(name: str, snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> bool:
+    """Return True if a reason of an earlier alarm is not over, though it may raise none now."""
+    kind, _, level = name.partition(" ")
+    if kind == "reached":
+        return snapshot.max * OVER >= float(level)
+    if kind == "ahead":
+        return outlook is not None and outlook.rate > 0
+    if kind == "non_finite":
+        return snapshot.broken_heads > 0
+    floor = getattr(limits, kind, None)
+    return floor is not None and getattr(snapshot, kind) < OVER * floor
+
+
+def _rank(name: str) -> float:
+    """Return how serious a reason is; scores that explode are half a rank above the sharp rows that follow from it."""
+    kind, _, level = name.partition(" ")
+    if kind == "reached":
+        severity = next((severity for limit, severity, _ in EXPLODING if limit == float(level)), "note")
+        return severity_rank(severity) + (0.5 if severity == "warning" else 0.0)
+    return {"ahead": 1.5, "non_finite": 2.0}.get(kind, 1.0)
 
 
 def _is_news(reached: tuple[float, str, str], snapshot: LayerSnapshot) -> bool:
-    """False where a trained model was as high from the start, or QK-Clip would act and does."""
+    """Return False where a trained model was as high from the start, or QK-Clip would act and does."""
     if reached[1] == "note" and snapshot.is_clipped:
         return False
     return snapshot.baseline is None or not snapshot.max < WORSE * snapshot.baseline.max
-
-
-def _sharp(snapshot: LayerSnapshot, limits: Thresholds) -> Iterator[Alarm]:
-    """Entropy and gradient that are below their floors beyond doubt, as one alarm."""
-    low = [name for name in FLOORS if _is_below(snapshot, name, getattr(limits, name))]
-    if low:
-        numbers = [(getattr(snapshot, name), getattr(limits, name)) for name in low]
-        sentences = (
-            FLOORS[name].format(100 * value, 100 * floor) for name, (value, floor) in zip(low, numbers, strict=True)
-        )
-        message = f"{snapshot.cause}{' '.join(sentences)}"
-        yield Alarm(
-            Finding(snapshot.layer, None, "sharp", "warning", message, *numbers[0], _advice(snapshot)), tuple(low)
-        )
 
 
 def _is_below(snapshot: LayerSnapshot, name: str, floor: float | None) -> bool:
@@ -274,7 +280,9 @@ def _advice(snapshot: LayerSnapshot) -> str:
     """Return what helps against the factor that grew, and is not in use yet."""
     grown = snapshot.grown_factor
     if snapshot.scale_error is not None:
-        return f"The scale is wrong too ({snapshot.scale_error.code}): correct it first."
+        return f"The scale is wrong ({snapshot.scale_error.code}): correct it first, and start again."
+    if snapshot.broken_heads:
+        return "Stop, go back to the last checkpoint, and lower the learning rate or add a QK-norm."
     if grown == "multiplier":
         return "The scale has grown: bound it, or train it at a lower rate."
     if grown == "temperature":
@@ -285,8 +293,4 @@ def _advice(snapshot: LayerSnapshot) -> str:
         return "Its soft-cap bounds the scores and not what makes them: lower the learning rate, or add a QK-norm."
     if grown == "alignment":
         return "Queries and keys have turned towards each other: lower the learning rate, or add a soft-cap."
-    return "Lower the learning rate, add a QK-norm, or clip the projections (QK-Clip at 100)."
-
-
-def _at(step: int | None) -> str:
-    return "" if step is None else f" at step {step:,}"
+    return "Lower the learning rate, or clip: attnscale.QKClip(model).attach(optimizer)."

@@ -19,8 +19,8 @@ from attnscale.diagnose.checks import SYMPTOMS, evaluation_findings, mode_findin
 from attnscale.diagnose.trained import is_trained
 from attnscale.errors import InputError
 from attnscale.watching.layer import Layer
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
 ROWS_IN_OTHER_MODE = 1  # a head: enough to read how the scores are made

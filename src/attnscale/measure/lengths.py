@@ -41,15 +41,6 @@ def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return head_lengths(query), _shared(head_lengths(key), query)
 
 
-def lengths_of_sums(copies: Tensor) -> Tensor:
-    """The same of vectors that are the sums of copies, (batch, heads, copies, length, features).
-
-    >>> lengths_of_sums(torch.ones(2, 3, 5, 8, 4)).tolist()
-    [40.0, 40.0, 40.0]
-    """
-    return head_lengths(copies.sum(2, dtype=wide_dtype(copies)))
-
-
 def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     """Root mean square of the lengths of (batch, heads, positions, features), a value a head.
 

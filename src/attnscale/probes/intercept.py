@@ -18,10 +18,10 @@ from attnscale.torch_internals import DispatchMode, in_transform
 from attnscale.tracing.softmaxes import PLAIN
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels import traits_of
-from attnscale.watching.kernels.flex import ARGUMENTS as FLEX_ARGUMENTS
-from attnscale.watching.masks import keys_nobody_sees
+from attnscale.watching.kernels.sdpa import ARGUMENTS as FLEX_ARGUMENTS
+from attnscale.watching.layout import Layout, layout_from
+from attnscale.watching.rows import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
-from attnscale.watching.written.layout import Layout, layout_from
 
 FLEX = "flex_attention"  # the name of torch's higher-order operator; importing it loads the compiler
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

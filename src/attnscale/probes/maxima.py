@@ -22,7 +22,7 @@ from attnscale.probes.placement import Placement
 from attnscale.torch_internals import copy_each_, in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.layer import Layer
-from attnscale.watching.written.layout import layout_from
+from attnscale.watching.layout import layout_from
 
 KIND = "maxima"
 LIMIT, SAME_POSITIONS, CALLS = -3, -2, -1  # columns behind the heads

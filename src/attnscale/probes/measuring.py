@@ -13,12 +13,12 @@ from attnscale.probes.intercept import MODIFICATIONS, AttentionCall, WrittenScor
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.call import TAIL
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.flex import modification
 from attnscale.watching.kernels.kernel_call import Found, measured_lengths
+from attnscale.watching.kernels.sdpa import modification
 from attnscale.watching.plan import PlannedCall
 from attnscale.watching.rows import Rows, spread_positions
-from attnscale.watching.settings import Settings
-from attnscale.watching.written.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS, fit
+from attnscale.watching.watcher import Settings
+from attnscale.watching.written_call import DISAGREEMENT, NORMED_ROWS, PROBED_ROWS, fit
 
 
 def measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Settings) -> bool:

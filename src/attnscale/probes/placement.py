@@ -32,9 +32,8 @@ from attnscale.torch_internals import held_by, in_backward
 from attnscale.watching.plan import ModulePlan, Plan
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import UNDER_A_MODE
-from attnscale.watching.watcher import Watcher
+from attnscale.watching.watcher import Settings, Watcher
 
 
 class Placement:

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnscale.probes.install import define_op, no_result
 from attnscale.probes.intercept import KINDS, AttentionCall, Modification, ProbeKind, WrittenScores
 from attnscale.torch_internals import in_backward
-from attnscale.watching.written.layout import layout_from
+from attnscale.watching.layout import layout_from
 
 KIND = "stats"
 

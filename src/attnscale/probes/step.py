@@ -24,7 +24,7 @@ from attnscale.watching.call import Shard
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import Settings
+from attnscale.watching.watcher import Settings
 
 DIFFERENT = "it attended otherwise than in the trace"
 LATE = "it did not run when the model was traced"

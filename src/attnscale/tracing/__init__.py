@@ -1,1 +1,113 @@
-"""Operations of a running model -> where each tensor came from; knows no model."""
+"""Tracer: reads the operations of a running model one by one, and calls back at every softmax of scores."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnscale.tracing import arithmetic, moving, products, softmaxes
+from attnscale.tracing.lineage import Ledger, Node, Operation, unknown
+from attnscale.tracing.roles import Product, Softmax
+
+# By ATen's names: einsum, matmul and `@` have become bmm and views by then, unless they are read whole. The later know
+# more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
+READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
+
+# Composite operations that are read as one where they arrive as one, as in inference mode and of nested tensors. Taken
+# apart, a layer of BERT has twice as many operations to read.
+READ_WHOLE = frozenset(("linear", "layer_norm", "dropout"))
+
+
+class OnSoftmax(Protocol):
+    """Called at a softmax with its input, the node of that, and the axis; None where it is followed to no product."""
+
+    def __call__(self, scores: Tensor, node: Node, axis: int, by: str = "") -> Softmax | None:
+        """`by`: the operation that the softmax is, where it is one."""
+        ...
+
+
+class Tracer:
+    """Follows tensors from operation to operation, and notes where weights of unknown origin mix values.
+
+    `modules` returns those that are running, outermost first.
+    """
+
+    def __init__(self, ledger: Ledger, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
+        self.ledger, self.modules, self.softmax = ledger, modules, softmax
+        self._not_understood: dict[str, None] = {}  # modules, in order
+        self._unnormalised: Counter[str] = Counter()  # times that exponentials mixed values and were not divided yet
+        self._sequences = WeakTensorKeyDictionary()  # of each nested tensor
+
+    @property
+    def module(self) -> str:
+        """The module that is running."""
+        return self.modules()[-1]
+
+    @property
+    def unfollowed(self) -> list[str]:
+        """Modules that seem to attend in a way that was not understood."""
+        unnormalised = (name for name, times in self._unnormalised.items() if times > 0)
+        return list(dict.fromkeys([*self._not_understood, *unnormalised]))
+
+    def note_not_understood(self, module: str) -> None:
+        """Note that this module attends in a way that was not followed."""
+        self._not_understood[module] = None
+
+    def mix_unnormalised(self, product: Product) -> None:
+        """Note that exponentials of these scores mix values before they are normalised."""
+        self._unnormalised[product.modules[-1]] += 1
+
+    def are_normalised(self, product: Product) -> None:
+        """Note that what they mixed was divided by their sum."""
+        self._unnormalised[product.modules[-1]] -= 1
+
+    def reads_whole(self, name: str, args: Sequence[Any]) -> bool:
+        """Return True if a composite operation that is about to run is read as one."""
+        return name in READ_WHOLE and (name != "linear" or self.ledger.node(args[1]).parameter)
+
+    def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
+        """Read an operation that ran."""
+        node = READERS.get(name, unknown)(Operation(name, args, kwargs, result, self))
+        if not isinstance(node, Node):
+            for tensor, its in zip(result, node, strict=False):
+                if isinstance(tensor, Tensor) and its is not None:
+                    self.ledger.write(tensor, its)
+            return
+        if is_mutable and isinstance(args[0], Tensor):
+            self.ledger.write_through(self.ledger.node(args[0]), node)
+        if isinstance(result, Tensor):
+            self.ledger.write(result, node)
+
+    def read_nested(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Read an operation on strided nested tensors as one on each of their sequences.
+
+        SDPA on a CPU makes them of jagged tensors, too, and multiplies them.
+        """
+        if name == "_nested_tensor_from_tensor_list":
+            for source, part in zip(args[0], self.sequences(result), strict=True):
+                self.read("unsqueeze", (source, 0), {}, part, is_mutable=False)
+        elif isinstance(result, Tensor) and result.is_nested:
+            for at, part in enumerate(self.sequences(result)):
+                given = [self.sequences(arg)[at] if is_nested(arg) else arg for arg in args]
+                self.read(name, given, kwargs, part, is_mutable=False)
+        elif name == "unbind":
+            for part, each in zip(self.sequences(args[0]), result, strict=True):
+                self.read("squeeze", (part, 0), {}, each, is_mutable=False)
+        elif name == "values":
+            for part in self.sequences(args[0])[:1]:
+                node = self.ledger.node(part)
+                self.ledger.write(result, Node(tuple(result.shape), learned=node.learned, role=node.role))
+
+    def sequences(self, nested: Tensor) -> list[Tensor]:
+        """Return the sequences of a nested tensor, each a batch of one, which have nodes of their own."""
+        found: list[Tensor] | None = self._sequences.get(nested)
+        if found is None:
+            found = self._sequences[nested] = [part.unsqueeze(0) for part in nested.unbind()]
+        return found
+
+
+def is_nested(value: Any) -> bool:
+    """Return True for a nested tensor."""
+    return isinstance(value, Tensor) and value.is_nested

@@ -19,12 +19,12 @@ NOWHERE = -1
 
 
 def unmoved(points: Points) -> Points:
-    """Coordinates of what stays where it was."""
+    """Return the points of an operand whose elements stay where they were."""
     return points
 
 
 def reshaped(source: Shape, result: Shape) -> Map:
-    """A view, a flatten, an unsqueeze: elements keep their order."""
+    """Map a view, a flatten or an unsqueeze, in which elements keep their order."""
     sizes = np.maximum(np.array(source, dtype=np.int64), 1)
     source_steps, result_steps = _steps(source), _steps(result)
 
@@ -36,13 +36,13 @@ def reshaped(source: Shape, result: Shape) -> Map:
 
 
 def permuted(order: Sequence[int]) -> Map:
-    """Dimension `order[k]` of the operand became dimension k."""
+    """Map a permutation: dimension `order[k]` of the operand becomes dimension k."""
     inverse = np.argsort(np.array([axis % len(order) for axis in order], dtype=np.int64))
     return lambda points: points[:, inverse]
 
 
 def transposed(rank: int, first: int, second: int) -> Map:
-    """Two dimensions changed places."""
+    """Map a transposition of two dimensions."""
     order = list(range(rank))
     if rank:
         order[first], order[second] = order[second], order[first]
@@ -50,18 +50,18 @@ def transposed(rank: int, first: int, second: int) -> Map:
 
 
 def broadcast(source: Shape, rank: int) -> Map:
-    """An operand of an elementwise operation, or what was expanded: sizes of one stand for all."""
+    """Map an operand that was broadcast or expanded, whose sizes of one stand for all."""
     missing = rank - len(source)
     return lambda points: points[:, missing:] * np.array([size != 1 for size in source], dtype=np.int64)
 
 
 def sliced(axis: int, start: int, step: int = 1) -> Map:
-    """Every `step`-th element from `start` on."""
+    """Map a slice: every `step`-th element from `start` on."""
     return _along(axis, lambda at: start + step * at)
 
 
 def chosen(axis: int, index: Indices) -> Map:
-    """Element `index[i]` of a dimension stands at i."""
+    """Map a selection by indices: element `index[i]` of a dimension stands at i."""
     return _along(axis, lambda at: index[at])
 
 
@@ -75,7 +75,7 @@ def _along(axis: int, source_of: Callable[[Indices], Indices]) -> Map:
 
 
 def into_slice(axis: int, start: int, step: int, size: int) -> Map:
-    """Where in the slice an element of the whole stands: the inverse of `sliced`."""
+    """Map an element of the whole to its place in a slice: the inverse of `sliced`."""
 
     def forth(points: Points) -> Points:
         points = points.copy()
@@ -88,12 +88,12 @@ def into_slice(axis: int, start: int, step: int, size: int) -> Map:
 
 
 def selected(axis: int, index: int) -> Map:
-    """One index of a dimension that is then gone."""
+    """Map a selection of one index of a dimension, which is then gone."""
     return lambda points: np.insert(points, axis, index, axis=1)
 
 
 def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
-    """A sum or maximum over some dimensions: the first element stands for all."""
+    """Map a sum or maximum over some dimensions, of which the first element stands for all."""
     gone = sorted(axis % len(source) for axis in axes) if source else []
 
     def back(points: Points) -> Points:
@@ -105,7 +105,7 @@ def reduced(source: Shape, axes: Sequence[int], keepdim: bool) -> Map:
 
 
 def piece(axis: int, start: int, stop: int) -> Map:
-    """One operand of a concatenation."""
+    """Map one operand of a concatenation."""
 
     def back(points: Points) -> Points:
         inside = (points[:, axis] >= start) & (points[:, axis] < stop)
@@ -118,7 +118,7 @@ def piece(axis: int, start: int, stop: int) -> Map:
 
 
 def stacked(axis: int, index: int) -> Map:
-    """One operand of a stack."""
+    """Map one operand of a stack."""
 
     def back(points: Points) -> Points:
         inside = points[:, axis] == index
@@ -130,7 +130,7 @@ def stacked(axis: int, index: int) -> Map:
 
 
 def padded(source: Shape, before: Sequence[int]) -> Map:
-    """A border was added; `before` elements of it stand first in each dimension."""
+    """Map a padded tensor: `before` elements of the border stand first in each dimension."""
 
     def back(points: Points) -> Points:
         points = points - np.array(before, dtype=np.int64)
@@ -141,14 +141,14 @@ def padded(source: Shape, before: Sequence[int]) -> Map:
 
 
 def repeated(source: Shape, rank: int) -> Map:
-    """Whole copies side by side."""
+    """Map a repeated tensor: whole copies side by side."""
     missing = rank - len(source)
     sizes = np.maximum(np.array(source, dtype=np.int64), 1)
     return lambda points: points[:, missing:] % sizes
 
 
 def unfolded(axis: int, step: int) -> Map:
-    """Windows of a dimension, their elements in a new last dimension."""
+    """Map windows of a dimension, whose elements stand in a new last dimension."""
 
     def back(points: Points) -> Points:
         points, within = points[:, :-1].copy(), points[:, -1]

@@ -17,7 +17,7 @@ from attnscale.tracing.coordinates import Map, Shape, broadcast
 from attnscale.tracing.roles import Effect, Role, Scores, role_of_parts, statistic_of
 
 if TYPE_CHECKING:
-    from attnscale.tracing.tracer import Tracer
+    from attnscale.tracing import Tracer
 
 LONGEST = 200  # operations between a projection and its use; a residual stream is longer, and leads nowhere
 

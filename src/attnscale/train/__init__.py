@@ -8,7 +8,7 @@ from attnscale.train.monitor import Monitor
 from attnscale.train.qk_clip import QKClip
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.run import LayerRun, Run, summarise
-from attnscale.train.sinks.jsonlines import JsonLines
+from attnscale.train.sinks import JsonLines
 
 if TYPE_CHECKING:
     from attnscale.train.huggingface import ScoreCallback

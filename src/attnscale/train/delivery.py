@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from attnscale.diagnose.finding import Finding, grouped
+from attnscale.diagnose.finding import Finding, grouped, severity_rank
 from attnscale.errors import AttnscaleWarning, SettingError, SinkWarning
 from attnscale.measure.statistics import Place, in_place, logged
 from attnscale.train.record import Record
@@ -21,6 +21,40 @@ LogChoice = bool | Sequence[str]
 CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
 
 
+OF_SCORES = ("sharp", "exploding", "non_finite")  # codes of one course of events, which is said once
+
+
+class AlarmLog:
+    """Lines of the log: an alarm is said once; the same in other layers or at later steps is counted."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, int] = {}  # the worst severity that was said, by kind
+        self._repeated: list[Finding] = []  # alarms since the last line
+        self._last_step = 0
+
+    def lines(self, record: Record) -> Iterator[str]:
+        """Yield a line for each kind of alarm that is new, or more serious than before."""
+        for group in grouped(record.alarms):
+            kind = "scores" if group.first.code in OF_SCORES else group.first.code
+            rank = severity_rank(group.first.severity)
+            if rank > self._said.get(kind, -1):
+                self._said[kind] = rank
+                yield f"step {record.step}: {group}"
+            else:
+                self._repeated += group.findings
+                self._last_step = record.step
+
+    def end(self) -> Iterator[str]:
+        """Yield a line with the number of alarms that were counted only, and say later ones again."""
+        self._said.clear()
+        repeated, self._repeated = self._repeated, []
+        if repeated:
+            layers = len({alarm.layer for alarm in repeated})
+            alarms = "1 more such alarm" if len(repeated) == 1 else f"{len(repeated)} more such alarms"
+            where = "1 layer" if layers == 1 else f"{layers} layers"
+            yield f"{alarms} in {where} until step {self._last_step}"
+
+
 @dataclass(frozen=True)
 class Delivery:
     """The sinks of a run; `warn` warns of each failure once."""
@@ -28,6 +62,7 @@ class Delivery:
     sinks: Sequence[Sink]
     on_alarm: Callable[[Finding], None] | None
     warn: Callable[[AttnscaleWarning], None]
+    log: AlarmLog = field(default_factory=AlarmLog)
 
     def write(self, record: Record) -> None:
         """Call every sink with a record."""
@@ -37,12 +72,10 @@ class Delivery:
             except Exception as error:
                 self._warn("A sink failed and is tried again at the next record", error)
 
-    def alarm(self, record: Record, *, is_logged: bool) -> None:
-        """Raise the alarms of a record; the log has one line for alarms that say the same of many layers."""
-        if record.alarms and is_logged:
-            with bars_aside():
-                for group in grouped(record.alarms):
-                    LOGGER.warning("step %d: %s", record.step, group)
+    def alarm(self, record: Record, *, is_logged: bool, is_over: bool = False) -> None:
+        """Raise the alarms of a record; `is_over` where no alarm of an earlier record stands any more."""
+        if is_logged:
+            _say([*self.log.lines(record), *(self.log.end() if is_over else ())])
         for alarm in record.alarms if self.on_alarm is not None else ():
             assert self.on_alarm is not None  # checked just above
             try:
@@ -51,7 +84,8 @@ class Delivery:
                 self._warn("on_alarm failed and is called again at the next alarm", error)
 
     def close(self) -> None:
-        """Close the sinks that can be closed."""
+        """Say how many alarms were counted, and close the sinks that can be closed."""
+        _say(list(self.log.end()))
         for sink in self.sinks:
             close = getattr(sink, "close", None)
             if close is not None:
@@ -59,6 +93,13 @@ class Delivery:
 
     def _warn(self, what: str, error: Exception) -> None:
         self.warn(SinkWarning(f"{what}: {type(error).__name__}: {error}"))
+
+
+def _say(lines: Sequence[str]) -> None:
+    if lines:
+        with bars_aside():
+            for line in lines:
+                LOGGER.warning("%s", line)
 
 
 def logged_statistics(choice: LogChoice) -> tuple[str, ...]:

@@ -13,9 +13,8 @@ from attnscale.diagnose.alarm import (
     LayerSnapshot,
     ScaleError,
     Thresholds,
-    alarms_with_reasons,
     diverged_from,
-    is_standing,
+    layer_alarm,
     loss_alarm,
 )
 from attnscale.diagnose.cause import Change
@@ -29,7 +28,7 @@ from attnscale.train.trend import Sample, append, trend
 
 FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
 LOSSES = 128  # the latest losses, and the first, by which a divergence is judged
-WHOLE_RUN = ("", "loss")  # standing alarm of the loss
+WHOLE_RUN = ""  # in place of a layer, for the standing alarm of the loss
 
 
 class History:
@@ -44,7 +43,7 @@ class History:
         self._first: dict[str, list[float]] = {}  # logarithms of FACTORS
         self._baseline: dict[str, Baseline] = {}  # of a trained model
         self._scale_errors: dict[str, ScaleError] = {}
-        self._standing: set[tuple[str, str]] = set()  # layer and reason
+        self._standing: dict[str, dict[str, int]] = {}  # by layer: reasons of its alarm, and the step each began at
         self._losses: list[float] = []
 
     @classmethod
@@ -56,6 +55,11 @@ class History:
     def is_empty(self) -> bool:
         """True before the first sampled step of a run."""
         return not self._series
+
+    @property
+    def is_calm(self) -> bool:
+        """True if no alarm stands."""
+        return not self._standing
 
     def add(
         self,
@@ -75,7 +79,7 @@ class History:
         that pass a norm or a temperature after their projection.
         """
         new = list(audit)
-        known = {(finding.layer, finding.code) for finding in new}
+        audited = {finding.layer for finding in new}  # more about those would be a symptom
         self._scale_errors |= scale_errors
         snapshots = []
         for name, layer in layers.items():
@@ -104,14 +108,11 @@ class History:
                 rescaled.get(name, ()),
             )
             snapshots.append(snapshot)
-            before = {reason for place, reason in self._standing if place == name}
-            after = {reason for reason in before if is_standing(reason, snapshot, found.ahead, self.limits)}
-            for alarm in alarms_with_reasons(snapshot, found.ahead, self.limits):
-                is_new = not before.issuperset(alarm.reasons) and (name, alarm.finding.code) not in known
-                new += [alarm.finding] * is_new
-                after.update(alarm.reasons)
-            self._standing = {entry for entry in self._standing if entry[0] != name}
-            self._standing |= {(name, reason) for reason in after}
+            alarm, standing = layer_alarm(snapshot, found.ahead, self.limits, self._standing.pop(name, {}))
+            if standing:
+                self._standing[name] = standing
+            if alarm is not None and name not in audited:
+                new.append(alarm)
         return new + self._loss_alarms(step, loss, snapshots)
 
     def growth(self, layer: str) -> Growth | None:
@@ -125,7 +126,7 @@ class History:
             "began": {name: list(factors) for name, factors in self._first.items()},
             "baseline": {name: list(vars(baseline).values()) for name, baseline in self._baseline.items()},
             "scale_errors": {name: [error.code, error.correction] for name, error in self._scale_errors.items()},
-            "standing": [list(key) for key in sorted(self._standing)],
+            "standing": {layer: dict(reasons) for layer, reasons in self._standing.items()},
             "losses": list(self._losses),
             "trained": self.trained,
         }
@@ -141,7 +142,7 @@ class History:
         self._scale_errors = {
             name: ScaleError(str(code), float(factor)) for name, (code, factor) in state.get("scale_errors", {}).items()
         }
-        self._standing = {(key[0], key[1]) for key in state["standing"] if len(key) == 2}
+        self._standing = {layer: dict(reasons) for layer, reasons in dict(state["standing"]).items()}
         self._losses = [float(loss) for loss in state.get("losses", ())]
         self.trained = bool(state.get("trained", self.trained))
 
@@ -153,11 +154,11 @@ class History:
         del self._losses[1 : len(self._losses) - LOSSES]
         level = diverged_from(self._losses)
         was_standing = WHOLE_RUN in self._standing
-        self._standing.discard(WHOLE_RUN)
+        self._standing.pop(WHOLE_RUN, None)
         attention_is_healthy = not self._standing and not self._scale_errors
         if level is None or not (was_standing or attention_is_healthy):
             return []
-        self._standing.add(WHOLE_RUN)
+        self._standing[WHOLE_RUN] = {"loss": step}
         return [] if was_standing else [loss_alarm(loss, level, step, layers)]
 
 

@@ -14,8 +14,7 @@ from attnscale.train.delivery import LogChoice, is_fed_by_sink, logged_statistic
 from attnscale.train.learning import rate_of
 from attnscale.train.monitor import Monitor
 from attnscale.train.record import Record
-from attnscale.train.sinks import Sink
-from attnscale.train.sinks.scalars import scalars
+from attnscale.train.sinks import Sink, scalars
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -18,13 +18,10 @@ from typing import Any, BinaryIO
 
 from attnscale.errors import SettingError
 from attnscale.results import PlottedResult
-from attnscale.train.record import Record
-from attnscale.train.schema import LineError
+from attnscale.train.record import LineError, Record
 
 LONGEST = 2**24  # bytes of a line: 1,000 layers of 128 heads; a longer one is read in pieces, which are damaged
 SHOWN = 3  # damaged lines whose fault is kept
-FORMER = ("older", "aside")  # files of logs that an earlier version thinned: FILE.older, FILE.aside
-FORMER_HEADER = b'{"holds":'  # how the first line of FILE.older begins, which is no record
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +50,6 @@ class LoggedRun:
     ended: float
     parts: dict[str | None, int] = field(default_factory=dict)  # the first step of each, in the order of the log
     steps: "array[int]" = field(default_factory=lambda: array("q"))
-    has_replaced: bool = False  # a part repeated steps of an earlier one
 
     @property
     def first_step(self) -> int:
@@ -70,53 +66,25 @@ class LoggedRun:
         """Number of its records."""
         return len(self.steps)
 
-    def add(self, record: Record) -> None:
-        """Note a record; the first of a new part replaces the steps from its own on."""
-        if record.part not in self.parts:
-            self.parts[record.part] = record.step
-            kept = bisect_left(self.steps, record.step)
-            self.has_replaced |= kept < len(self.steps)
-            del self.steps[kept:]
-        if self.holds(record):
-            self.steps.append(record.step)
-            self.ended = record.time
+    def add(self, record: Record) -> bool:
+        """Note a record, which replaces those from its step on; False where its part was replaced and still writes."""
+        self.parts.setdefault(record.part, record.step)
+        if not self.holds(record):
+            return False
+        del self.steps[bisect_left(self.steps, record.step) :]
+        self.steps.append(record.step)
+        self.ended = record.time
+        return True
 
     def holds(self, record: Record) -> bool:
         """Return False for a record that a later part replaces."""
         parts = list(self.parts)
-        later = parts[parts.index(record.part) + 1 :] if record.part in self.parts else []
-        return all(record.step < self.parts[part] for part in later)
+        return all(record.step < self.parts[part] for part in parts[parts.index(record.part) + 1 :])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON lists it."""
-        return {
-            "number": self.number,
-            "name": self.name,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "records": self.records,
-            "began": self.began,
-            "ended": self.ended,
-        }
-
-
-class Runs:
-    """The runs of a log, found from its records in the order of the log."""
-
-    def __init__(self) -> None:
-        self.all: list[LoggedRun] = []
-        self.newest: LoggedRun | None = None  # the one that was written last
-        self._by_name: dict[str | None, LoggedRun] = {}
-
-    def add(self, record: Record) -> LoggedRun:
-        """Note a record, and return its run; without names a step that does not go on begins another run."""
-        run = self._by_name.get(record.run)
-        if run is None or (record.run is None and record.step <= run.last_step):
-            run = self._by_name[record.run] = LoggedRun(len(self.all) + 1, record.run, record.time, record.time)
-            self.all.append(run)
-        run.add(record)
-        self.newest = run
-        return run
+        names = ("number", "name", "first_step", "last_step", "records", "began", "ended")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -135,44 +103,50 @@ class Damage:
 
 def read_log(path: str | Path) -> Log:
     """Read all records of a log into memory, and count the damaged lines."""
-    runs, damage = Runs(), Damage()
-    found = [(runs.add(record).number, record) for record in records_in(Path(path), damage)]
-    found.sort(key=lambda pair: pair[0])  # runs one after the other, each in the order of the log
-    return Log([record for number, record in found if runs.all[number - 1].holds(record)], damage.count)
+    found: list[tuple[LoggedRun, Record]] = []
+    damage = Damage()
+    read_runs(Path(path), lambda run, record: found.append((run, record)), damage)
+    found.sort(key=lambda pair: pair[0].number)  # runs one after the other, each in the order of the log
+    return Log([record for run, record in found if run.holds(record)], damage.count)
 
 
-def scan(path: Path, seen: Callable[[Record], None], damage: Damage) -> Runs:
-    """Find the runs of a log in one pass, calling `seen` with each record."""
-    runs = Runs()
-    for record in records_in(path, damage):
-        runs.add(record)
-        seen(record)
-    if not runs.all:
-        raise SettingError(f"Expected records of attnscale.Monitor in {path}, and found none in it.")
+def read_runs(path: Path, seen: Callable[[LoggedRun, Record], object], damage: Damage) -> dict[str | None, LoggedRun]:
+    """Read a log once, calling `seen` with each record and its run; return the runs, the one written last as the last.
+
+    Where a run was resumed, its step goes back, and that record replaces those from its step on.
+    """
+    runs: dict[str | None, LoggedRun] = {}
+    for record in _records_in(path, damage):
+        run = runs.pop(record.run, None) or LoggedRun(len(runs) + 1, record.run, record.time, record.time)
+        runs[record.run] = run
+        if run.add(record):
+            seen(run, record)
     return runs
 
 
-def records_of(path: Path, chosen: LoggedRun) -> Iterator[Record]:
-    """Read the records of one run that scan() found, in order of steps."""
-    runs = Runs()
-    for record in records_in(path, Damage()):
-        if runs.add(record).number == chosen.number and chosen.holds(record):
-            yield record
-
-
-def choose_run(runs: Runs, wanted: str | None) -> LoggedRun:
+def choose_run(path: Path, runs: dict[str | None, LoggedRun], wanted: str | None) -> LoggedRun:
     """Return the run of this name or number, or the one that was written last."""
-    if wanted is None and runs.newest is not None:
-        return runs.newest
-    for run in runs.all:
+    if not runs:
+        raise SettingError(f"Expected records of attnscale.Monitor in {path}, and found none in it.")
+    if wanted is None:
+        return list(runs.values())[-1]
+    ordered = sorted(runs.values(), key=lambda run: run.number)
+    for run in ordered:
         if wanted in (run.name, str(run.number)):
             return run
-    known = ", ".join(f"{run.number}{'' if run.name is None else f' ({run.name})'}" for run in runs.all[:10])
-    more = f" and {len(runs.all) - 10} more" if len(runs.all) > 10 else ""
+    known = ", ".join(f"{run.number}{'' if run.name is None else f' ({run.name})'}" for run in ordered[:10])
+    more = f" and {len(ordered) - 10} more" if len(ordered) > 10 else ""
     raise SettingError(f"Unknown run {wanted!r}. Expected the number or the name of one: {known}{more}.")
 
 
-def records_in(path: Path, damage: Damage) -> Iterator[Record]:
+def records_of(path: Path, chosen: LoggedRun) -> Iterator[Record]:
+    """Read the records of one run that read_runs() found, in order of steps."""
+    for record in _records_in(path, Damage()):
+        if record.run == chosen.name and record.part in chosen.parts and chosen.holds(record):
+            yield record
+
+
+def _records_in(path: Path, damage: Damage) -> Iterator[Record]:
     """Read every record of every file, in the order in which they were written."""
     with ExitStack() as stack:
         try:
@@ -181,7 +155,7 @@ def records_in(path: Path, damage: Damage) -> Iterator[Record]:
             raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
         for file_path, file in files:
             for number, line in enumerate(iter(partial(file.readline, LONGEST), b""), 1):
-                if not line.strip() or line.startswith(FORMER_HEADER):
+                if not line.strip():
                     continue
                 try:
                     yield Record.from_line(line)
@@ -212,9 +186,7 @@ def _opened(path: Path, stack: ExitStack) -> Sequence[tuple[Path, BinaryIO]]:
     if path.exists() and not path.is_file():
         raise SettingError(f"Expected a log in {path}, and it is no file.")
     newest = [(path, stack.enter_context(path.open("rb")))] if path.exists() else []
-    former = [path.with_name(f"{path.stem}.{word}{path.suffix}") for word in FORMER]
-    names = [*(name for name in former if name.exists()), *full_files(path)]
-    full = [(name, stack.enter_context(name.open("rb"))) for name in names]
+    full = [(name, stack.enter_context(name.open("rb"))) for name in full_files(path)]
     if newest:
         full = [(name, file) for name, file in full if not os.path.sameopenfile(file.fileno(), newest[0][1].fileno())]
     return full + newest or [(path, stack.enter_context(path.open("rb")))]

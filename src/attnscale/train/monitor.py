@@ -33,7 +33,7 @@ from attnscale.train.sinks import Sink, sink_from
 from attnscale.train.tally import Arriving, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
-from attnscale.watching.settings import Settings
+from attnscale.watching.watcher import Settings
 
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale
@@ -328,10 +328,10 @@ class Monitor(PlottedResult):
             scale_errors=audit[1],
             rescaled={name: fact.rescaled for name, fact in facts.items()},
         )
-        self._last = record = Record(*at, found, alarms, *whose, None, self.run, self._part, loss, lr)
+        self._last = record = Record(*at, found, alarms, *whose, self.run, self._part, loss, lr)
         if merged.is_written_here:
             self._delivery.write(record)
-        self._delivery.alarm(record, is_logged=merged.is_logged_here)
+        self._delivery.alarm(record, is_logged=merged.is_logged_here, is_over=self._history.is_calm)
 
     def _audit(self, seen: Seen | None) -> Audit:
         """Diagnose the first sampled step, without what is noted only or frozen on purpose."""

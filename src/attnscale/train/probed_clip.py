@@ -19,7 +19,7 @@ from attnscale.probes.maxima import MaxBuffers
 from attnscale.probes.placement import Fallback, Placement, Structure
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import Settings
+from attnscale.watching.watcher import Settings
 
 MOST_EMPTY = 4  # steps in which no attention runs, before any buffer was written
 MOST_PENDING = 64  # steps whose numbers may be on their way

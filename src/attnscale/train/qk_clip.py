@@ -21,8 +21,8 @@ from attnscale.torch_internals import never_compiled
 from attnscale.train.probed_clip import Coverage, ProbedClip, why_not_probed
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 
 class _InterruptedError(Exception):

@@ -5,21 +5,27 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import NoneType
 from typing import Any, NoReturn
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.measure.statistics import STATISTICS, logged
-from attnscale.module_paths import without_wrappers
 from attnscale.plain import plain
 from attnscale.results import PlottedResult
-from attnscale.train.schema import LARGEST, Fields, LineError
 
 VERSION = 2  # of the format of a line; readers ignore fields that they do not know
-RENAMED = {"apart": "uncompiled", "scale": "scale_applied"}  # fields of a layer in earlier lines
-OPTIONAL = ("rank", "until", "run", "part")  # fields of a line that are left out where they are None
+OPTIONAL = ("rank", "run", "part")  # fields of a line that are left out where they are None
 LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
+MOST = 2**53  # of a whole number: every reader of JSON keeps integers exact up to here
+LARGEST = 1e300  # of a number: sums over any number of heads stay finite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
 LONGEST_NAME = 128  # characters of the name of a run
+NUMBERS = {int, float, NoneType}  # types in a list; not bool, which isinstance takes for an int
+NAMES = {int: "a whole number", float: "a number", str: "a text", dict: "an object", list: "a list"}
+
+
+class LineError(ValueError):
+    """A line of a log that cannot be read; the message says why."""
 
 
 def new_name() -> str:
@@ -77,21 +83,20 @@ class LayerRecord:
     @classmethod
     def from_dict(cls, entries: Any) -> "LayerRecord":
         """Read what to_dict() returned; numbers that are null are NaN."""
-        if isinstance(entries, dict):
-            entries = {RENAMED.get(name, name): value for name, value in entries.items()}
-        layer = Fields(entries, "a layer")
-        numbers = {name: layer.numbers(name) for name in logged() if name in layer}
-        clipped = layer.optional("clipped", layer.numbers)
-        if len({len(values) for values in (*numbers.values(), clipped) if values is not None}) > 1:
+        entries = _checked(entries, dict, "a layer")
+        names = [name for name in (*logged(), "clipped") if entries.get(name) is not None]
+        numbers = {name: _numbers(entries[name], name) for name in names}
+        if len({len(values) for values in numbers.values()}) > 1:
             raise LineError("expected one number a head in every list of a layer, and some are shorter")
+        clipped = numbers.pop("clipped", None)
         return cls(
-            layer.whole("rows"),
+            _required(entries, "rows", int, 0, MOST),
             numbers,
-            layer.optional("broken", layer.whole) or 0,
-            layer.optional("softcap", layer.number),
+            _entry(entries, "broken", int, 0, MOST) or 0,
+            _entry(entries, "softcap", float),
             clipped,
-            layer.optional("keys", layer.number, least=0.0),
-            bool(layer.optional("uncompiled", layer.whole, most=1)),
+            _entry(entries, "keys", float, 0.0),
+            bool(_entry(entries, "uncompiled", int, 0, 1)),
         )
 
 
@@ -105,16 +110,10 @@ class Record(PlottedResult):
     alarms: list[Finding] = field(default_factory=list)  # raised at this step
     ranks: int = 1  # whose rows are in it
     rank: int | None = None  # whose record it is, where ranks were not merged
-    until: int | None = None  # the last step, where a record stands for several
     run: str | None = None  # which run it belongs to; a log may hold several
     part: str | None = None  # of that run: after a resume the run goes on under its name as another part
     loss: float | None = None  # of the step, the mean of its ranks; NaN where it was none, None where it was not given
     lr: float | None = None  # the learning rate of the step
-
-    @property
-    def last_step(self) -> int:
-        """Last step that the record stands for."""
-        return self.step if self.until is None else self.until
 
     def whole(self, name: str) -> float:
         """Return the mean of a statistic over all layers in which it is finite; NaN where there is none."""
@@ -141,27 +140,20 @@ class Record(PlottedResult):
 
     @classmethod
     def from_dict(cls, entries: Any) -> "Record":
-        """Read what to_dict() returned, checking every field.
-
-        Lines of version 1 name layers with what wrappers add, as `module.`; they get the names of the model itself.
-        """
-        line = Fields(entries, "a record")
-        step, version = line.whole("step"), line.optional("version", line.whole, least=1) or 1
-        layers = {name: LayerRecord.from_dict(layer) for name, layer in line.entries("layers").items()}
-        names = {name: (without_wrappers(name) or name) if version == 1 else name for name in layers}
-        if len(set(names.values())) < len(names):  # two would become one
-            names = {}
+        """Read what to_dict() returned, checking every field; a LineError says what is wrong."""
+        line = _checked(entries, dict, "a record")
+        _entry(line, "version", int, 1, MOST)
+        learning = (math.nan if name in line and line[name] is None else _entry(line, name, float) for name in LEARNING)
         return cls(
-            step,
-            line.number("time", -LATEST, LATEST),
-            {names.get(name, name): layer for name, layer in layers.items()},
-            [_read_alarm(Fields(alarm, "an alarm"), names) for alarm in line.items("alarms")],
-            line.whole("ranks", least=1) if "ranks" in line else 1,
-            line.optional("rank", line.whole),
-            line.optional("until", line.whole, least=step),
-            line.optional("run", line.text, longest=LONGEST_NAME),
-            line.optional("part", line.text, longest=LONGEST_NAME),
-            *(line.number_or_nan(name) if name in line else None for name in LEARNING),
+            _required(line, "step", int, 0, MOST),
+            _required(line, "time", float, -LATEST, LATEST),
+            {name: LayerRecord.from_dict(layer) for name, layer in _required(line, "layers", dict).items()},
+            [_read_alarm(alarm) for alarm in _entry(line, "alarms", list) or ()],
+            _required({"ranks": 1, **line}, "ranks", int, 1, MOST),
+            _entry(line, "rank", int, 0, MOST),
+            _entry(line, "run", str, 1, LONGEST_NAME),
+            _entry(line, "part", str, 1, LONGEST_NAME),
+            *learning,
         )
 
     @classmethod
@@ -179,18 +171,64 @@ class Record(PlottedResult):
             raise LineError(f"no JSON that can be read: {str(error).partition(';')[0]}") from None
 
 
-def _read_alarm(alarm: Fields, names: Mapping[str, str]) -> Finding:
-    layer = alarm.text("layer")
+def _read_alarm(entries: Any) -> Finding:
+    alarm = _checked(entries, dict, "an alarm")
+    if alarm.get("severity") not in SEVERITIES:
+        raise LineError(f"expected 'severity' as one of {', '.join(SEVERITIES)}")
     return Finding(
-        names.get(layer, layer),
-        alarm.optional("head", alarm.whole),
-        alarm.text("code"),
-        alarm.one_of("severity", SEVERITIES),
-        alarm.text("message"),
-        alarm.optional("measured", alarm.number),
-        alarm.optional("expected", alarm.number),
-        alarm.text("advice"),
+        _required(alarm, "layer", str),
+        _entry(alarm, "head", int, 0, MOST),
+        _required(alarm, "code", str),
+        alarm["severity"],
+        _required(alarm, "message", str),
+        _entry(alarm, "measured", float),
+        _entry(alarm, "expected", float),
+        _required(alarm, "advice", str),
     )
+
+
+def _entry(entries: Mapping[str, Any], name: str, kind: type, least: float = -LARGEST, most: float = LARGEST) -> Any:
+    """Return an entry within its bounds, which are lengths for a text; None where it is missing or null."""
+    value = entries.get(name)
+    return None if value is None else _checked(value, kind, f"'{name}'", least, most)
+
+
+def _required(entries: Mapping[str, Any], name: str, kind: type, least: float = -LARGEST, most: float = LARGEST) -> Any:
+    value = _entry(entries, name, kind, least, most)
+    if value is None:
+        raise LineError(f"expected '{name}' as {NAMES[kind]}, and it is missing")
+    return value
+
+
+def _checked(value: Any, kind: type, what: str, least: float = -LARGEST, most: float = LARGEST) -> Any:
+    """Return a value of this type and within its bounds, and refuse any other; a number may be written without dot."""
+    is_number = kind in (int, float)
+    is_right = type(value) is kind or (kind is float and type(value) is int)  # true is no number
+    if is_right and (is_number or kind is str):
+        is_right = least <= (value if is_number else len(value)) <= most
+    if not is_right:
+        bounds = f" from {least:g} to {most:g}" if is_number else ""
+        raise LineError(f"expected {what} as {NAMES[kind]}{bounds}, got {_shown(value)}")
+    return float(value) if kind is float else value
+
+
+def _numbers(values: Any, name: str) -> list[float]:
+    """Read a list of at least one number; null is NaN."""
+    if type(values) is not list or not values or not NUMBERS.issuperset(map(type, values)):
+        raise LineError(f"expected '{name}' as a list of numbers, got {_shown(values)}")
+    if any(value is not None and abs(value) > LARGEST for value in values):
+        raise LineError(f"expected '{name}' as numbers of at most {LARGEST:g}")
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def _shown(value: Any) -> str:
+    """Return a value in few words."""
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    if type(value) is int and abs(value) > MOST:
+        return "a whole number that is larger"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,11 +1,11 @@
-"""Run: a log as a whole. How every layer began, where it is, how fast it grows, and where that leads.
+"""Run: a recorded run as a whole, from its log: where each layer began, where it is, how fast it grows, and a forecast.
 
-A log is read as a stream: what is kept of a run does not grow with its length, but for 8 bytes a record.
+A log is summarised while it is read: what is kept of a run does not grow with its length, but for 8 bytes a record.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,13 @@ from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, Group, grouped, severity_rank, worst
 from attnscale.diagnose.forecast import Crossing, Growth, Outlook, forecast
 from attnscale.errors import InputError
-from attnscale.measure.statistics import logged
+from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
-from attnscale.train.course import Course
-from attnscale.train.log import Damage, LoggedRun, choose_run, records_of, scan
+from attnscale.train.log import Damage, LoggedRun, choose_run, read_runs, records_of
 from attnscale.train.record import LayerRecord, Record
 from attnscale.train.trend import Sample, append, trend
 
-# Names in JSON of what a growth and a forecast are made of; the others keep theirs.
-JSON_NAMES = {
-    "level": "log_value", "low": "rate_low", "high": "rate_high", "lately": "latest_rate", "span": "steps_fitted",
-    "spacing": "steps_a_record", "seen": "steps_observed", "reach": "steps_ahead",
-}  # fmt: skip
+CURVE_POINTS = 640  # of a curve: twice as many as its picture shows
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,7 @@ class LayerRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layer as JSON takes it."""
-        found = asdict(self) | {"growth": _json(self.growth), "forecast": _json(self.forecast)}
-        return dict(plain(found))
+        return dict(plain(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -129,33 +123,33 @@ class Summary:
         self._layers: dict[str, _LayerSummary] = {}
         self._alarms: list[tuple[int, Finding]] = []
         self._steps: tuple[int, int] | None = None
-        self._records = 0
         self._losses: tuple[float, float] | None = None
 
     def add(self, record: Record) -> None:
-        """Take what is needed from the next record."""
+        """Take what is needed from the next record, which replaces those from its step on."""
+        while self._alarms and self._alarms[-1][0] >= record.step:
+            self._alarms.pop()
         self._steps = (self._steps[0] if self._steps else record.step, record.step)
-        self._records += 1
         if record.loss is not None:
             self._losses = (self._losses[0] if self._losses else record.loss, record.loss)
         self._alarms += [(record.step, alarm) for alarm in record.alarms]
         for name, layer in record.layers.items():
             self._layers.setdefault(name, _LayerSummary()).add(record.step, layer)
 
-    def run(self, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
-        """Return the run as a whole."""
+    def run(self, records: int, damaged: int = 0, damage: Sequence[str] = (), name: str | None = None) -> Run:
+        """Return the run as a whole, of so many records."""
         if self._steps is None:
             raise InputError("Expected at least one record to summarise, got none.")
         layers = [layer.run(name) for name, layer in self._layers.items()]
-        return Run(*self._steps, self._records, damaged, layers, self._alarms, name, tuple(damage), self._losses)
+        return Run(*self._steps, records, damaged, layers, self._alarms, name, tuple(damage), self._losses)
 
 
 def summarise(records: Iterable[Record], damaged: int = 0) -> Run:
     """Summarise a run from its records, in order of steps; at least one."""
-    summary = Summary()
-    for record in records:
+    summary, known = Summary(), list(records)
+    for record in known:
         summary.add(record)
-    return summary.run(damaged)
+    return summary.run(len(known), damaged)
 
 
 class _LayerSummary:
@@ -194,40 +188,72 @@ class _LayerSummary:
 
 @dataclass(frozen=True)
 class Survey:
-    """All runs of a log, the chosen one, and its course for curves."""
+    """All runs of a log, and the chosen one."""
 
+    path: Path
     runs: list[LoggedRun]
     chosen: LoggedRun
     run: Run
-    course: list[Record]  # empty where no curves were asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON takes it, and the list of all runs."""
         return {**self.run.to_dict(), "number": self.chosen.number, "runs": [run.to_dict() for run in self.runs]}
 
+    def curves(self) -> list[Record]:
+        """Read the log once more, for at most CURVE_POINTS records and two: the first and the last are whole.
 
-def survey(path: Path, wanted: str | None = None, curves: bool = False) -> Survey:
-    """Read a log: the run of a name or a number in it, or the one that was written last, with `curves` or without.
-
-    A log of one run, which most are, is read once; another twice.
-    """
-    summary, course, damage = Summary(), Course(), Damage()
-
-    def add(record: Record) -> None:
-        summary.add(record)
-        if curves:
-            course.add(record)
-
-    runs = scan(path, add, damage)
-    chosen = choose_run(runs, wanted)
-    if len(runs.all) > 1 or chosen.has_replaced:
-        summary, course = Summary(), Course()
-        for record in records_of(path, chosen):
-            add(record)
-    return Survey(runs.all, chosen, summary.run(damage.count, damage.messages, chosen.name), course.records)
+        Between them neighbours become one record, with one number a layer, that keeps their extremes.
+        """
+        stride, last = math.ceil(self.chosen.records / CURVE_POINTS), self.chosen.records - 1
+        found: list[Record] = []
+        for number, record in enumerate(records_of(self.path, self.chosen)):
+            if number in (0, last):
+                found.append(record)
+            elif number % stride == 1 or stride == 1 or number == 1:
+                found.append(_of_layers(record))
+            else:
+                found[-1] = worse(found[-1], _of_layers(record))
+        return found
 
 
-def _json(found: Growth | Outlook | None) -> Mapping[str, float] | None:
-    if found is None:
-        return None
-    return {JSON_NAMES.get(name, name): value for name, value in asdict(found).items()}
+def survey(path: Path, wanted: str | None = None) -> Survey:
+    """Read a log once: the run of a name or a number in it, or the one that was written last."""
+    summaries, damage = dict[int, Summary](), Damage()
+    runs = read_runs(path, lambda run, record: summaries.setdefault(run.number, Summary()).add(record), damage)
+    chosen = choose_run(path, runs, wanted)
+    run = summaries[chosen.number].run(chosen.records, damage.count, damage.messages, chosen.name)
+    return Survey(path, sorted(runs.values(), key=lambda one: one.number), chosen, run)
+
+
+def worse(first: Record, second: Record) -> Record:
+    """Return two neighbours as one: the bad end of every statistic, and the highest loss."""
+    layers = dict(first.layers)
+    for name, layer in second.layers.items():
+        before = layers.get(name)
+        numbers = layer.numbers if before is None else {
+            number: [_bad_end(number, [*before.numbers.get(number, ()), *layer.numbers.get(number, ())])]
+            for number in {**before.numbers, **layer.numbers}
+        }  # fmt: skip
+        layers[name] = replace(layer, numbers=numbers, broken=max(layer.broken, before.broken if before else 0))
+    loss, lr = (_highest([getattr(record, name) for record in (first, second)]) for name in ("loss", "lr"))
+    return replace(second, layers=layers, loss=loss, lr=lr)
+
+
+def _bad_end(name: str, values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return (min if STATISTICS[name].bad == "small" else max)(known, default=math.nan)
+
+
+def _highest(values: Sequence[float | None]) -> float | None:
+    """Return the highest known value; NaN is above all."""
+    known = [value for value in values if value is not None]
+    return max(known, key=lambda value: (math.isnan(value), value), default=None)
+
+
+def _of_layers(record: Record) -> Record:
+    """Return a record with one number a layer in place of one a head."""
+    layers = {
+        name: replace(layer, numbers={number: [layer.whole(number)] for number in layer.numbers}, clipped=None)
+        for name, layer in record.layers.items()
+    }
+    return replace(record, layers=layers, alarms=[])

@@ -10,8 +10,8 @@ from attnscale.probes.placement import Placement, Structure
 from attnscale.probes.step import probed_step
 from attnscale.watching import Seen
 from attnscale.watching.plan import Plan
-from attnscale.watching.settings import Settings
 from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
 
 MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
 

@@ -5,32 +5,17 @@ A hook sees ∂loss/∂q of one call as autograd computed it, a loss scale inclu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import reduce
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.lengths import head_lengths, lengths_of_both, lengths_of_sums
+from attnscale.measure.lengths import head_lengths, lengths_of_both
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.torch_internals import graph_is_kept
 from attnscale.tracing.coordinates import Indices
-
-
-class Learning(Protocol):
-    """A tensor that a gradient may reach, or what stands for one."""
-
-    @property
-    def shape(self) -> Any:
-        """(batch, heads, length, features), of a kernel's."""
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether one will."""
-
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Have the hook called with it."""
 
 
 @dataclass(eq=False)
@@ -42,7 +27,7 @@ class GradientLengths:
     _passed: dict[str, Tensor] = field(default_factory=dict, repr=False)  # through a graph that is kept
 
     def add(self, name: str, gradient: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
-        """A gradient has passed, of which `by_head` tells the length of each head; None where it cannot be told.
+        """Add a gradient that passed; `by_head` returns the length of each head, or None where it cannot be told.
 
         What another backward through the same graph brings is added to it, as autograd adds what reaches a parameter.
         """
@@ -50,7 +35,7 @@ class GradientLengths:
         self._note(name, by_head(whole), is_more)
 
     def add_both(self, query: Tensor, key: Tensor, owners: Indices | None) -> None:
-        """Gradients of (batch, heads, length, features) have passed, of which `owners` tells who has which key."""
+        """Add gradients of (batch, heads, length, features); `owners` tells which key each head has."""
         (query, more_query), (key, more_key) = self._whole("query", query), self._whole("key", key)
         found: tuple[Tensor, Tensor | None]
         if shares_as_kernels_do(query.shape[1], key.shape[1], owners):
@@ -61,7 +46,7 @@ class GradientLengths:
         self._note("key", found[1], more_key)
 
     def _whole(self, name: str, gradient: Tensor) -> tuple[Tensor, bool]:
-        """With what passed before through the same graph, and whether anything did."""
+        """Return the sum with what passed before through the same graph, and True if anything did."""
         earlier = self._passed.pop(name, None)
         gradient = gradient if earlier is None else earlier + gradient
         if graph_is_kept():
@@ -69,17 +54,17 @@ class GradientLengths:
         return gradient, earlier is not None
 
     def _note(self, name: str, lengths: Tensor | None, is_more: bool) -> None:
-        """Those of one graph beside those of others, or in the place of what is known of the same."""
+        """Note lengths beside those of other graphs, or in the place of what is known of the same."""
         if lengths is None:
             return
         before = None if is_more else getattr(self, name)
         setattr(self, name, lengths if before is None else torch.hypot(before, lengths))
 
     def settle(self) -> None:
-        """No other backward is waited for."""
+        """Wait for no other backward."""
         self._passed.clear()
 
-    def follow(self, name: str, tensor: Learning, by_head: Callable[[Tensor], Tensor | None]) -> None:
+    def follow(self, name: str, tensor: Tensor, by_head: Callable[[Tensor], Tensor | None]) -> None:
         """Add up what reaches this tensor: `by_head` tells the length of a gradient, a value a head."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return
@@ -91,14 +76,20 @@ class GradientLengths:
         tensor.register_hook(add)
 
 
-def of_kernel(query: Learning, key: Learning, owners: Indices | None) -> GradientLengths:
-    """Follow (batch, heads, length, features); heads that share a key, or have copies of it, share what reaches it.
+def of_kernel(
+    query: Tensor,
+    key: Tensor,
+    heads: int,
+    owners: Indices | None,
+    turn: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> GradientLengths:
+    """Follow what a kernel was given, which `turn` makes (batch, heads, length, features).
 
-    `owners` tells of each query head which key it has.
+    Heads that share a key, or have copies of it, share what reaches it; `owners` tells which key each query head has.
     """
-    lengths, heads = GradientLengths(), query.shape[1]
-    lengths.follow("query", query, head_lengths)
-    lengths.follow("key", key, lambda gradient: by_shared_key(gradient, heads, owners))
+    lengths = GradientLengths()
+    lengths.follow("query", query, lambda gradient: head_lengths(turn(gradient)))
+    lengths.follow("key", key, lambda gradient: by_shared_key(turn(gradient), heads, owners))
     return lengths
 
 
@@ -125,38 +116,23 @@ def of_product(query: Tensor, key: Tensor, entries: Indices, owners: Indices, fa
     return lengths
 
 
-class _Sharing(NamedTuple):
-    """How query heads share keys: `distinct` keys, each of which stands in `copies` places."""
-
-    order: str  # "own": a key for each group of neighbours; "repeated", "tiled": copies; "irregular"; "unknown"
-    distinct: int = 0
-    copies: int = 1
-
-
 def by_shared_key(gradient: Tensor, heads: int, owners: Indices | None) -> Tensor | None:
-    """‖∂loss/∂k‖ of the key that each query head has, of (batch, keys, length, features).
+    """Return ‖∂loss/∂k‖ of the key that each query head has, of (batch, keys, length, features).
 
     What reaches the copies of a key reaches the key. None where one of these keys is shared by heads that are known to
     have several.
     """
     keys = gradient.shape[1]
-    sharing = _sharing(heads, keys, None if owners is None else tuple(owners.tolist()))
-    if sharing.order == "unknown":
+    group = heads // max(keys, 1)
+    if owners is None or shares_as_kernels_do(heads, keys, owners):
+        return head_lengths(gradient).repeat_interleave(group)
+    own = owners[::group]
+    if len(own) != keys or (owners != own.repeat(group)).any():
         return None
-    if sharing.order == "own":
-        lengths = head_lengths(gradient)
-        return lengths if keys == heads else lengths.repeat_interleave(heads // max(keys, 1))
-    if sharing.order == "repeated":
-        lengths = lengths_of_sums(gradient.unflatten(1, (sharing.distinct, sharing.copies)))
-        return lengths.repeat_interleave(heads // sharing.distinct)
-    assert owners is not None
-    if sharing.order == "tiled":
-        lengths = lengths_of_sums(gradient.unflatten(1, (sharing.copies, sharing.distinct)).transpose(1, 2))
-    else:
-        dtype, own = wide_dtype(gradient), owners[:: heads // keys]
-        of_keys = gradient.new_zeros(len(gradient), sharing.distinct, *gradient.shape[2:], dtype=dtype)
-        lengths = head_lengths(of_keys.index_add_(1, constant_on(gradient.device, own), gradient.to(dtype)))
-    return lengths[constant_on(gradient.device, owners)]
+    dtype = wide_dtype(gradient)
+    summed = gradient.new_zeros(len(gradient), int(own.max()) + 1, *gradient.shape[2:], dtype=dtype)
+    summed.index_add_(1, constant_on(gradient.device, own), gradient.to(dtype))
+    return head_lengths(summed)[constant_on(gradient.device, owners)]
 
 
 def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
@@ -165,29 +141,13 @@ def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
     >>> shares_as_kernels_do(4, 2, np.array([0, 0, 1, 1])), shares_as_kernels_do(4, 4, np.array([0, 0, 1, 1]))
     (True, False)
     """
-    return _sharing(heads, keys, None if owners is None else tuple(owners.tolist())).order == "own"
-
-
-@lru_cache(maxsize=64)
-def _sharing(heads: int, keys: int, owners: tuple[int, ...] | None) -> _Sharing:
-    """Asked of every call of every sampled step, which are alike."""
     if owners is None:
-        return _Sharing("own")
-    group = heads // max(keys, 1)
-    own = owners[::group]
-    if len(own) != keys or owners != tuple(key for key in own for _ in range(group)):
-        return _Sharing("unknown")
-    if len(set(own)) == keys:
-        return _Sharing("own")
-    distinct = max(own) + 1
-    copies = keys // distinct
-    if own == tuple(key for key in range(distinct) for _ in range(copies)):
-        return _Sharing("repeated", distinct, copies)
-    return _Sharing("tiled" if own == tuple(range(distinct)) * copies else "irregular", distinct, copies)
+        return True
+    return len(set(owners.tolist())) == keys and bool((owners == owners[:: heads // keys].repeat(heads // keys)).all())
 
 
 def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
-    """Which key each head has, numbered as they come, by the channels that made the first and the last key of each.
+    """Return which key each head has, numbered as they come, by the channels that made the first and the last of each.
 
     A cache stands before the new keys, padding after them: the end that tells more heads apart is believed.
 
@@ -204,6 +164,6 @@ def _numbered(keys: Sequence[object]) -> Indices:
 
 
 def norm_over(calls: Sequence[GradientLengths], name: Literal["query", "key"]) -> Tensor | None:
-    """The length of the gradient over all calls, a value a head; None where none was seen."""
+    """Return the length of the gradient over all calls, a value a head; None where none was seen."""
     found = [lengths for call in calls if (lengths := getattr(call, name)) is not None]
     return reduce(torch.hypot, found) if found else None

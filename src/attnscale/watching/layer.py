@@ -113,9 +113,9 @@ class Layer:
         return "theory" if is_applied or said.scale_authority is not Authority.NAMED else "module"
 
     def weights(self, head: int) -> Tensor:
-        """The weights of a head over the first sequence of the longest call, (queries, keys), as the model had them.
+        """Return the weights of a head over the first sequence of the longest call, (queries, keys).
 
-        Where every query has keys of its own, of the first query.
+        Where every query has keys of its own, they are those of the first query.
         """
         if not self.kept or not 0 <= head < self.heads:
             kept = f"one of {self.heads} heads" if self.kept else "a layer that was watched with keep=True"

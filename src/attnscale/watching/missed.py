@@ -119,7 +119,7 @@ class QueryKeyNorms:
         return any(self._is_used(parameter, f"{name}.{own}") for own, parameter in module.named_parameters())
 
     def _is_used(self, parameter: Tensor, name: str) -> bool:
-        """A module that runs may hold another tensor of this name (FSDP2), and a tensor may have several names."""
+        """Return True if a parameter took part; under FSDP2 a running module holds another tensor of this name."""
         node = self._ledger.known(parameter)
         return name in self._used_names or (node is not None and node.used)
 

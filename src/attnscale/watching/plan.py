@@ -18,9 +18,9 @@ from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.layout import WrittenPlan
 from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
-from attnscale.watching.written.layout import WrittenPlan
 
 DIRECT = "it calls a kernel of SDPA by itself, or SDPA by a name of its own"
 EIGHT = 8  # SDPA pads the head dimension to a multiple of this
@@ -124,7 +124,7 @@ class PlanRecorder:
             self._fall_back(path, DIRECT)
         elif kernel.kind not in ("sdpa", "flex"):
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
-        elif kernel.heads_in_batch:
+        elif kernel.given is not None:
             self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")

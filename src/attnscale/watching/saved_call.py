@@ -15,12 +15,12 @@ from attnscale.tracing.following import ProjectionPath, follow
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.roles import Softmax, Weights
 from attnscale.visibility import EVERYTHING, Visibility
-from attnscale.watching.written.axes import Axes, Operands
+from attnscale.watching.axes import Axes, Operands
 
 if TYPE_CHECKING:
     from attnscale.watching.call import Factors
     from attnscale.watching.kernels.kernel_call import KernelCall
-    from attnscale.watching.written.written_call import WrittenCall
+    from attnscale.watching.written_call import WrittenCall
 
 ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was added to them
 

@@ -99,11 +99,6 @@ class Seen(PlottedResult):
             self._built = (self.calls, Layers(layers))
         return self._built[1]
 
-    def numbers(self) -> "dict[str, LayerNumbers]":
-        """Return what a record holds of each layer; a sampled step is recorded without building layers."""
-        by_layer = self.calls_by_layer().items()
-        return {name: LayerNumbers.of([call.seen for call in calls]) for name, (_, calls) in by_layer}
-
     def facts(self) -> "dict[str, LayerFacts]":
         """Return what a record says of each layer beside its numbers."""
         return {

@@ -17,8 +17,7 @@ from attnscale.errors import InputError
 from attnscale.torch_internals import can_watch, causal_bias_under_modes
 from attnscale.watching.sdpa_names import Redirected, all_names_of_sdpa
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import DEFAULT_ROWS, Settings
-from attnscale.watching.watcher import Watcher
+from attnscale.watching.watcher import DEFAULT_ROWS, Settings, Watcher
 
 
 class Held(AbstractContextManager[None]):
@@ -43,7 +42,7 @@ class Held(AbstractContextManager[None]):
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """A compiled module warns of global hooks; the filter is taken out again, whatever was put before it meanwhile."""
+    """Silence the warning of a compiled module that there are global hooks."""
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
     own = warnings.filters[0]
     try:

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,32 +12,55 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.declared import declared
-from attnscale.errors import InputError, NotFollowedWarning
+from attnscale.errors import InputError, NotFollowedWarning, SettingError
 from attnscale.measure.sampling import same_rows
 from attnscale.module_paths import modules_by_path
 from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
+from attnscale.tracing import Tracer, is_nested
 from attnscale.tracing.following import are_outputs_of_one_projection
 from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
-from attnscale.tracing.tracer import Tracer, is_nested
+from attnscale.watching.axes import find_axes, key_channels
 from attnscale.watching.call import SeenCall, Shard
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
+from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack
 from attnscale.watching.plan import PlanRecorder
 from attnscale.watching.saved_call import save_values
 from attnscale.watching.seen import Seen
-from attnscale.watching.settings import Settings
-from attnscale.watching.written.axes import find_axes, key_channels
-from attnscale.watching.written.layout import factors_before, own_factors, written_plan
-from attnscale.watching.written.written_call import WrittenCall, written_call
+from attnscale.watching.written_call import WrittenCall, written_call
 
+DEFAULT_ROWS = 64
 PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
 NESTED = "it attends to nested tensors, which no probe takes, and whose gradients are not seen"
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is watched.
+
+    `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
+    of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is
+    recorded for probes. With a `seed` the rows
+    sampled depend on it and on the length of the queries alone, and each call is kept by itself: for ranks that share
+    out keys.
+    """
+
+    rows: int | None = DEFAULT_ROWS
+    keep: bool = False
+    training: bool = False
+    seed: int | None = None
+    may_be_empty: bool = False  # a model that ran and showed no attention is a result, not an error
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+            raise SettingError(f"Expected rows as a whole number of at least 1, or None for every row, got {rows!r}.")
 
 
 class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
@@ -239,8 +263,8 @@ class Reporter:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
         if torch.is_grad_enabled():
-            query, key = call.learning or (call.query, call.key)
-            seen.gradients = of_kernel(query, key, seen.key_owners)
+            query, key, *turn = call.given or (call.query, call.key)
+            seen.gradients = of_kernel(query, key, seen.heads, seen.key_owners, *turn)
         self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
         return seen.softmax
 

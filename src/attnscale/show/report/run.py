@@ -100,13 +100,12 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
     rows = {layer.rows for record in records for layer in record.layers.values()}
     looked = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
     ranks = max(record.ranks for record in records)
-    thinned_records = sum(record.until is not None for record in records)
     sentences = [
         f"{run.records} records of the steps {run.first_step} to {run.last_step}; each looked at {looked} rows of a "
         f"layer, over all of its heads, from {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
-    if thinned_records:
-        sentences.append(f"{thinned_records} of them stand for several, of which they keep the extremes.")
+    if len(records) < run.records:
+        sentences.append(f"Curves have {len(records)} points; each stands for several records, with their extremes.")
     if run.damaged:
         sentences.append(f"{run.damaged} damaged lines were left out.")
     bounds = finite(layer.whole("max_bound") for layer in records[-1].layers.values())

@@ -1,14 +1,20 @@
 """Which operations are fused attention kernels, and what their arguments mean; a library a file, a line a kernel."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from attnscale.torch_internals import has_kernel, schema_of
-from attnscale.tracing.lineage import Ledger
-from attnscale.watching.kernels import flash, flex, sdpa
-from attnscale.watching.kernels.heads_in_batch import with_heads_on_their_axis
+from attnscale.tracing.coordinates import Indices, Points, grid
+from attnscale.tracing.following import channels
+from attnscale.tracing.lineage import Ledger, Node, moved
+from attnscale.visibility import Visibility
+from attnscale.watching.kernels import flash, sdpa
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 __all__ = ["KernelCall", "OpTraits", "kernel_calls", "traits_of"]
@@ -29,10 +35,10 @@ READERS: dict[str, Reader] = {
     "torch_attn::_varlen_attn": flash.varlen,
     "aten::_flash_attention_forward": flash.varlen,
     "aten::_efficient_attention_forward": flash.efficient,
-    "flex_attention": flex.flex,
+    "flex_attention": sdpa.flex,
 }
 # Of operations that have no schema to tell the names of their arguments.
-ARGUMENTS = {"flex_attention": flex.ARGUMENTS}
+ARGUMENTS = {"flex_attention": sdpa.ARGUMENTS}
 
 
 def kernel_calls(ledger: Ledger, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
@@ -79,3 +85,62 @@ def traits_of(function: Any) -> OpTraits:
         schema.is_mutable,
         _reader(f"{space}::{name}") is not None,
     )
+
+
+def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
+    """Return the call with all heads on the second axis; the same call where they are, or where that is unknown."""
+    node = call.query_node
+    if node is None or len(node.shape) != 4 or not all(node.shape) or call.visibility.documents is not None:
+        return call
+    batch, heads = node.shape[:2]
+    ends = grid(batch, 1, 1, 1)[[0, min(1, batch - 1), batch - 1]]
+    if len(set(channels(node, ends))) == 1:
+        return call
+    entries_of: dict[tuple[object, ...], list[int]] = {}
+    for number, channel in enumerate(channels(node, grid(batch, heads, 1, 1))):
+        entries_of.setdefault(channel, []).append(number)
+    if () in entries_of or len({len(entries) for entries in entries_of.values()}) > 1:
+        return call
+    order = _Order(heads, np.array(list(entries_of.values())).T)
+    return replace(
+        call,
+        query=order.tensor(call.query),
+        key=order.tensor(call.key),
+        query_node=order.node(node),
+        key_node=None if call.key_node is None else order.node(call.key_node),
+        visibility=order.visibility(call.visibility, batch),
+        value_node=None if call.value_node is None else order.node(call.value_node),
+        value=None if call.value is None else order.tensor(call.value),
+        lse=None if call.lse is None else order.tensor(call.lse),
+        given=(call.query, call.key, order.tensor),
+    )
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Which of the kernel's (batch · heads) entries holds each head of each batch entry."""
+
+    kernel_heads: int
+    entries: Indices  # (batch, heads)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as (batch, heads, …), with a key for each query head."""
+        each = tensor.repeat_interleave(self.kernel_heads // tensor.shape[1], 1).flatten(0, 1)
+        return each[torch.from_numpy(self.entries).to(tensor.device)]
+
+    def node(self, node: Node) -> Node:
+        """Return the node of a tensor in this order."""
+        share = self.kernel_heads // node.shape[1]
+
+        def back(points: Points) -> Points:
+            batch, head = np.divmod(self.entries[points[:, 0], points[:, 1]], self.kernel_heads)
+            return np.stack([batch, head // share, points[:, 2], points[:, 3]], axis=1)
+
+        return moved(node, (*self.entries.shape, *node.shape[2:]), back)
+
+    def visibility(self, seen: Visibility, batch: int) -> Visibility:
+        """Return the visibility in this order."""
+        mask = seen.mask
+        if mask is None or mask.shape[:-2].numel() == 1:
+            return seen
+        return replace(seen, mask=self.tensor(mask.expand(batch, self.kernel_heads, *mask.shape[-2:])))

@@ -33,9 +33,8 @@ from attnscale.watching.call import (
     lost_on_the_way,
     rescaled_sides,
 )
-from attnscale.watching.gradients import Learning, owners_told
-from attnscale.watching.masks import flags_added, highest_added, keys_nobody_sees
-from attnscale.watching.rows import Rows, looks_causal, spread_positions
+from attnscale.watching.gradients import owners_told
+from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_kernel_call
 
 PROBED_ROWS = 64  # for masks
@@ -68,8 +67,8 @@ class KernelCall:
     drops: bool = False  # weights at random
     hidden: Tensor | None = None  # keys, by its mask from every query, where that was told
     lse: Tensor | None = None  # of every row, (batch, heads, q_len), where the kernel left it
-    learning: tuple[Learning, Learning] | None = None  # what gradients of queries and keys reach; None: themselves
-    heads_in_batch: bool = False  # the kernel was given heads in the place of the batch
+    # query and key with heads in the place of the batch, and what puts heads on their axis; None: heads are there
+    given: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
     def measure(self, rows: int | None, keep: bool) -> SeenCall:

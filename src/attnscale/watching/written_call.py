@@ -20,6 +20,7 @@ from attnscale.tracing.following import ProjectionPath, Trail
 from attnscale.tracing.parameters import Origins, released
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
+from attnscale.watching.axes import Axes, Operands, arrive, channels_of
 from attnscale.watching.call import (
     TAIL,
     Reading,
@@ -31,10 +32,8 @@ from attnscale.watching.call import (
     scale_after_cap,
 )
 from attnscale.watching.gradients import GradientLengths, of_product
-from attnscale.watching.masks import flags_added, hidden_by, hiding_gap, is_bias
-from attnscale.watching.rows import Rows, looks_causal, spread_positions
+from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_written_call
-from attnscale.watching.written.axes import Axes, Operands, arrive, channels_of
 
 EXPLAINED = 0.9  # of the variance of scores by q·k, where nothing else is said to be in them
 PROBED_ROWS = 4

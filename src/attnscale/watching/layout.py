@@ -15,12 +15,12 @@ from attnscale.tracing.coordinates import Shape
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.roles import Product
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
-from attnscale.watching.masks import is_bias
+from attnscale.watching.rows import is_bias
 
 if TYPE_CHECKING:
+    from attnscale.watching.axes import Axes
     from attnscale.watching.call import Factors, SeenCall
-    from attnscale.watching.written.axes import Axes
-    from attnscale.watching.written.written_call import WrittenCall
+    from attnscale.watching.written_call import WrittenCall
 
 ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
 PARTS = ";"  # between what a code says

@@ -194,7 +194,7 @@ def _owners(axes: Axes, at: Points) -> Indices:
 
 
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
-    """(batch, heads): groups of one channel are one head in several batch entries."""
+    """Return (batch, heads) numbers of groups: groups of one channel are one head in several batch entries."""
     sizes = [axes.shape[axis] for axis in axes.other_axes]
     order: dict[tuple[object, ...], list[int]] = {}
     for group, key in enumerate(keys):
@@ -257,7 +257,7 @@ class Operands:
         return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
 
     def queries(self) -> Tensor:
-        """(groups, rows, features), as they entered the product."""
+        """Return queries as they entered the product, (groups, rows, features)."""
         product, at = self.axes.product, self.arrival.at
         operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
         chosen = (
@@ -266,7 +266,7 @@ class Operands:
         return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
 
     def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
-        """(groups, keys, features), as they entered the product; about so many of the keys, or those chosen."""
+        """Return keys as they entered the product, (groups, keys, features): about so many of them, or those chosen."""
         product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
         columns = columns if most is None else columns[:: -(-len(columns) // most)]
         columns = columns if chosen is None else columns[chosen]

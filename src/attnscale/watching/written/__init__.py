@@ -1,1 +1,0 @@
-"""Attention written out by hand: a product of activations, followed to its softmax."""
