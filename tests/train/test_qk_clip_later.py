@@ -81,8 +81,7 @@ def test_modules_that_run_in_turns_are_followed_at_every_step_and_that_is_told()
     with pytest.warns(NotInsideWarning, match=r"at some steps only|did not run where they ran"):
         found, is_inside = clipped(model, model, [(0, 1), (0, 1), (0, 2), (0, 1), (0, 2)] * 3)
     assert not is_inside
-    assert len([number for number, (over, done) in enumerate(found) if over != done]) <= 3
-    assert all(over == done for over, done in found[8:])
+    assert [number for number, (over, done) in enumerate(found) if over != done] == [2]
 
 
 def test_nothing_is_left_in_place_of_modules_that_were_looked_out_for():
@@ -171,6 +170,6 @@ def test_a_module_that_begins_to_attend_twice_is_clipped_by_both_from_the_next_s
 def test_a_module_that_attends_twice_at_some_steps_is_followed_at_every_step_and_that_is_told():
     model = towers(Again)
     with pytest.warns(NotInsideWarning, match="run more often, at some steps only"):
-        found, is_inside = maxima(model, model, [False, False, True] * 5)
+        found, is_inside = maxima(model, model, [False, False, True] * 7)
     assert not is_inside
-    assert steps_missed(found) == [2, 5, 8]
+    assert steps_missed(found) == [2, 5, 8, 11, 14, 17]

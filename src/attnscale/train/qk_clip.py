@@ -24,7 +24,7 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_INCOMPLETE = 3  # plans; after that every step is traced
+MOST_INCOMPLETE = 6  # plans that did not have all that attends; after that every step is traced
 
 
 class _InterruptedError(Exception):
@@ -83,7 +83,7 @@ class QKClip:
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
-        self._late, self._incomplete = LateModules(None), 0  # plans that did not have all that attends
+        self._late, self._incomplete = LateModules(None), 0
         self._told: set[str] = set()
         self._may_probe, self._is_closed = True, False
         clip_state(model).fetch = WeakMethod(self.flush)
