@@ -17,7 +17,7 @@ from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
-from attnscale.torch_internals import copy_each_, graph_is_kept
+from attnscale.torch_internals import copy_each_
 from attnscale.watching.call import Factors, SeenCall, Shard
 from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
 from attnscale.watching.plan import PlannedCall
@@ -142,12 +142,9 @@ class ProbedCall:
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
     shard: Shard | None = None
-    lengths: GradientLengths | None = None  # of gradients that are not in the buffer yet
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
     has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not
-    node: int = -1  # of autograd, for the compiled graph that the call is in
-    backward: int | None = None  # the one that brought gradients to a compiled call
     host: HostNumbers | None = None  # once the step is over
 
     @property
@@ -197,33 +194,22 @@ class ProbedCall:
             return  # the next step writes to this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
-        owners, is_first = self.planned.template.key_owners, self.lengths is None and not any(self.has_gradients)
-        if (
-            is_first
-            and query.is_cuda
-            and not graph_is_kept()
-            and shares_as_kernels_do(self.heads, key.shape[1], owners)
-        ):
+        owners = self.planned.template.key_owners
+        has_fast_path = query.is_cuda and shares_as_kernels_do(self.heads, key.shape[1], owners)
+        if has_fast_path and not any(self.has_gradients) and measure_gradients(query, key, self.buffer.gradients):
             self.has_gradients = (True, True)
-            if measure_gradients(query, key, self.buffer.gradients):
-                return
-            self.has_gradients = (False, False)
-        if self.lengths is None:
-            known = self.buffer.gradients.clone() if all(self.has_gradients) else (None, None)
-            self.lengths = GradientLengths(*known)
-        self.lengths.add_both(query, key, owners)
+            return
+        found = GradientLengths()
+        found.add_both(query, key, owners)
+        for row, lengths, is_more in zip(
+            self.buffer.gradients, (found.query, found.key), self.has_gradients, strict=True
+        ):
+            if lengths is not None:
+                row.copy_(torch.hypot(row, lengths) if is_more else lengths)
+        self.has_gradients = (True, found.key is not None)
 
     def settle(self) -> None:
-        """Write to the buffer what is known of gradients; no other backward is waited for."""
-        if self.lengths is None:
-            return
-        self.lengths.settle()
-        found = self.lengths.query, self.lengths.key
-        self.has_gradients = found[0] is not None, found[1] is not None
-        for row, lengths in zip(self.buffer.gradients, found, strict=True):
-            if lengths is not None:
-                row.copy_(lengths)
-        self.lengths = None
+        """Do nothing: gradients are in the buffer as soon as they have passed."""
 
     @cached_property
     def seen(self) -> SeenCall:
@@ -252,8 +238,6 @@ class ProbedCall:
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:
     """Pool what is not pooled yet, alike calls at once, and have the buffers copied to the host."""
-    for call in calls:
-        call.settle()
     unpooled = [(call, call.stats) for call in calls if call.stats is not None]
     pooled = pooled_together([stats for _, stats in unpooled])
     hosts = []
