@@ -39,7 +39,7 @@ measure             52  6,900   4,000
 declared             5    540
 tracing             10  2,280   2,000
 watching            20  4,010   2,900
-probes              11  1,760
+probes              11  1,720
 diagnose            14  2,690   2,200
 acting               8  1,740
 train              24  3,780   2,500
