@@ -35,14 +35,14 @@ inputs               1    190
 attending           10  1,230   1,100 with operator
 operator             1    180
 modules              1    250
-measure             52  6,900   4,000
-declared             5    540
+measure             45  6,100   4,000
+declared             5    550
 tracing             10  2,280   2,000
 watching            20  4,010   2,900
 probes              11  1,720
 diagnose            14  2,690   2,200
 acting               8  1,740
-train              24  3,780   2,500
+train              17  3,310   2,500
 models               4    260
 loading             10  1,260   1,300 with checking
 checking             2    240
@@ -53,7 +53,7 @@ claims              12  2,030
 show                21  3,060   2,400
 cli                 13  1,110   950
 """
-TOTAL = {"src": (327, 42_450), "tests": (297, 36_700)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
+TOTAL = {"src": (327, 42_450), "tests": (298, 37_150)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines
 
 
 def budgets():

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
 from attnscale.checking.checked import line_of
+from attnscale.declared import Authority, Declared
 from attnscale.diagnose import Audit, Finding
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
@@ -59,7 +60,7 @@ def test_the_expected_spread_is_that_of_independent_queries_and_keys():
     layer = replace(layer, query_norm=torch.tensor([3.0, 5.0]), key_norm=torch.tensor([7.0, 11.0]))
     # 1/√d_k · ‖q‖ ‖k‖ / √d_k, whatever scale was applied
     assert line_of(layer, []).spread_expected == pytest.approx((3 * 7 + 5 * 11) / 2 / (D_MODEL // HEADS))
-    declared = replace(layer, declared=replace(layer.declared, scale=-0.5))
+    declared = replace(layer, declared=Declared(scale=-0.5, scale_authority=Authority.CONFIGURED))
     assert line_of(declared, []).spread_expected == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
 
 
@@ -132,7 +133,7 @@ def test_nothing_is_fine_past_the_freezing_point_at_initialisation():
     past = check_model(Request(f"{BROKEN}past_freezing"))
     assert not past.audit.trained
     assert past.audit.worst in (None, "note")
-    assert "past the freezing point from the start" in past.conclusion
+    assert "past the critical spread from the start" in past.conclusion
     assert check_model(Request(f"{BROKEN}healthy")).conclusion.startswith("Fine: ")
 
 

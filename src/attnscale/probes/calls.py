@@ -12,19 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.probe import Probed, measure_gradients
+from attnscale.measure.cuda.probe import Probed
 from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
 from attnscale.torch_internals import copy_each_
 from attnscale.watching.call import Factors, SeenCall, Shard
-from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
-LENGTHS, GRADIENTS = 4, 2  # rows of them
-NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine; even, as kernels expect it
+LENGTHS, GRADIENTS = 2, 2  # rows of them
+NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine
 COLUMNS = (POOLED, 2, 2, 1, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale, cosine
 
 
@@ -32,7 +32,7 @@ class CallNumbers(NamedTuple):
     """The numbers of one call, float64: views of its row of a buffer."""
 
     table: Tensor  # (heads, TABLE), of which the columns of POOLED are always written
-    lengths: Tensor  # (4, heads): root mean squares of ‖q‖ and ‖k‖, and the largest square of each
+    lengths: Tensor  # (2, heads): root mean squares of ‖q‖ and ‖k‖
     gradients: Tensor  # (2, heads): ‖∂loss/∂q‖ and ‖∂loss/∂k‖
     scales: Tensor  # (heads,), written where the plan does not say them
     cosine: Tensor  # (heads,), of queries and keys, written where the scores hold a bias too
@@ -194,13 +194,8 @@ class ProbedCall:
             return  # the next step writes to this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
-        owners = self.planned.template.key_owners
-        has_fast_path = query.is_cuda and shares_as_kernels_do(self.heads, key.shape[1], owners)
-        if has_fast_path and not any(self.has_gradients) and measure_gradients(query, key, self.buffer.gradients):
-            self.has_gradients = (True, True)
-            return
         found = GradientLengths()
-        found.add_both(query, key, owners)
+        found.add_both(query, key, self.planned.template.key_owners)
         for row, lengths, is_more in zip(
             self.buffer.gradients, (found.query, found.key), self.has_gradients, strict=True
         ):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.cuda.probe_max import probe_max
 from attnscale.measure.largest import raise_largest_
 from attnscale.probes.install import define_op, no_result
 from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind, WrittenScores
@@ -46,8 +45,6 @@ def _probe_kernel(
     padding, written = None, (row.largest, row.limit, row.calls)
     if hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:  # rows of padding do not count
         padding = hidden_keys.expand(len(query), -1) & (row.same_positions > 0)
-    if query.is_cuda and probe_max(*written, query, key, mask, padding, scale, is_causal):
-        return
     seen = Visibility.of(mask, is_causal)
     seen = seen if padding is None else seen.without_rows(padding)
     query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)

@@ -16,7 +16,7 @@ LARGE = 1e9  # a float from here on has an exponent
 
 
 def show_ledger(claims: Sequence[Claim]) -> None:
-    """Print the claims of each source, plain arithmetic apart, then how many hold, and those that do not."""
+    """Print the claims of each source, plain arithmetic apart, then how many hold."""
     console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
@@ -27,7 +27,6 @@ def show_ledger(claims: Sequence[Claim]) -> None:
                 if group := [claim for claim in own if claim.kind == kind]:
                     console.print(*([heading] if heading else []), show(group), sep="\n")
     console.print(Text("\n" + "\n".join(counted(claims)), style="bold"))
-    console.print(_sentences([claim for claim in claims if claim.verdict == "refuted"]))
 
 
 def counted(claims: Sequence[Claim]) -> list[str]:
