@@ -18,7 +18,7 @@ from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
 from attnscale.torch_internals import copy_each_
-from attnscale.watching.call import Factors, SeenCall, Shard
+from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.plan import PlannedCall
 
@@ -141,7 +141,6 @@ class ProbedCall:
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
-    shard: Shard | None = None
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
     has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not
@@ -211,11 +210,6 @@ class ProbedCall:
         """The call as a trace would have seen it."""
         return self._seen(self.numbers, self.statistics)
 
-    def seen_at_once(self) -> SeenCall:
-        """Return it before the step is over, for ranks that share out keys."""
-        assert self.stats is not None  # those are never measured by the fast path
-        return self._seen(CallNumbers(*(each.clone() for each in self.buffer)), self.stats)
-
     def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> SeenCall:
         seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
         query_norm, key_norm = numbers.lengths[:2] / factors
@@ -224,7 +218,7 @@ class ProbedCall:
         seen.causal, seen.softcap, seen.highest_bias = self.causal, self.softcap, self.highest_bias
         seen.stats, seen.scales = stats, scales
         seen.padding = None if self.padding is None else self.padding.to(numbers.lengths.device)
-        seen.query_norm, seen.key_norm, seen.depth, seen.shard = query_norm, key_norm, self.depth, self.shard
+        seen.query_norm, seen.key_norm, seen.depth = query_norm, key_norm, self.depth
         seen.cosine = numbers.cosine if self.has_cosine else None
         query, key = (row if known else None for row, known in zip(numbers.gradients, self.has_gradients, strict=True))
         seen.gradients = GradientLengths(query, key)

@@ -4,7 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.sampling import same_rows
 from attnscale.numerics import without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
 from attnscale.probes.intercept import AttentionCall, WrittenScores
-from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores, some_of_operands
+from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores
 from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
 from attnscale.torch_internals import called_module, in_backward
-from attnscale.watching.call import Shard
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
@@ -91,15 +89,11 @@ class _ProbedStep:
         settings = self.settings
         if not isinstance(given, AttentionCall) or not measure_by_kernel(call, given, settings):
             first = given.query if isinstance(given, AttentionCall) else given.left
-            shared = nullcontext() if settings.seed is None else same_rows(settings.seed)
-            with torch.no_grad(), without_autocast(first), shared:
+            with torch.no_grad(), without_autocast(first):
                 if isinstance(given, AttentionCall):
-                    some = measure_by_rows(call, given, settings).some
+                    measure_by_rows(call, given, settings)
                 else:
                     measure_by_scores(call, given, settings)
-                    some = partial(some_of_operands, given)
-                if settings.seed is not None:  # ranks that share out keys look at the same rows
-                    call.shard = Shard.of(call.seen_at_once(), *some())
         self.calls.append(call)
         self.seen.note(call.planned.module, call.planned.line, call, call.depth)
 
