@@ -39,7 +39,7 @@ measure             32  5,640   4,000
 declared             5    550
 tracing             10  2,280   2,000
 watching            20  4,010   2,900
-probes              11  1,760
+probes              11  1,690
 diagnose            14  2,690   2,200
 acting               8  1,740
 train              17  3,310   2,500
