@@ -21,7 +21,7 @@ FOLLOWED = (STATISTICS["entropy_ratio"], STATISTICS["jacobian_trace"])
 
 
 class LiveTwins:
-    """One line a twin: its loss, entropy and gradient gain, each with its course so far."""
+    """One line a twin: its loss, entropy and 1 − Σp², each with its course so far."""
 
     def __init__(self, training: TwinTraining, console: Console) -> None:
         self._training, self._console = training, console
@@ -37,7 +37,7 @@ class LiveTwins:
             self._live.stop()
 
     def show(self, pair: dict[str, Step]) -> None:
-        """Draw a step that is over, where the scores were looked at; or tell some of them as lines."""
+        """Draw a step that is over, where the scores were measured; or print some of them as lines."""
         step = next(iter(pair.values()))
         is_last = step.number + 1 == self._training.demo.steps
         if self._live is not None and (step.record is not None or is_last):
@@ -82,12 +82,12 @@ def show_twins(twins: Twins, console: Console) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Running means."""
+    """Return running means."""
     return [statistics.fmean(losses[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(losses))]
 
 
 def curve(values: Sequence[float], top: float) -> str:
-    """A course as bars of eight heights, the newest to the right.
+    """Draw a course as bars of eight heights, the newest to the right.
 
     >>> curve([0.0, 0.5, 1.0], 1.0)
     '▁▅█'

@@ -1,5 +1,6 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -230,7 +231,10 @@ def _heads(comparison: Comparison) -> Section:
     shown = [name for name in measured if any(head.moves[name].size for head in heads if name in head.moves)]
     same = [STATISTICS[name].long for name in measured if name not in shown]
     groups = tuple(
-        (layer, tuple(_moves(head, shown) for head in heads if head.layer == layer))
+        (
+            f"layer {layer}" if layer.isdigit() else layer,
+            tuple(_moves(head, shown) for head in heads if head.layer == layer),
+        )
         for layer in dict.fromkeys(head.layer for head in heads)
     )
     headings = ("head", *(STATISTICS[name].long for name in shown), "changed")
@@ -272,7 +276,8 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
 
 
 def _moves(head: HeadChange, shown: list[str]) -> Row:
-    cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
+    told = (head.moves[name].told if name in head.moves else "–" for name in shown)
+    cells = tuple(re.sub("([×±]) ", "\\1\N{NO-BREAK SPACE}", cell) for cell in told)  # a sign stays with its number
     has_changed = head.changed or head.sees_others
     verdict, tone = (head.reason, "note") if has_changed else ("no", "fine")
     tone = "warning" if head.worse else tone
