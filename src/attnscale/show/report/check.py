@@ -1,6 +1,5 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -276,8 +275,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
 
 
 def _moves(head: HeadChange, shown: list[str]) -> Row:
-    told = (head.moves[name].told if name in head.moves else "–" for name in shown)
-    cells = tuple(re.sub("([×±]) ", "\\1\N{NO-BREAK SPACE}", cell) for cell in told)  # a sign stays with its number
+    cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
     has_changed = head.changed or head.sees_others
     verdict, tone = (head.reason, "note") if has_changed else ("no", "fine")
     tone = "warning" if head.worse else tone
