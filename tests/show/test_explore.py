@@ -7,6 +7,7 @@ import runpy
 import shlex
 import struct
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -459,8 +460,8 @@ def test_a_view_of_the_index_leads_to_its_panel(open_page, path, worked):
     page = open_page(path, f"#{view}", reduced_motion="reduce")
     assert not page.is_visible("#notes")
     for name, typed in (part.split("=") for part in view.split("&")):
-        place = f"#{name}-number" if name == "d" else f"#{name}"
-        assert name == "step" or page.input_value(place) == typed
+        place = f"#{name}-number" if name in ("d", "q", "k") else f"#{name}"
+        assert name == "step" or page.input_value(place) == unquote(typed)
     panel = "own" if "scores" in view else "proof" if "dim" in view else "vectors" if "query" in view else None
     if panel:
         assert 0 <= page.locator(f"#{panel}-panel").bounding_box()["y"] < 400
