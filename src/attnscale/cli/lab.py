@@ -99,7 +99,7 @@ def lab(
 
 
 def as_json(result: "Result") -> str:
-    """Return the result as text for a file."""
+    """Return the result as the text of a JSON file."""
     import json
 
     return json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -87,7 +87,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def curve(values: Sequence[float], top: float) -> str:
-    """Draw a course as bars of eight heights, the newest to the right.
+    """Draw a curve as bars of eight heights, the newest to the right.
 
     >>> curve([0.0, 0.5, 1.0], 1.0)
     '▁▅█'
