@@ -41,7 +41,7 @@ tracing             10  2,280   2,000
 watching            20  4,010   2,900
 probes              11  1,690
 diagnose            14  2,690   2,200
-acting               8  1,740
+acting               8  1,750
 train              17  3,310   2,500
 models               4    260
 loading             10  1,220   1,300 with checking
