@@ -32,7 +32,7 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    190
-attending           10  1,230   1,100 with operator
+attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
 measure             32  5,640   4,000
