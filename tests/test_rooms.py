@@ -32,16 +32,16 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    190
-attending           19  1,700   1,100 with operator
+attending           10  1,230   1,100 with operator
 operator             1    180
 modules              1    250
-measure             70  7,870   4,000
+measure             45  6,100   4,000
 declared             5    540
 tracing             10  2,280   2,000
 watching            20  4,010   2,900
 probes              11  1,760
 diagnose            14  2,690   2,200
-acting               8  1,940
+acting               8  1,740
 train              24  3,780   2,500
 models               4    260
 loading             10  1,260   1,300 with checking

@@ -49,11 +49,11 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 
 def refuse_vmap(*tensors: Tensor) -> None:
-    """Refuse tensors that torch.vmap maps over, where lengths or statistics would be of each entry."""
+    """Refuse tensors that torch.vmap maps over: statistics would be of each entry."""
     if any(map(is_mapped, tensors)):
         raise InputError(
-            "Expected statistics, and starts of packed sequences, outside torch.vmap, got tensors that it maps over; "
-            "call attnscale for each entry, or put what is mapped over into the batch."
+            "Expected statistics outside torch.vmap, got tensors that it maps over; measure each entry by itself, "
+            "or put what is mapped over into the batch."
         )
 
 

@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnscale.attending.nested import any_nested, in_graph, sequences_see
-from attnscale.attending.ragged import aligned, scaled_sequences
-from attnscale.attending.running import joined, run_sequences
-from attnscale.attending.sequences import Sequences, as_one_row, as_tokens, unnested, wrapping
-from attnscale.attending.weights import weights_of
+from attnscale.attending.nested import any_nested, in_graph, sequences_see, unnested, wrapping
+from attnscale.attending.ragged import Sequences, aligned, as_one_row, as_tokens, scaled_sequences
+from attnscale.attending.row_blocks import weights_of
+from attnscale.attending.running import run_sequences
 from attnscale.errors import InputError, ShapeError
 from attnscale.inputs import check_settings
 from attnscale.numerics import uncompiled
@@ -75,7 +74,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention: True in a boolean mask hides a key; weights are returned where they are asked for.
+        """Run nn.MultiheadAttention: True in a boolean mask hides a key; weights are returned where they are asked for.
 
         `is_causal` says that attn_mask is the causal one, and stands for it where attn_mask is None. Nested tensors,
         (batch, length, embed_dim), give nested ones, their weights a matrix a sequence.
@@ -112,7 +111,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             calls = list(ragged.calls())
             weights = [F.dropout(weights_of(call), dropout_p, dropout_p > 0.0) for call in calls]
-            row = joined([each @ call.value for each, call in zip(weights, calls, strict=True)], ragged)
+            row = ragged.joined([each @ call.value for each, call in zip(weights, calls, strict=True)])
         else:
             row = run_sequences(ragged)
         output = self.out_proj(as_tokens(row).flatten(1)).unsqueeze(1)
@@ -147,7 +146,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tensor if self.batch_first else tensor.transpose(0, 1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head: (batch, heads, length, head_dim)."""
+        """Return query, key and value of each head: (batch, heads, length, head_dim)."""
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         else:
@@ -166,7 +165,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Mask,
         is_causal: bool,
     ) -> tuple[Mask, bool]:
-        """Both masks as the one that attention() takes, or none and the word that it is causal."""
+        """Return both masks as the one that attention() takes, or none and True if it is causal."""
         batch, _, q_len, _ = query.shape
         kv_len, appends = key.shape[-2], self.bias_k is not None or self.add_zero_attn
         hidden = attn_mask if is_plain_mask(attn_mask) else None
@@ -195,7 +194,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_keys(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:
-        """The learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
+        """Append the learned key and value of add_bias_kv and the zero ones of add_zero_attn, visible to every row."""
         if self.bias_k is not None and self.bias_v is not None:
             key, value = (
                 torch.cat(
@@ -223,7 +222,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _merged(attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Masks in which True hides, as one in which True shows; as one float mask where either is a float mask."""
+    """Return masks in which True hides as one in which True shows, or as one float mask where either is one."""
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     if all(mask.dtype == torch.bool for mask in masks):
         masks = [~mask for mask in masks]

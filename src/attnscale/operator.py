@@ -7,12 +7,10 @@ from torch import Tensor
 
 from attnscale.attending import fused
 from attnscale.attending.call import Call, above_zero, fold
-from attnscale.attending.choosing import run
 from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
-from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
-from attnscale.attending.running import run_sequences
-from attnscale.attending.sequences import as_tokens
-from attnscale.attending.weights import weights_of
+from attnscale.attending.ragged import NO_WINDOW, Starts, Window, as_tokens, layouts, packed_call, window_of
+from attnscale.attending.row_blocks import weights_of
+from attnscale.attending.running import run, run_sequences
 from attnscale.inputs import check_inputs, check_sinks
 from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale, apply_scale
@@ -48,7 +46,7 @@ def attention(
     """
     if any_nested(query, key, value):
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks
-        return in_graph(_attend_nested, scale, query, key, value, sinks=sinks)(query, key, value, *options)
+        return in_graph(_attend_nested, scale, query, key, value)(query, key, value, *options)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
     check_sinks(sinks, query)
@@ -114,7 +112,7 @@ def attention_varlen(
     """
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    run_packed = in_graph(_attend_packed, scale, sinks=sinks)
+    run_packed = in_graph(_attend_packed, scale)
     return run_packed(query, key, value, sequences, sinks, seen, scale, enable_gqa, softcap, dropout_p)
 
 
@@ -125,7 +123,7 @@ def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
 
 
 def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Given, sinks: Tensor | None, *options: Any
+    query: Tensor, key: Tensor, value: Tensor, sequences: Starts, sinks: Tensor | None, *options: Any
 ) -> Tensor:
     ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
     return as_tokens(run_sequences(ragged.with_sinks(sinks)))

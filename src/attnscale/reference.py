@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def softmax(x: ArrayLike, axis: int = -1) -> Array:
-    """e^x / Σ e^x, with the maximum subtracted first; a row of only −∞ (nothing visible) gives zeros."""
+    """Return e^x / Σ e^x, with the maximum subtracted first; a row of only −∞ (nothing visible) gives zeros."""
     x = np.asarray(x, dtype=np.float64)
     highest = x.max(axis=axis, keepdims=True, initial=-np.inf)
     exponentials = np.exp(x - np.where(np.isneginf(highest), 0.0, highest))
@@ -21,7 +21,7 @@ stable_softmax = softmax  # the name that a textbook gives it
 
 
 def softmax_jacobian(p: ArrayLike) -> Array:
-    """∂p_i/∂x_j = p_i (δ_ij − p_j), from the probabilities p."""
+    """Return ∂p_i/∂x_j = p_i (δ_ij − p_j), from the probabilities p."""
     p = np.asarray(p, dtype=np.float64)
     return np.asarray(p[..., :, None] * np.eye(p.shape[-1]) - p[..., :, None] * p[..., None, :])
 
@@ -33,7 +33,7 @@ def attention_scores(
     mask: ArrayLike | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """Softcap · tanh(scale · QKᵀ / softcap) + mask; a boolean mask is True where a key is visible."""
+    """Return softcap · tanh(scale · QKᵀ / softcap) + mask; a boolean mask is True where a key is visible."""
     Q, K = np.asarray(Q, dtype=np.float64), np.asarray(K, dtype=np.float64)
     scale = Q.shape[-1] ** -0.5 if scale is None else np.asarray(scale, dtype=np.float64)
     scores = scale * (Q @ np.swapaxes(K, -1, -2))
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
     mask: ArrayLike | None = None,
     softcap: float | None = None,
 ) -> tuple[Array, Array]:
-    """softmax(scale · QKᵀ) V and the weights; the scale is 1/√d_k unless given.
+    """Return softmax(scale · QKᵀ) V and the weights; the scale is 1/√d_k unless given.
 
     >>> output, weights = scaled_dot_product_attention(np.eye(2), np.eye(2), np.eye(2))
     >>> weights.round(3)
@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the scores of each row do to its softmax; NaN where a row sees too few keys for the quantity."""
+    """Statistics of the softmax of each row; NaN where a row sees too few keys for the quantity."""
 
     visible: Array  # n_i, the keys a row can see
     max: Array
@@ -81,7 +81,7 @@ class RowStatistics:
 
 
 def row_statistics(scores: ArrayLike) -> RowStatistics:
-    """Every statistic of a row's softmax, from its scores; a key is invisible where its score is −∞."""
+    """Return every statistic of a row's softmax, from its scores; a key is invisible where its score is −∞."""
     scores = np.asarray(scores, dtype=np.float64)
     p = softmax(scores)
     visible = np.isfinite(scores).sum(-1).astype(np.float64)
@@ -105,7 +105,7 @@ def row_statistics(scores: ArrayLike) -> RowStatistics:
 
 
 def score_moments(scores: ArrayLike) -> tuple[int, float, float]:
-    """Count, mean and variance of the visible scores."""
+    """Return count, mean and variance of the visible scores."""
     scores = np.asarray(scores, dtype=np.float64)
     seen = scores[np.isfinite(scores)]
     return seen.size, float(seen.mean()), float(seen.var())

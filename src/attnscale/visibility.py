@@ -40,7 +40,7 @@ class Visibility:
 
     @classmethod
     def of(cls, attn_mask: "Mask", is_causal: bool) -> "Visibility":
-        """What SDPA's two arguments say; its causal flag is aligned to the first key."""
+        """Return what two arguments of SDPA say; its causal flag is aligned to the first key."""
         if isinstance(attn_mask, Visibility):
             return attn_mask
         variant = getattr(attn_mask, "variant", None)
@@ -52,16 +52,16 @@ class Visibility:
 
     @classmethod
     def causal(cls, offset: int = 0, window: int | None = None, *, from_the_end: bool = False) -> "Visibility":
-        """Keys up to one's own position plus the offset; with a window, no more of them than that."""
+        """Show keys up to one's own position plus the offset; with a window, no more of them than that."""
         return cls(offset, None if window is None else offset - window + 1, from_the_end=from_the_end)
 
     @classmethod
     def of_documents(cls, rows: Tensor, keys: Tensor | None = None, *, is_causal: bool = False) -> "Visibility":
-        """Every row sees its own document, (…, q_len); keys that are of others than the rows have their own."""
+        """Show each row its own document, (…, q_len); `keys` are the documents of keys, if not those of rows."""
         return cls(last=0 if is_causal else None, documents=(rows, rows if keys is None else keys))
 
     def within(self, q_len: int, kv_len: int) -> "Visibility":
-        """The same for so many rows and keys: limits counted from the start, and none that limits nothing."""
+        """Return the same for so many rows and keys: limits counted from the start, and none that limits nothing."""
         moved = kv_len - q_len if self.from_the_end else 0
         if not moved and self.last in (None, 0) and self.first is None:
             return replace(self, from_the_end=False) if self.from_the_end else self
@@ -74,41 +74,41 @@ class Visibility:
 
     @property
     def is_full(self) -> bool:
-        """Whether every row sees every key, and nothing is added to a score."""
+        """True if every row sees every key, and nothing is added to a score."""
         return self.last is None and self.first is None and self.mask is None and self.documents is None
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is what SDPA's causal flag says, and nothing else."""
+        """True if it is what SDPA's causal flag says, and nothing else."""
         return self.last == 0 and self.first is None and self.mask is None and self.documents is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether a kernel that has a causal flag and no mask takes it."""
+        """True if a kernel that has a causal flag and no mask takes it."""
         return self.is_full or self.is_causal
 
     @property
     def is_mask(self) -> bool:
-        """Whether the mask alone says it."""
+        """True if the mask alone says it."""
         return self.last is None and self.first is None and self.documents is None and self.mask is not None
 
     @property
     def bias(self) -> Tensor | None:
-        """What is added to the scores, −∞ for hidden keys perhaps; None: nothing."""
+        """Numbers that are added to the scores, −∞ for hidden keys perhaps; None: nothing."""
         return self.mask if self.mask is not None and self.mask.is_floating_point() else None
 
     @property
     def hides_by_numbers(self) -> bool:
-        """Whether some key is hidden by a number and not by −∞: a row of such numbers alone has weights still."""
+        """True if a key is hidden by a number and not by −∞: a row of such numbers alone has weights still."""
         return self.bias is not None and bool((~shown_by(self.bias) & (self.bias != -math.inf)).any())
 
     def with_infinite_mask(self) -> "Visibility":
-        """The same with −∞ for what its mask hides, whatever number says so."""
+        """Return the same with −∞ for what its mask hides, whatever number says so."""
         bias = self.bias
         return self if bias is None else replace(self, mask=bias.masked_fill(~shown_by(bias), -math.inf))
 
     def counts(self, q_len: int, kv_len: int, device: torch.device | str) -> Tensor | None:
-        """The number of visible keys of each row, broadcastable to (…, heads, q_len); None where every row sees all."""
+        """Return the number of visible keys of each row, broadcastable to (…, heads, q_len); None: all."""
         if self.is_full:
             return None
         if self.mask is None and self.documents is None:
@@ -127,19 +127,19 @@ class Visibility:
         return torch.cat([block.sum(-1) for block in shown if block is not None], dim=-1)
 
     def counts_at(self, rows: Tensor, kv_len: int) -> Tensor:
-        """The number of visible keys of rows at these positions, as far as positions tell."""
+        """Return the number of visible keys of rows at these positions, as far as positions tell."""
         after = torch.full_like(rows, kv_len) if self.last is None else (rows + self.last + 1).clamp(0, kv_len)
         before = 0 if self.first is None else (rows + self.first).clamp(0, kv_len)
         return (after - before).clamp(min=0)
 
     def span(self, lowest: int, highest: int, kv_len: int) -> slice:
-        """The keys that any row from the lowest to the highest may see, as far as positions tell."""
+        """Return the keys that any row from the lowest to the highest may see, as far as positions tell."""
         stop = kv_len if self.last is None else min(max(highest + self.last + 1, 0), kv_len)
         start = 0 if self.first is None else min(max(lowest + self.first, 0), stop)
         return slice(start, stop)
 
     def sure(self, lowest: int, keys: slice) -> int:
-        """How many of these keys, from the first on, every row from the lowest on sees for certain."""
+        """Return how many of these keys, from the first on, every row from the lowest on sees for certain."""
         if self.is_full:
             return len(range(keys.start, keys.stop))
         if self.last is None or self.first is not None or self.mask is not None or self.documents is not None:
@@ -147,12 +147,12 @@ class Visibility:
         return len(range(keys.start, min(lowest + self.last + 1, keys.stop)))
 
     def shown(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Tensor | None:
-        """Which of these keys these rows see, broadcastable to (…, rows, keys); None: all of them."""
+        """Return True where these rows see these keys, broadcastable to (…, rows, keys); None: everywhere."""
         parts = [*self._limits(rows, keys, device), *(() if self.mask is None else [_shows(self._part(rows, keys))])]
         return reduce(torch.logical_and, parts) if parts else None
 
     def added(self, rows: slice | Tensor, keys: slice, like: Tensor) -> Tensor | None:
-        """What is added to the scores of these rows: the float mask, or 0 and −∞ for visible and hidden keys."""
+        """Return what is added to the scores of these rows: the float mask, or 0 and −∞ for shown and hidden keys."""
         if self.bias is None:
             shown = self.shown(rows, keys, like.device)
             return None if shown is None else _hiding(torch.zeros((), dtype=like.dtype, device=like.device), shown)
@@ -161,14 +161,14 @@ class Visibility:
         return _hiding(part, reduce(torch.logical_and, limits)) if limits else part
 
     def without_rows(self, left_out: Tensor) -> "Visibility":
-        """The same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
+        """Return the same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
         if self.documents is None:
             return replace(self, documents=(left_out, left_out.new_zeros(1)))
         rows, keys = self.documents
         return replace(self, documents=(torch.where(left_out, -1, rows), keys))
 
     def at(self, entry: int, heads: slice) -> "Visibility":
-        """Of these heads of one batch entry, where the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
+        """Return that of some heads of a batch entry; the mask is (batch or 1, heads or 1, q_len or 1, kv_len)."""
         mask, documents = self.mask, self.documents
         if mask is not None:
             mask = mask[entry if mask.shape[0] > 1 else 0]
@@ -181,7 +181,7 @@ class Visibility:
         )
 
     def _limits(self, rows: slice | Tensor, keys: slice, device: torch.device | str) -> Iterator[Tensor]:
-        """What everything but the mask says."""
+        """Yield what everything but the mask shows."""
         if self.last is not None or self.first is not None:
             at = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows.to(device)
             ahead = torch.arange(keys.start, keys.stop, device=device) - at.unsqueeze(-1)
@@ -205,12 +205,12 @@ Mask: TypeAlias = Tensor | Visibility | None  # what attention takes as attn_mas
 
 
 def is_plain_mask(attn_mask: Mask) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with elements: no Visibility, and none of torch's CausalBias."""
+    """Return True if it is a tensor with elements: no Visibility, and none of torch's CausalBias."""
     return isinstance(attn_mask, Tensor) and getattr(attn_mask, "variant", None) is None
 
 
 def shown_by(mask: Tensor) -> Tensor:
-    """Which elements a mask shows, of booleans or of floats that are added: told without waiting for a GPU.
+    """Return True where a mask of booleans or of added floats shows a key, without waiting for a GPU.
 
     >>> shown_by(torch.tensor([0.0, -1e4, -torch.inf])).tolist(), shown_by(torch.tensor([0.0, -1.0, -60.0])).tolist()
     ([True, False, False], [True, True, True])

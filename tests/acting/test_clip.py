@@ -50,6 +50,7 @@ def parameters(report):
 
 # The scores of these are no multiples of parameters, or not alone; each is left, with a word on why.
 LEFT = {
+    "layouts.WeightNormed": "is parametrised",
     "fused.FlexAlibi": "added", "positions.Alibi": "added", "products.BaddbmmAlibi": "added",
     "positions.Sinks": "sink", "positions.RelativeKeys": "more than one product",
     "positions.ContentAndPosition": "more than one product", "structures.TwoProducts": "more than one product",
@@ -194,15 +195,12 @@ def test_layers_that_share_a_projection_are_clipped_once_by_the_higher(tied):
     assert all(head.gamma == pytest.approx(0.5, rel=1e-4) for head in report.heads)
 
 
-def test_sampled_maxima_are_named_so_and_the_bound_can_be_asked_for():
+def test_sampled_maxima_are_named_so():
     model = sharpened(made(Attention), "q_proj.weight", slice(HEAD_DIM), 1e4)
     seen = watched(model, batch(), rows=3)
     report = attnscale.clip_qk_(sharpened(model, "v_proj.weight", 0, 1), seen)
     assert {head.measured for head in report.heads} == {"sampled"}
     assert all(head.maximum <= head.bound for head in report.heads)
-    bound = attnscale.clip_qk_(model, seen, by_bound=True)
-    assert {head.measured for head in bound.heads} == {"bound"}
-    assert watched(model, batch()).layers["Attention"].stats.max.max() <= 100
 
 
 def test_nothing_over_the_threshold_changes_nothing():

@@ -15,15 +15,12 @@ from .models import watched
 # layout, ranks, kind of attention, heads, key heads, batches of the run, ranks that saw nothing
 CASES = {
     "keys whole on both ranks": ("tp", 2, "plain", 2, 1, [0], ()),
-    "gains whole, each rank takes some": ("tp", 2, "gains", 4, 4, [0], ()),
-    "gains that all heads share": ("tp", 2, "normed", 4, 4, [0], ()),
     "the module inside DDP": ("inside ddp", 2, "plain", 4, 4, [0, 1], ()),
     "a DDP rank that saw nothing": ("ddp", 2, "normed", 4, 2, [0], (1,)),
     "an FSDP rank that saw nothing": ("fsdp", 2, "plain", 4, 2, [1], (0,)),
-    "FSDP2 × TP, QK-norm": ("fsdp x tp", 4, "normed", 4, 4, [0, 1], ()),
     "FSDP2 × TP, keys whole": ("fsdp x tp", 4, "plain", 2, 1, [0, 1], ()),
     "HSDP": ("hsdp x", 4, "plain", 4, 4, [0, 1, 2, 3], ()),
-    "copies × TP, of which one group is given": ("ddp x tp", 4, "gains", 4, 4, [0, 1], ()),
+    "copies × TP, of which one group is given": ("ddp x tp", 4, "plain", 4, 4, [0, 1], ()),
 }
 
 
@@ -32,6 +29,17 @@ CASES = {
 def test_replicas_stay_equal_and_as_in_one_process(world, tmp_path):
     for case, ranks in clipped_on_ranks([case for case in CASES.values() if case[1] == world], tmp_path):
         compare(case, ranks)
+
+
+@pytest.mark.filterwarnings("default")  # torch's own
+@pytest.mark.parametrize("kind", ["gains", "normed"])
+def test_heads_made_by_a_gain_that_is_whole_on_tensor_parallel_ranks_are_left_and_say_why(kind, tmp_path):
+    ((_, ranks),) = clipped_on_ranks([("tp", 2, kind, 4, 4, [0], ())], tmp_path)
+    before = layout_runs.made(kind, 4, 4)
+    for parameters, _, left in ranks:
+        assert left
+        assert all("is not cut as heads are" in each for each in left)
+        assert all(torch.equal(parameters[name], each) for name, each in layout_runs.whole(before).items())
 
 
 def clipped_on_ranks(cases, folder):

@@ -62,15 +62,26 @@ def test_folded_scores_are_those_of_the_rule(rule):
     assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
 
 
-@pytest.mark.parametrize("reading", ["times", "over", "root", "over_root"])
-def test_a_scale_that_is_a_number_of_the_module_is_set(reading):
-    model, inputs = made(Scaling, reading)
+def test_a_scale_that_is_a_number_of_the_module_is_set():
+    model, inputs = made(Scaling, "times")
     before = before_and(model)
     report = attnscale.rescale_(model, "inverse_sqrt", inputs)
     assert watched(model, inputs).layers["Scaling"].scale_applied == pytest.approx(HEAD_DIM**-0.5, rel=1e-3)
     assert {head.attribute for head in report.heads} == {"Scaling.scale"}
     assert_changed_as_told(before, model, [])
     assert not attnscale.rescale_(model, "inverse_sqrt", inputs).heads, "set once, it is right"
+
+
+@pytest.mark.parametrize("reading", ["over", "root", "over_root"])
+def test_a_number_that_does_not_multiply_the_scores_stays_and_the_weights_take_the_ratio(reading):
+    model, inputs = made(Scaling, reading)
+    was = watched(model, inputs).layers["Scaling"]
+    before, scale = before_and(model), model.scale
+    report = attnscale.rescale_(model, "inverse_sqrt", inputs)
+    assert model.scale == scale
+    now = watched(model, inputs).layers["Scaling"].stats.max
+    torch.testing.assert_close(now, was.stats.max * HEAD_DIM**-0.5 / was.scale_applied, rtol=1e-4, atol=1e-6)
+    assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
 
 
 def test_a_number_that_does_not_reach_the_scores_is_put_back():

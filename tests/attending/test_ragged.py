@@ -20,8 +20,7 @@ from attnscale import (
     score_stats,
 )
 from attnscale.attending import varlen
-from attnscale.attending.packed import layouts, packed_call
-from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.attending.ragged import as_one_row, as_tokens, layouts, packed_call
 from attnscale.errors import InputError, ShapeError
 from attnscale.rules import RULES
 from tests.attending.test_memory import LargestTensor
@@ -302,15 +301,6 @@ def test_memory_is_linear_in_tokens():
     with LargestTensor() as largest:
         attention_varlen(*many.tensors, many.starts[0]).sum().backward()
     assert largest.elements <= 3 * 3200 * 2 * 8
-
-
-@OTHERS_MAY_WARN
-def test_what_a_gpu_would_run_is_the_same_where_a_cpu_has_it():
-    """SDPA of jagged tensors has no causal one on a CPU."""
-    ragged = batch([3, 7, 1], [4, 2, 5], head_dim=8, value_dim=8)
-    given = layouts(ragged.query, *ragged.starts, None, None, None)
-    call = packed_call(*ragged.tensors, *given, Visibility(), None, False, None, 0.0)
-    torch.testing.assert_close(as_tokens(varlen.attend(call)), alone(ragged, Visibility()))
 
 
 @pytest.mark.usefixtures("flash_on_a_cpu")

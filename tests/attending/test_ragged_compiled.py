@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nested import nested_tensor_from_jagged
 
 from attnscale import (
-    AttnscaleError,
     MultiheadAttention,
     attention,
     attention_varlen,
@@ -17,12 +16,9 @@ from attnscale import (
     attention_with_stats,
     score_stats,
 )
-from attnscale.attending import flex, running, varlen
-from attnscale.attending.packed import layouts, packed_call
-from attnscale.attending.running import attend_sequences, run_sequences
-from attnscale.attending.sequences_op import arguments_of
-from attnscale.measure.sequences_op import measured_sequences
-from tests.measure.oracle import NAMES
+from attnscale.attending import varlen
+from attnscale.attending.ragged import Ragged, layouts, packed_call
+from attnscale.attending.running import run, run_sequences
 from tests.others import OTHERS_MAY_WARN
 from tests.ragged import SEEN, batch, batches
 from tests.rules.oracle import EXAMPLES
@@ -46,23 +42,14 @@ def _tokens(output):
 
 @settings(max_examples=20)
 @given(batches(), st.sampled_from([None, 2.0]))
-def test_the_operator_of_graphs_is_each_sequence_alone(problem, softcap):
+def test_one_attention_with_a_mask_is_each_sequence_alone(problem, softcap):
     ragged, seen = problem
     given = layouts(ragged.query, *ragged.starts, None, None, None)
     call = packed_call(*ragged.tensors, *given, seen, "log_length", True, softcap, 0.0)
-    ours, expected = attend_sequences(*arguments_of(call)), run_sequences(call)
+    ours, expected = run(call.as_masked()), run_sequences(call)
     torch.testing.assert_close(ours, expected)
     found = [torch.autograd.grad(each.sin().sum(), ragged.tensors, retain_graph=True) for each in (ours, expected)]
     torch.testing.assert_close(*found)
-
-
-def test_the_operators_keep_torchs_rules():
-    ragged = batch(Q_LENS, KV_LENS, heads=4, kv_heads=2, requires_grad=True)
-    given = layouts(ragged.query, *ragged.starts, None, None, None)
-    call = packed_call(*ragged.tensors, *given, SEEN[4], None, True, 3.0, 0.0)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attend_sequences, arguments_of(call), test_utils=checks)
-    torch.library.opcheck(measured_sequences, (*arguments_of(call), 5, True), test_utils=checks)
 
 
 def test_packed_tokens_make_one_graph_with_gradients():
@@ -122,45 +109,20 @@ def test_other_lengths_are_not_compiled_again():
 
 
 @pytest.mark.parametrize("rows", [None, 6])
-def test_statistics_come_out_of_the_graph(rows):
+def test_statistics_are_measured_outside_the_graph(rows):
     ragged = batch(Q_LENS, Q_LENS, requires_grad=True)
 
     def run(*given):
-        return attention_with_stats(*given, is_causal=True, scale="log_length", rows=rows)
+        output, stats = attention_with_stats(*given, is_causal=True, rows=rows)
+        return _tokens(output) * 2, stats.rows, score_stats(*given[:2]).entropy
 
-    nested, stats = torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.nested())
-    expected, exact = attention_with_stats(*ragged.nested(), is_causal=True, scale="log_length")
-    torch.testing.assert_close(_tokens(nested), _tokens(expected))
-    found = [torch.autograd.grad(_tokens(each).sin().sum(), ragged.tensors) for each in (nested, expected)]
-    torch.testing.assert_close(*found)
-    assert stats.exact == (rows is None)
-    if rows is None:
-        for name in (*NAMES, "rows", "count"):
-            torch.testing.assert_close(getattr(stats, name), getattr(exact, name), equal_nan=True, msg=name)
-    else:
-        assert stats.rows.tolist() == [rows] * 2
-        assert (exact.max <= stats.max_bound).all()
-        assert stats.stderr("entropy").shape == (2,)
-
-
-def test_statistics_are_read_inside_the_graph():
-    ragged = batch(Q_LENS, KV_LENS)
-
-    def run(starts, keys, nested):
-        stats = attention_varlen_with_stats(*ragged.tensors, starts, keys, softcap=2.0)[1]
-        return stats.entropy, stats.std, stats.count, score_stats(*nested, softcap=2.0).max
-
-    given = *ragged.starts, ragged.nested()[:2]
-    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*given), run(*given))
-
-
-def test_what_is_wrong_with_lengths_is_told_when_the_graph_runs():
-    ragged = batch([3, 5], [3, 5])
-    compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
-    with pytest.raises(AttnscaleError, match="end with the query's 8 tokens"):
-        compiled(*ragged.tensors, torch.tensor([0, 3, 5]))
-    with pytest.raises(AttnscaleError, match="begin with 0 and never"):
-        compiled(*ragged.tensors, torch.tensor([0, 9, 8]))
+    (ours, *found), (expected, *exact) = (
+        each(*ragged.nested()) for each in (torch.compile(run, backend="aot_eager"), run)
+    )
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(found, exact)
+    packed = torch.compile(attention_varlen_with_stats, backend="aot_eager")
+    assert packed(*ragged.tensors, ragged.starts[0])[1].rows.tolist() == [sum(Q_LENS)] * 2
 
 
 def test_an_exported_program_takes_any_lengths():
@@ -255,27 +217,9 @@ def test_the_kernel_of_a_gpu_is_a_part_of_the_graph(monkeypatch):
         nested = (nested_tensor_from_jagged(tokens, starts).transpose(1, 2) for tokens in (query, key, value))
         return *packed, attention(*nested, is_causal=True).transpose(1, 2).values()
 
-    monkeypatch.setattr(running, "ragged_of", None)  # what the operator would begin with
+    monkeypatch.setattr(Ragged, "as_masked", None)  # what would run without it
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*ragged.tensors, starts), (*expected, expected[0]))
-
-
-def test_nothing_is_compiled_in_the_middle_of_a_graph(monkeypatch):
-    """On a GPU soft-caps are compiled, which torch cannot do in the first run of another graph."""
-    ragged = batch(Q_LENS, Q_LENS)
-    starts = ragged.starts[0]
-
-    def run(*given):
-        return attention_varlen(*given, starts, softcap=2.0), attention_varlen_with_stats(*given, starts, softcap=2.0)[
-            0
-        ]
-
-    expected = run(*ragged.tensors)
-    monkeypatch.setattr(flex, "serves", lambda call: not flex._COMPILING.is_off)
-    monkeypatch.setattr(flex, "attend", None)
-    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(*ragged.tensors), expected)
-    with pytest.raises(TypeError, match="not callable"):  # where nothing is in the way it is what attends
-        run(*ragged.tensors)
 
 
 def test_what_only_python_knows_runs_beside_the_graph():

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnscale.checking import check_model
 from attnscale.checking.checked import line_of
+from attnscale.declared import Authority, Declared
 from attnscale.diagnose import Audit, Finding
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
@@ -59,7 +60,7 @@ def test_the_expected_spread_is_that_of_independent_queries_and_keys():
     layer = replace(layer, query_norm=torch.tensor([3.0, 5.0]), key_norm=torch.tensor([7.0, 11.0]))
     # 1/√d_k · ‖q‖ ‖k‖ / √d_k, whatever scale was applied
     assert line_of(layer, []).spread_expected == pytest.approx((3 * 7 + 5 * 11) / 2 / (D_MODEL // HEADS))
-    declared = replace(layer, declared=replace(layer.declared, scale=-0.5))
+    declared = replace(layer, declared=Declared(scale=-0.5, scale_authority=Authority.CONFIGURED))
     assert line_of(declared, []).spread_expected == pytest.approx(38 * 0.5 / (D_MODEL // HEADS) ** 0.5)
 
 

@@ -100,7 +100,7 @@ def test_json_has_every_layer_with_the_numbers_of_the_table_and_every_finding():
     assert (status, err) == (1, "")
     assert list(found) == [
         "model", "input", "device", "rows", "notes", "conclusion", "trained", "worst", "findings",
-        "unchecked", "unjudged", "layers", "what_if",
+        "unchecked", "unjudged", "forward_passes", "layers", "what_if",
     ]  # fmt: skip
     assert (found["rows"], found["worst"], found["trained"]) == (11, "error", False)
     assert list(found["layers"]) == ["layers.0", "layers.1", "layers.2"]

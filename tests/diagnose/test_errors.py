@@ -60,7 +60,8 @@ def test_errors_stand_beside_sampled_numbers_alone():
         for entry in in_place(Place.SEEN):
             assert told["stderr"][entry.attribute] == plain(layer.stats.stderr(entry.attribute).tolist())
             assert entry.error(layer.stats) == pytest.approx(layer.stats.stderr(entry.attribute).mean().item())
-            assert f"{entry.whole(layer.stats):.3g}±{entry.error(layer.stats):.1g}" in line
+            value, error = entry.factor * entry.whole(layer.stats), entry.factor * entry.error(layer.stats)
+            assert f"{value:.3g}±{error:.1g}" in line
     assert math.isnan(STATISTICS["max"].error(layer.stats))
 
 

@@ -140,7 +140,7 @@ def test_autocast_changes_nothing_where_everything_is_bfloat16_already(device, r
     tensors = qkv(device, torch.bfloat16)
     wanted = shown(_seeded("with the output", tensors, rows))
     seen = []
-    kernel = attention._attended if rows is None else attention.sample_plain
+    kernel = attention._attended if rows is None else attention.measure_rows
     monkeypatch.setattr(attention, kernel.__name__, lambda *given: seen.append(1) or kernel(*given))
     with torch.autocast("cuda", torch.bfloat16):
         stats = _seeded("with the output", tensors, rows)

@@ -22,9 +22,11 @@ from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.finish import finish_rows, finish_sampled
+from attnscale.measure.cuda.launch import sample_tiles, tiles
+from attnscale.measure.cuda.rows import attend_rows, score_rows
+from attnscale.measure.cuda.sampled_rows import sample_rows
 
-SMALL_TILES = kernels.Tiles(32, 16, 4, 1)  # several in every test
 EXACT = 6e-6  # float32 sums of up to 160 terms
 
 
@@ -47,7 +49,7 @@ def expected(query, key, value, scale, is_causal):
 
 def attend(query, key, value, scale, is_causal):
     """The output, and of each row max, total, gap, participation and lse."""
-    output, lse, sums = kernels.attend_rows(query, key, value, scale, is_causal, cut=SMALL_TILES)
+    output, lse, sums = attend_rows(query, key, value, scale, is_causal)
     return output, torch.stack([*sums[:4], lse])
 
 
@@ -93,15 +95,15 @@ def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
 def test_all_rows_are_measured_without_values(shape, is_causal):
     query, key, value = qkv(**SHAPES[shape])
     _, wanted = expected(query, key, value, -0.4, is_causal)
-    assert_statistics(kernels.score_rows(query, key, -0.4, is_causal, cut=SMALL_TILES), wanted)
-    assert_statistics(kernels.attend_rows(query, key, value, -0.4, is_causal, cut=SMALL_TILES).sums, wanted)
+    assert_statistics(score_rows(query, key, -0.4, is_causal), wanted)
+    assert_statistics(attend_rows(query, key, value, -0.4, is_causal).sums, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy stands in for the GPU here
 def test_past_1e19_kernels_find_the_maximum_and_no_finite_deviation():
     query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=29, kv_len=47))
     _, wanted = expected(query, key, value, 1e20, True)
-    found = kernels.score_rows(query, key, 1e20, True, cut=SMALL_TILES)
+    found = score_rows(query, key, 1e20, True)
     assert not found[5][:, :, 1:].isfinite().any()  # squares are summed in float32: said, not wrong
     assert_rows(found[:1], wanted, tolerance=1e-5)
 
@@ -117,7 +119,7 @@ def test_statistics_survive_scores_of_any_size(factor):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_constant_rows_are_exact(is_causal):
-    query, key, value = qkv(q_len=37, kv_len=53, head_dim=11)
+    query, key, value = ((x * 8).round() / 8 for x in qkv(q_len=37, kv_len=53, head_dim=11))  # q·k itself is exact
     key = key[:, :, :1].expand(-1, -1, 53, -1)
     _, (_, total, gap, participation, _) = attend(query, key, value, 0.3, is_causal)
     visible = torch.arange(1.0, 38.0) if is_causal else torch.full((37,), 53.0)
@@ -181,7 +183,7 @@ def test_every_element_is_written_and_none_beyond(is_causal, monkeypatch):
         return pages[-1][0]
 
     monkeypatch.setattr(torch, "empty", page)
-    kernels.attend_rows(query, key, value, 0.3, is_causal, cut=SMALL_TILES)
+    attend_rows(query, key, value, 0.3, is_causal)
     monkeypatch.undo()
     assert len(pages) == 3
     assert all(page[0].isfinite().all() for page in pages)
@@ -193,15 +195,12 @@ def test_every_element_is_written_and_none_beyond(is_causal, monkeypatch):
 def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
     room = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) * 1024
     for head_dim in range(1, 257):
-        cut = kernels.tiles(head_dim, dtype, capability)
         width = 1 << (head_dim - 1).bit_length()
-        assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room
         for rows in (2, 16, 1000):
-            cut = kernels.sample_tiles(rows, head_dim, dtype, capability)  # it reads no values
+            cut = tiles(rows, head_dim, dtype, capability)
+            assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room
+            cut = sample_tiles(rows, head_dim, dtype, capability)  # it reads no values
             assert (cut.rows + cut.stages * cut.keys) * width * dtype.itemsize <= room
-
-
-SAMPLE_TILES = kernels.Tiles(16, 16, 4, 1)
 
 
 @pytest.mark.parametrize("span", [16, 48, 128])
@@ -215,18 +214,14 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     _, wanted = expected(query, key, value, -0.4, is_causal)
     count = 1 + query.shape[2] // 2
     rows = torch.stack([torch.randperm(query.shape[2])[:count] for _ in query]).int()  # of each entry others
-    sums, norms = kernels.sample_rows(query, key, rows, -0.4, is_causal, True, span, SAMPLE_TILES)
+    sums = sample_rows(query, key, rows, -0.4, is_causal, span)
     counts = ((rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)).unsqueeze(1)
     visible = (counts - torch.arange(0, kv_len, span).view(-1, 1, 1, 1)).clamp(0, span).expand_as(sums[0])
-    assert torch.equal(kernels.sample_rows(query, key, rows, -0.4, is_causal, False, span, SAMPLE_TILES)[0], sums)
     merged = RowSums(visible, *sums).over_shards()
     assert (merged.visible == counts).all()
     found = torch.stack([getattr(merged, name).float() for name in ROW_NAMES])
     at = rows.long().numpy()[:, None]
     assert_statistics(found, {name: np.take_along_axis(values, at, axis=2) for name, values in wanted.items()})
-    longest = [tensor.norm(dim=-1).amax(-1) for tensor in (query, key)]
-    group = query.shape[1] // key.shape[1]
-    torch.testing.assert_close(norms.amax(1).sqrt(), torch.stack([longest[0], longest[1].repeat_interleave(group, 1)]))
 
 
 FINISHED = {
@@ -247,37 +242,36 @@ def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
     q, k = (x.double().numpy() for x in (query, key.repeat_interleave(group, 1)))
     mask = np.tri(q.shape[-2], k.shape[-2], dtype=bool) if is_causal else None
     scores = reference.attention_scores(q, k, scale, mask)
-    sums = kernels.score_rows(query, key, scale, is_causal, cut=SMALL_TILES)
+    sums = score_rows(query, key, scale, is_causal)
     for sinks in (None, torch.randn(query.shape[1], dtype=torch.float64) + 2.0):
-        table = kernels.finish_rows(sums, key.shape[2], is_causal, sinks)
+        table = finish_rows(sums, key.shape[2], is_causal, sinks)
         assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5, sinks=sinks)
 
 
-@pytest.mark.parametrize("given_lse", [False, True])
+@pytest.mark.parametrize("bounds", ["of heads", "of rows", "none"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, given_lse):
+def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, bounds):
     query, key, _ = qkv(heads=3, kv_heads=3, q_len=97, kv_len=61)
     query, key = query.repeat(2, 1, 1, 1) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1), key.repeat(2, 1, 1, 1)
     rows = torch.tensor([[0, 7, 50, 96], [0, 20, 21, 60]]).int()
     weights, span = torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
-    sums, norms = kernels.sample_rows(query, key, rows, 0.4, is_causal, True, span, SAMPLE_TILES)
-    bounds = torch.randn(2, 3, 97) if given_lse else norms
+    sums = sample_rows(query, key, rows, 0.4, is_causal, span)
+    bounds = {"of heads": torch.randn(3), "of rows": torch.randn(2, 3, 97), "none": None}[bounds]
     for sinks in (None, torch.tensor([-torch.inf, 0.7, 30.0], dtype=torch.float64)):
-        found = kernels.finish_sampled(sums, bounds, rows, weights, 97, 61, span, 0.4, is_causal, sinks)
-        wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, 0.4, is_causal, sinks)
+        found = finish_sampled(sums, bounds, rows, weights, 61, span, is_causal, sinks)
+        wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, is_causal, sinks)
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
 
 
-def on_a_cpu(sums, bounds, rows, weights, kv_len, span, scale, is_causal, sinks):
+def on_a_cpu(sums, bounds, rows, weights, kv_len, span, is_causal, sinks):
     visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
     shown = (visible - torch.arange(sums.shape[1]).mul(span).view(-1, 1, 1, 1)).clamp(min=0, max=span)
     merged = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
     merged = merged if sinks is None else merged.with_sinks(sinks)
-    if bounds.dim() == 3:
-        highest = bounds.amax((0, 2)).double()
-        highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
+    if bounds is None:
+        highest = merged.max.amax((0, 2)).double()
     else:
-        queries, keys = bounds.double().amax(1).sqrt()
-        highest = (abs(scale) * (1 + BOUND_SLACK) * queries * keys).amax(0)
+        highest = (bounds.amax((0, 2)) if bounds.dim() == 3 else bounds).double()
+        highest = highest + BOUND_SLACK * highest.abs().clamp(min=1.0)
     each = torch.arange(rows.shape[1])
     return table_of(pool_rows(merged, highest, Sample(rows, each, weights), errors=False))

@@ -9,7 +9,7 @@ from .test_largest import NAMES, full_matrix, made
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.masked_rows import raise_largest_
 from attnscale.measure.largest import _highest_added
 
 
@@ -21,31 +21,16 @@ def test_heads_over_the_limit_have_their_largest_score(name, softcap):
     limit = float(expected.sort().values[1:3].mean())
     largest = torch.full((4,), -torch.inf)
     added, calls = _highest_added(call), torch.zeros(1)
-    kernels.raise_largest_(largest, torch.tensor([limit]), calls, call, added, kernels.Tiles(16, 16, 4, 1))
+    raise_largest_(largest, torch.tensor([limit]), calls, call, added)
     over = expected > limit
     assert torch.allclose(largest[over], expected[over].float(), rtol=1e-5)
     assert (largest[~over] <= limit).all()
     assert calls == 1
 
 
-def test_keys_in_many_chunks(monkeypatch):
-    from attnscale.measure.cuda.triton import masked_rows
-
-    masked_rows.bind_longest.cache_clear()
-    monkeypatch.setattr(masked_rows, "CHUNK", 4)
-    monkeypatch.setattr(masked_rows, "LENGTHS_AT_ONCE", 16)
-    call, largest = made("everything"), torch.full((4,), -torch.inf)
-    call.key[1, 1, 28] *= 50  # the last of all, without which no row of these heads passes
-    limit = torch.tensor([float(full_matrix(call)[:, :2].amax()) + 1])
-    kernels.raise_largest_(largest, limit, torch.zeros(1), call, None, kernels.Tiles(16, 16, 4, 1))
-    expected = full_matrix(call).amax((0, 2, 3))
-    assert largest[2:] == pytest.approx(expected[2:].float(), rel=1e-5)
-    assert (largest[:2] <= limit).all()
-
-
 def test_a_score_that_is_no_number_counts_as_infinite():
     call = made("causal")
     call.query[1, 1, 5, 0] = torch.nan
     largest = torch.full((4,), -torch.inf)
-    kernels.raise_largest_(largest, torch.tensor([1e4]), torch.zeros(1), call, None, kernels.Tiles(16, 16, 4, 1))
+    raise_largest_(largest, torch.tensor([1e4]), torch.zeros(1), call, None)
     assert largest.tolist() == [-torch.inf, torch.inf, -torch.inf, -torch.inf]

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import attnscale
+from attnscale.attending.call import Call
 from attnscale.measure.cuda.probe import probe
-from attnscale.measure.cuda.probe_max import probe_max
+from attnscale.measure.largest import raise_largest_
+from attnscale.visibility import Visibility
 
 pytestmark = pytest.mark.gpu
 BATCH, HEADS, Q_LEN, KV_LEN, HEAD_DIM = 3, 6, 331, 331, 40
@@ -66,7 +68,8 @@ def test_a_max_probe_finds_the_largest_score_of_heads_over_the_limit(dtype, kv_h
     limit = float(exact.sort().values[-2])
     row = torch.full((HEADS + 3,), -torch.inf, device="cuda")
     row[-3], row[-1] = limit, 0.0
-    assert probe_max(row[:HEADS], row[-3], row[-1], query, key, mask, None, 0.3, False)
+    call = Call(query, key, key, Visibility(mask=mask), 0.0, 0.3, None)
+    raise_largest_(row[:HEADS], row[-3], row[-1], call)
     over = exact > limit
     torch.testing.assert_close(row[:HEADS][over].double(), exact[over].double(), rtol=1e-4, atol=1e-4)
     assert row[-1] == 1

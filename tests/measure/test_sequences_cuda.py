@@ -25,10 +25,10 @@ CASES = [
 
 
 def kernels():
-    from attnscale.measure.cuda import triton
+    from attnscale.measure.cuda import rows
     from attnscale.measure.cuda.layout import on_hopper
 
-    found = {"triton": triton.attend_rows}
+    found = {"triton": rows.attend_rows}
     if on_hopper(0):
         from attnscale.measure.cuda import hopper
 

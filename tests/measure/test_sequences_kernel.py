@@ -15,11 +15,10 @@ from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import triton as kernels
-from attnscale.measure.cuda.triton import sequence_tiles
+from attnscale.measure.cuda import sequence_tiles
+from attnscale.measure.cuda.rows import attend_rows, score_rows
 
 SUMS = ("max", "total", "gap", "participation", "mean", "deviation", "first", "visible")
-CUT = kernels.Tiles(16, 16, 4, 1)
 
 
 def by_sequence(query, key, starts, scale, is_causal):
@@ -38,7 +37,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
     query = torch.randn(total, heads, width).transpose(0, 1).unsqueeze(0)
     key, value = (torch.randn(total, kv_heads, width).transpose(0, 1).unsqueeze(0) for _ in range(2))
     offsets = torch.tensor(starts, dtype=torch.int32)
-    output, lse, sums = kernels.attend_rows(query, key, value, scale, is_causal, offsets, CUT)
+    output, lse, sums = attend_rows(query, key, value, scale, is_causal, offsets)
     alone = list(by_sequence(query, key.repeat_interleave(heads // kv_heads, 1), starts, scale, is_causal))
     for place, name in enumerate(SUMS):
         expected = torch.cat([getattr(each, name).double().expand_as(each.max) for each in alone], -1)
@@ -50,14 +49,15 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
         for tensors in zip(*(x.split(lengths, dim=2) for x in (rising, key, value)), strict=True)
     ]
     assert torch.allclose(output.transpose(0, 1).unsqueeze(0), torch.cat(parts, 2), atol=1e-5)
-    assert torch.equal(kernels.score_rows(query, key, scale, is_causal, offsets.long(), CUT), sums)
+    assert torch.equal(score_rows(query, key, scale, is_causal, offsets.long()), sums)
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of NumPy, which interprets
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of NumPy, which interprets: the neighbour is NaN,
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # and its rows are to be
 def test_what_lies_in_a_neighbour_is_not_seen():
     tokens = torch.randn(1, 2, 30, 8)
     tokens[:, :, 13:] = torch.nan
-    output, lse, sums = kernels.attend_rows(tokens, tokens, tokens, 1.0, False, torch.tensor([0, 13, 30]), CUT)
+    output, lse, sums = attend_rows(tokens, tokens, tokens, 1.0, False, torch.tensor([0, 13, 30]))
     assert output[:13].isfinite().all()
     assert lse[..., :13].isfinite().all()
     assert sums[..., :13].isfinite().all()
@@ -67,7 +67,7 @@ def test_what_lies_in_a_neighbour_is_not_seen():
 def test_tokens_of_no_sequence_see_nothing():
     tokens = torch.randn(1, 2, 30, 8)
     for starts, rows in ((torch.zeros(3, dtype=torch.int32), 0), (torch.tensor([0, 17, 20]), 20)):
-        _, _, sums = kernels.attend_rows(tokens, tokens, tokens, 1.0, True, starts, CUT)
+        _, _, sums = attend_rows(tokens, tokens, tokens, 1.0, True, starts)
         assert sums[-1].gt(0).sum(-1).tolist() == [[rows, rows]]
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from attnscale.attending.call import Call
-from attnscale.attending.ragged import Ragged
-from attnscale.attending.sequences import Layout
+from attnscale.attending.ragged import Layout, Ragged
 from attnscale.measure.bound import BOUND_SLACK
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table
@@ -22,10 +21,10 @@ from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import triton as kernels
+from attnscale.measure.cuda.finish import finish_rows, finish_sampled
+from attnscale.measure.cuda.masked_rows import score_masked_rows
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 2, 1, 37, 45, 11
-SMALL_TILES, SAMPLE_TILES = kernels.Tiles(32, 16, 4, 1), kernels.Tiles(16, 16, 4, 1)
 NAMES = ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first")
 
 
@@ -75,7 +74,7 @@ def assert_rows(found, wanted):
 @pytest.mark.parametrize("name", sees())
 def test_every_row_is_that_of_the_full_matrix(name, softcap, scale):
     call = call_of(name, softcap, scale)
-    sums = kernels.score_masked_rows(call, None, kv_len, SMALL_TILES)[:, 0]
+    sums = score_masked_rows(call, None, kv_len)[:, 0]
     assert_rows(RowSums(sums[7].long(), *sums[:7]), exact(call))
 
 
@@ -84,26 +83,26 @@ def test_every_row_is_that_of_the_full_matrix(name, softcap, scale):
 def test_sampled_rows_merge_over_spans_into_those_of_the_full_matrix(name, span):
     call = call_of(name, 20.0)
     rows = torch.stack([torch.randperm(q_len)[:9] for _ in range(batch)])
-    sums = kernels.score_masked_rows(call, rows.int(), span, SAMPLE_TILES)
+    sums = score_masked_rows(call, rows.int(), span)
     assert_rows(RowSums(sums[7].long(), *sums[:7]).over_shards(), exact(call, rows))
 
 
 @pytest.mark.parametrize("name", ["mask", "window", "rows left out"])
 def test_heads_are_finished_as_on_a_cpu(name):
     call = call_of(name, None)
-    sums = kernels.score_masked_rows(call, None, kv_len, SMALL_TILES)[:, 0]
-    found = kernels.finish_rows(sums, kv_len, False)
+    sums = score_masked_rows(call, None, kv_len)[:, 0]
+    found = finish_rows(sums, kv_len, False)
     wanted = table_of(pool_rows(RowSums(sums[7].long(), *sums[:7])))
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
     assert Table(found)().rows.tolist() == exact(call).visible.gt(0).sum((0, 2)).tolist()
 
     rows, weights = torch.tensor([[0, 5, 20, 33], [2, 6, 31, 36]]).int(), torch.tensor([2.0, 7.5, 8.0, 19.5]).double()
-    bound, span = torch.randn(1, heads, 1).expand(batch, -1, -1), 16
-    sums = kernels.score_masked_rows(call, rows, span, SAMPLE_TILES)
-    found = kernels.finish_sampled(sums, bound, rows, weights, 1, kv_len, span, 1.0, False)
+    bound, span = torch.randn(heads), 16
+    sums = score_masked_rows(call, rows, span)
+    found = finish_sampled(sums, bound, rows, weights, kv_len, span, False)
     pooled = pool_rows(
         RowSums(sums[7].long(), *sums[:7].double()).over_shards(),
-        bound[0, :, 0] + BOUND_SLACK * bound[0, :, 0].abs().clamp(min=1.0),
+        bound + BOUND_SLACK * bound.abs().clamp(min=1.0),
         Sample(rows, torch.arange(4), weights),
         errors=False,
     )
@@ -121,7 +120,7 @@ def test_sequences_laid_end_to_end_are_documents_of_one_row(kv_lens, seen):
     if q_lens != kv_lens and not seen.is_full:
         assert call is None
         return
-    sums = kernels.score_masked_rows(call, None, key.shape[2], SMALL_TILES)[:, 0]
+    sums = score_masked_rows(call, None, key.shape[2])[:, 0]
     parts = [exact(call) for call in ragged.calls()]
     wanted = RowSums(*(torch.cat([getattr(part, name) for part in parts], -1) for name in NAMES))
     assert_rows(RowSums(sums[7].long(), *sums[:7]), wanted)

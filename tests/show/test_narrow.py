@@ -7,6 +7,7 @@ from torch import nn
 import attnscale
 from attnscale.checking import Checked
 from attnscale.claims import Claim
+from attnscale.claims.judging import STATEMENT
 from attnscale.comparing import compare_portraits
 from attnscale.comparing.sides import portrait_of
 from attnscale.show.check import show_check, show_comparison
@@ -81,7 +82,8 @@ def test_long_names_are_broken_at_dots(printed):
 
 def test_words_of_the_ledger_are_whole(printed):
     words = "depends on initialisation", "0.71 (nn.MultiheadAttention) of a characteristically long word"
-    claim = Claim("id", "post", "A sentence that says what is claimed of it.", *words, "qualified", "And a note.")
+    sentence = "A sentence that says what is claimed of it."
+    claim = Claim("id", "post", "3", STATEMENT, sentence, *words, "qualified", "And a note.")
     text = " ".join(printed(show_ledger, [claim]))
     for word in " ".join(words).split():
         assert word in text

@@ -209,7 +209,12 @@ def test_an_experiment_shows_what_failed_first_and_all_it_has():
     assert page.verdict == "It grows as d_k, within 0.4%."
     assert page.tone == "warning"
     assert [note.tag for note in page.notes] == ["fail", "pass"]
-    assert [section.title for section in page.sections] == ["Variance", "Entropy", "By width", "How it was measured"]
+    assert [section.title for section in page.sections] == [
+        "Variance",
+        "Side by side",
+        "By width",
+        "How it was measured",
+    ]
     assert figure(page, "plot-0").views["Variance"].x.log
     table = page.sections[2].blocks[0]
     assert [row.cells for row in table.groups[0][1]] == [("1", "normal", "1.012"), ("64", EVIL, "–")]

@@ -13,15 +13,14 @@ CASES = {
     "the module inside DDP, compiled": Case("inside ddp", 2, kind="normed", batches=(0, 1), compiled="whole"),
     "FSDP2, compiled": Case("fsdp", 2, kv_heads=2, batches=(0, 1), compiled="parts"),
     "FSDP2, gains of every head": Case("fsdp", 2, kind="gains", batches=(0, 1)),
-    "heads shared out, gains whole": Case("tp", 2, kind="normed"),
-    "heads shared out, each takes some of the gains": Case("tp", 2, kind="gains"),
+    "heads shared out": Case("tp", 2),
     "heads shared out, keys whole": Case("tp", 2, heads=2, kv_heads=1),
     "keys shared out": Case("keys", 2),
     "a rank without data in the first step": Case("copies", 2, batches=(0, 1), idle=((1, 0),)),
     "a rank without data when it is first measured inside": Case("copies", 2, batches=(0, 1), idle=((0, 1),)),
-    "FSDP2 × heads, gains whole": Case("fsdp x tp", 4, kind="normed", batches=(0, 1)),
+    "FSDP2 × heads": Case("fsdp x tp", 4, batches=(0, 1)),
     "HSDP": Case("hsdp x", 4, batches=(0, 1, 2, 3)),
-    "copies × heads, of which one group is given": Case("ddp x tp", 4, kind="gains", batches=(0, 1)),
+    "copies × heads, of which one group is given": Case("ddp x tp", 4, batches=(0, 1)),
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from attnscale import Monitor
-from attnscale.errors import AttnscaleWarning
-from attnscale.train import ScoreCallback, read_log
+from attnscale import Monitor, QKClip
+from attnscale.errors import AttnscaleWarning, SettingError
+from attnscale.train import QKClipCallback, ScoreCallback, read_log
 from tests.ranks import on_ranks
 
 from . import stack_runs
@@ -63,6 +63,48 @@ def test_accelerate_gives_the_numbers_of_a_plain_loop():
     assert largest_scores(records) == largest_scores(without_a_stack(has_norm=True))
 
 
+def attached(clip, optimizer):
+    clip.attach(optimizer)
+    return lambda: None
+
+
+@pytest.mark.parametrize("way", [attached, lambda clip, optimizer: clip.step], ids=["attach", "step"])
+def test_accelerate_clips_after_each_step_of_the_optimizer_and_none_between(way):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, plain = stack_runs.biased_model(), stack_runs.biased_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttnscaleWarning)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        clip, expected = QKClip(prepared, 0.05), QKClip(plain, 0.05)
+        step, own = way(clip, optimizer), torch.optim.SGD(plain.parameters(), 0.1)
+        inputs = stack_runs.inputs()
+        for turn in range(8):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            (plain(inputs).square().mean() / 2).backward()
+            if turn % 2:
+                step()
+                own.step()
+                own.zero_grad()
+                expected.step()
+    assert clip.steps == expected.steps == 4
+    assert clip.last.heads
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    clip.close()
+    expected.close()
+
+
+def test_what_takes_no_hook_is_refused_with_the_way_out():
+    clip = QKClip(stack_runs.biased_model())
+    with pytest.raises(SettingError, match=r"got object; call step\(\) after its own"):
+        clip.attach(object())
+    clip.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*weight decay|.*copy keyword:DeprecationWarning")
 def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
     peft = pytest.importorskip("peft")
@@ -109,3 +151,11 @@ def test_ray_train_reports_the_numbers_that_the_trainer_logs(tmp_path):
     last = {name: value for name, value in logged[-1].items() if "self_attn" in name or name.startswith("attnscale")}
     assert last
     assert last.items() <= ray.reported[-1].items()
+
+
+def test_ray_train_reports_how_many_heads_were_clipped(tmp_path):
+    ray = RayTrainReportCallback()
+    training = trainer(tmp_path, QKClipCallback(threshold=1e-3), logging_strategy="steps", logging_steps=2)
+    training.add_callback(ray)
+    training.train()
+    assert ray.reported[-1]["attnscale/clipped_heads"] > 0

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import attnscale
-from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.attending.ragged import as_one_row, as_tokens
 from attnscale.diagnose.audit import diagnose
 from attnscale.errors import NotFollowedWarning, NotInsideWarning
 from attnscale.tracing.lineage import Ledger

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from attnscale.acting.clip_state import WriteCheck, clip_state, fresh_maxima, note_changed
+from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.head_rows import HeadRows, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
 from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of
@@ -45,9 +45,9 @@ MAXIMUM, BOUND, ADDED, SINK = range(4)  # what is known of the scores of a head
 class ClippedHead:
     """A head whose scores were multiplied by `gamma`.
 
-    `maximum` was its largest score before: "exact" over every row, "sampled" over some (so `bound`, above which no
-    score can lie, may be higher), or "bound" that bound itself. At or below the threshold it was clipped with a head
-    that shares the gain of its QK-norm.
+    `maximum` was its largest score before: "exact" over every row, or "sampled" over some (so `bound`, above which no
+    score can lie, may be higher). At or below the threshold it was clipped with a head that shares the gain of its
+    QK-norm.
     """
 
     layer: str
@@ -66,7 +66,7 @@ class ClippedHead:
 
 @dataclass(frozen=True, repr=False)
 class ClipReport(Result):
-    """What was clipped, by how much and where; and the heads over the threshold that could not be."""
+    """Clipped heads with factor and parameters, and the heads over the threshold that could not be clipped."""
 
     threshold: float
     heads: tuple[ClippedHead, ...]
@@ -74,11 +74,11 @@ class ClipReport(Result):
 
     @property
     def factors(self) -> list[tuple[str, int, float]]:
-        """What the scores of each layer and head were multiplied by."""
+        """Factor of the scores, by layer and head."""
         return [(head.layer, head.head, head.gamma) for head in self.heads]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """Return the report as JSON takes it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -105,7 +105,6 @@ def clip_qk_(
     seen: Watched,
     threshold: float = 100.0,
     *,
-    by_bound: bool = False,
     frozen: Frozen = "keep",
     group: "dist.ProcessGroup | None" = None,
 ) -> ClipReport:
@@ -120,9 +119,8 @@ def clip_qk_(
     Parameters that require no gradient are not written, unless `frozen="write"`: a head is left where its queries need
     one that is frozen, as under LoRA.
 
-    Where rows were sampled, the largest score seen decides; `by_bound` decides by the upper bound instead, after which
-    no score of that input can pass the threshold, though a head may be clipped that did not need it. What was measured
-    clips once: given again, as by a monitor between its sampled steps, it leaves the heads it clipped.
+    Where rows were sampled, the largest score seen decides; `rows=None` sees them all. What was measured clips once:
+    given again, as by a monitor between its sampled steps, it leaves the heads it clipped.
 
     The scores of a clipped head must follow. Where they do not, call after call, its layer gets back what was taken, is
     clipped no more, and one warning says so. Until that is known no call takes more than a factor of 1,000.
@@ -148,7 +146,7 @@ def clip_qk_(
     check_threshold(threshold)
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    return clip_layers(model, seen.layers, threshold, axes_of(model, group), frozen, by_bound=by_bound)
+    return clip_layers(model, seen.layers, threshold, axes_of(model, group), frozen)
 
 
 def clip_layers(
@@ -157,37 +155,28 @@ def clip_layers(
     threshold: float,
     axes: Sequence[Axis],
     frozen: Frozen = "keep",
-    *,
-    by_bound: bool = False,
     check: WriteCheck | None = None,
 ) -> ClipReport:
     """Clip what was measured of these layers; along the axes every rank takes part."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    own = {name: _numbers(layer, fresh_maxima(layer, parameters)) for name, layer in layers.items()}
-    decides = BOUND if by_bound else MAXIMUM
-    if not axes and all(bool((numbers[decides] <= threshold).all()) for numbers in own.values()):
-        clip_state(model)
+    state = clip_state(model)
+    own = {name: _numbers(layer, state.fresh_maxima(layer)) for name, layer in layers.items()}
+    if not axes and all(bool((numbers[MAXIMUM] <= threshold).all()) for numbers in own.values()):
         if check is not None:
             check.forget()
-        return ClipReport(threshold, (), tuple(_stale(layers, own, threshold, decides)))
+        return ClipReport(threshold, (), tuple(_stale(layers, own, threshold)))
     clipper = Clipper(model, agreed_layers(axes, heads_of(layers)), threshold, axes, frozen, check)
     unknown = torch.full((4, 1), -torch.inf, dtype=torch.float64)
     each = [own[name][:, head, None] if name in own else unknown for name, head in clipper.scaler.heads]
     agreed, votes = clipper.agreed(torch.cat([unknown[:, :0], *each], 1))
-    numbers, factors = agreed.cpu(), clipper.clip_(agreed, decides).cpu().numpy()
-    clipper.observe(numbers.numpy(), factors, votes.tolist(), decides)
-    inexact = "bound" if by_bound else "sampled"
-    measured = {name: "exact" if layer.stats.exact else inexact for name, layer in layers.items()}
-    report = clipper.report(numbers.numpy(), factors, decides, measured)
+    numbers, factors = agreed.cpu(), clipper.clip_(agreed).cpu().numpy()
+    clipper.observe(numbers.numpy(), factors, votes.tolist())
+    sampled = frozenset(name for name, layer in layers.items() if not layer.stats.exact)
+    report = clipper.report(numbers.numpy(), factors, sampled)
     clipper.settle()
-    changed: dict[str, dict[str, list[int]]] = {name: {} for name in layers}
-    for head in (head for head in report.heads if head.layer in layers):
-        for touched in head.touched:
-            changed[head.layer].setdefault(touched.parameter, []).append(head.head)
     for name, layer in layers.items():
-        note_changed(layer, ((parameters[parameter], heads) for parameter, heads in changed[name].items()))
+        state.note_used(layer, [head.head for head in report.heads if head.layer == name])
     of_layer = {name: numbers[:, slots] for name, slots in clipper.slots_of_layers().items()}
-    stale = _stale({name: layers[name] for name in of_layer if name in layers}, of_layer, threshold, decides)
+    stale = _stale({name: layers[name] for name in of_layer if name in layers}, of_layer, threshold)
     return ClipReport(threshold, report.heads, (*stale, *report.left))
 
 
@@ -213,20 +202,18 @@ def check_threshold(threshold: float) -> None:
 
 
 def _numbers(layer: Layer, maxima: Tensor) -> Tensor:
-    """The largest score, its bound, the most that is added and the highest sink, (4, heads); NaN counts as ∞."""
+    """Return the largest score, its bound, the highest bias and the highest sink, (4, heads); NaN counts as ∞."""
     added = torch.full((layer.heads,), layer.highest_bias, dtype=torch.float64)
     sinks = torch.full_like(added, -math.inf) if layer.sinks is None else layer.sinks.double().cpu().expand(layer.heads)
     numbers = torch.cat([maxima, torch.stack([added, sinks])])
     return numbers.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _stale(
-    layers: Mapping[str, Layer], numbers: Mapping[str, Tensor], threshold: float, decides: int
-) -> Iterator[SkippedHead]:
-    """Heads that passed the threshold where they were clipped since, and that nobody measured again."""
+def _stale(layers: Mapping[str, Layer], numbers: Mapping[str, Tensor], threshold: float) -> Iterator[SkippedHead]:
+    """Yield heads that passed the threshold where they were clipped since, and that nobody measured again."""
     for name, layer in layers.items():
-        waiting = (numbers[name][decides] == -torch.inf).nonzero().flatten().tolist()
-        before = (layer.stats.max_bound if decides else layer.stats.max).tolist() if waiting else []
+        waiting = (numbers[name][MAXIMUM] == -torch.inf).nonzero().flatten().tolist()
+        before = layer.stats.max.tolist() if waiting else []
         yield from (SkippedHead(name, head, STALE) for head in waiting if not before[head] <= threshold)
 
 
@@ -275,21 +262,21 @@ class Clipper:
         votes = torch.zeros(2) if self._check is None else self._check.votes()
         return self.scaler.slots.agreed(own.to(self._aims), votes)
 
-    def clip_(self, numbers: Tensor, decides: int = MAXIMUM) -> Tensor:
+    def clip_(self, numbers: Tensor) -> Tensor:
         """Scale what passed the threshold; return the factor of each slot."""
-        factors = self._effect.limited(self.factors(numbers, decides))
+        factors = self._effect.limited(self.factors(numbers))
         if self._check is not None:
             self._check.before_clip(self.scaler, factors)
         self.scaler.multiply_(factors)
         return factors
 
-    def factors(self, numbers: Tensor, decides: int = MAXIMUM) -> Tensor:
+    def factors(self, numbers: Tensor) -> Tensor:
         """Return what the scores of each slot are to be multiplied by, float64; 1 where they are left.
 
         Of scores to which up to b is added, only the rest can be scaled: γ = (τ − b) / (M − b). Under a soft-cap c the
         score before it counts: γ = artanh(τ/c) / artanh(M/c).
         """
-        largest, has_more = numbers[decides], len(numbers) > 1
+        largest, has_more = numbers[MAXIMUM], len(numbers) > 1
         added = numbers[ADDED].clamp(min=0.0) if has_more else 0.0
         above, aim = self._uncapped(largest - added), self._uncapped(self._aims - added)
         can = (largest > self.threshold) & torch.isfinite(above) & (aim > 0)
@@ -307,7 +294,7 @@ class Clipper:
     def _is_capped(self) -> bool:
         return bool(np.isfinite(self._known[SOFTCAP]).any())
 
-    def observe(self, numbers: Floats, factors: Floats, votes: Sequence[float], decides: int = MAXIMUM) -> None:
+    def observe(self, numbers: Floats, factors: Floats, votes: Sequence[float]) -> None:
         """Check on the host that clips have an effect, and stop where they have none; by all ranks at the same step."""
         if self._check is not None:
             self._check.is_armed |= bool((factors < 1.0).any())
@@ -315,9 +302,9 @@ class Clipper:
             if votes[0] and not votes[1]:
                 self._stop(np.ones(len(factors), dtype=np.bool_), UNDONE)
         added = np.maximum(numbers[ADDED], 0.0) if len(numbers) > 1 else 0.0
-        scores = self._uncapped(torch.from_numpy(numbers[decides] - added)).numpy()
+        scores = self._uncapped(torch.from_numpy(numbers[MAXIMUM] - added)).numpy()
         is_free = ~self._effect.stopped & (self._known[FIXED] == 0)
-        is_over = (numbers[decides] > self.threshold) & np.isfinite(scores) & is_free
+        is_over = (numbers[MAXIMUM] > self.threshold) & np.isfinite(scores) & is_free
         self._effect.observe(scores, is_over, factors)
 
     def settle(self) -> None:
@@ -343,29 +330,27 @@ class Clipper:
             done = "" if why == UNDONE else ", and its weights have what was taken back"
             warnings.warn(printable(f"QK-Clip stops at {which}: {why}{done}."), NotFollowedWarning, stacklevel=4)
 
-    def report(
-        self, numbers: Floats, factors: Floats, decides: int = MAXIMUM, measured: Mapping[str, str] | None = None
-    ) -> ClipReport:
+    def report(self, numbers: Floats, factors: Floats, sampled: Collection[str] = ()) -> ClipReport:
         """Return what was done with this rank's heads, from numbers that have reached the host."""
         scaler, here = self.scaler, self.scaler.slots.own
-        own, largest, bounds = factors[here], numbers[decides, here], numbers[min(BOUND, len(numbers) - 1), here]
+        own, largest, bounds = factors[here], numbers[MAXIMUM, here], numbers[min(BOUND, len(numbers) - 1), here]
         clipped = []
         for each in scaler.scaled(own):
             number = scaler.rows.number_of[each.layer, each.head]
-            how = "exact" if measured is None else measured.get(each.layer, "exact")
+            how = "sampled" if each.layer in sampled else "exact"
             maximum, bound = float(largest[number]), float(bounds[number])
             clipped.append(ClippedHead(each.layer, each.head, maximum, bound, how, each.factor, each.touched))
         over = np.flatnonzero(~(largest <= self.threshold) & (own == 1.0)).tolist()
         first = scaler.slots.own.start
-        left = [SkippedHead(*scaler.heads[at], self._why_left(numbers[:, first + at], at, decides)) for at in over]
+        left = [SkippedHead(*scaler.heads[at], self._why_left(numbers[:, first + at], at)) for at in over]
         report = ClipReport(self.threshold, tuple(clipped), tuple(left))
         self._state.note(report.factors)
         self._log(report)
         return report
 
-    def _why_left(self, numbers: Floats, number: int, decides: int) -> str:
+    def _why_left(self, numbers: Floats, number: int) -> str:
         slot = number + self.scaler.slots.own.start
-        aim, cap, largest = self._known[AIM, slot], self._known[SOFTCAP, slot], numbers[decides]
+        aim, cap, largest = self._known[AIM, slot], self._known[SOFTCAP, slot], numbers[MAXIMUM]
         added, sink = (max(numbers[ADDED], 0.0), numbers[SINK]) if len(numbers) > 1 else (0.0, -math.inf)
         if sink > aim:
             return f"a sink beside its keys has the score {sink:.4g}"
@@ -394,5 +379,5 @@ class Clipper:
 
 
 def _aim(threshold: float, dtype: torch.dtype) -> float:
-    """What a head with parameters of this dtype is clipped to."""
+    """Return the score that a head with parameters of this dtype is clipped to."""
     return threshold * (1 - max(ROUNDING, torch.finfo(dtype).eps))

@@ -1,8 +1,7 @@
-"""What clipping did to a model so far: what it took from each head, whether that helped, and whether it stayed."""
+"""State of the clips of a model: factors taken from each head, and checks that they help and stay."""
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from weakref import WeakKeyDictionary, WeakMethod
 
 import numpy as np
@@ -35,11 +34,30 @@ class ClipState:
         self.said: set[tuple[str, str]] = set()  # layers that were left as they are, and why
         self.stopped: dict[str, str] = {}  # layers that are clipped no more, and why
         self._effects: dict[object, EffectCheck] = {}  # by the heads that are clipped together
+        # Heads that were clipped by a measurement: what it says of them is no longer so.
+        self._used: MutableMapping[ScoreStats, set[int]] = WeakIdKeyDictionary()
 
     def note(self, factors: Iterable[tuple[str, int, float]]) -> None:
         """Note what scores of layers and heads were multiplied by."""
         for layer, head, factor in factors:
             self.taken[layer, head] = self.taken.get((layer, head), 0.0) + math.log(factor)
+
+    def fresh_maxima(self, layer: Layer) -> Tensor:
+        """Return the largest score and its bound, (2, heads), over the calls since a head was last clipped, or −∞."""
+        measured = layer.measured or (layer.stats,)
+        if not any(stats in self._used for stats in measured):
+            return _maxima(layer.stats)
+        found = torch.full((2, layer.heads), -torch.inf, dtype=torch.float64)
+        for stats in measured:
+            of_call = _maxima(stats)
+            of_call[:, sorted(self._used.get(stats, ()))] = -torch.inf
+            found = torch.maximum(found, of_call)
+        return found
+
+    def note_used(self, layer: Layer, heads: Iterable[int]) -> None:
+        """Note heads that were clipped by what was measured of a layer."""
+        for stats in layer.measured or (layer.stats,):
+            self._used.setdefault(stats, set()).update(heads)
 
     def effect_of(self, scaler: HeadScaler) -> "EffectCheck":
         """Return the check of these heads, which goes on where they were clipped before."""
@@ -47,6 +65,10 @@ class ClipState:
         if which not in self._effects:
             self._effects[which] = EffectCheck(scaler)
         return self._effects[which]
+
+
+def _maxima(stats: ScoreStats) -> Tensor:
+    return torch.stack([stats.max, stats.max_bound]).double().cpu()
 
 
 _STATES: WeakKeyDictionary[nn.Module, ClipState] = WeakKeyDictionary()
@@ -78,14 +100,14 @@ def taken_from(model: nn.Module) -> dict[Head, float] | None:
 
 
 def _prefix(inner: nn.Module, outer: nn.Module) -> str | None:
-    """What stands before the names of a model's layers in another that holds it; None where that does not."""
+    """Return the prefix of a model's layer names in another that holds it; None where that does not."""
     found = (without_wrappers(path) for path, module in outer.named_modules() if module is inner)
     path = next(found, None)
     return path if not path else f"{path}."
 
 
 class EffectCheck:
-    """Whether the scores of clipped heads follow what is taken from their weights.
+    """Checks that the scores of clipped heads follow what is taken from their weights.
 
     They do not where the weights that were scaled are not those that make the scores. A head that is over the threshold
     again is no sign of that, training may have raised it; then its weights have grown, and that is counted out.
@@ -150,14 +172,14 @@ class EffectCheck:
 
 
 def _most_taken(scaler: HeadScaler) -> Tensor:
-    """The least factor of the scores of each slot that leaves so much of all weights that make it."""
+    """Return the least factor of each slot that leaves LEAST_LEFT of all weights that make it."""
     exponents = torch.from_numpy(scaler.slots.known[EXPONENT]).to(scaler.fixed.device)
     least = LEAST_LEFT ** (1.0 / exponents.clamp(min=0.5))
     return torch.zeros_like(least).scatter_reduce_(0, scaler.families, least, "amax")[scaler.families]
 
 
 class WriteCheck:
-    """Whether what a clip wrote to parameters is still there at the next step.
+    """Checks that what a clip wrote to parameters is still there at the next step.
 
     An optimiser with copies of the parameters, in float32 or in partitions, writes them back and undoes every clip.
     """
@@ -213,41 +235,3 @@ class WriteCheck:
             found[0] = float(step > 0.0 and self.CLEARLY * undone < stayed)
             found[1] = float(self.CLEARLY * stayed < undone)
         return found
-
-
-# of a measurement, by its identity: each parameter that was changed by it, and the heads that this changed
-_CHANGED: MutableMapping[ScoreStats, list[tuple["weakref.ref[Tensor]", frozenset[int]]]] = WeakIdKeyDictionary()
-
-
-def fresh_maxima(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
-    """The largest score and its bound, (2, heads), over the calls since a head was last changed; −∞ where none is."""
-    measured = layer.measured or (layer.stats,)
-    stale = [_stale_heads(stats, parameters) for stats in measured]
-    if not any(stale):
-        return _maxima(layer.stats)
-    found = torch.full((2, layer.heads), -torch.inf, dtype=torch.float64)
-    for stats, heads in zip(measured, stale, strict=True):
-        of_call = _maxima(stats)
-        of_call[:, sorted(heads)] = -torch.inf
-        found = torch.maximum(found, of_call)
-    return found
-
-
-def note_changed(layer: Layer, heads: Iterable[tuple[Tensor, Iterable[int]]]) -> None:
-    """Note that parameters were changed, each for some heads, by what was measured of this layer."""
-    changed = [(weakref.ref(parameter), frozenset(numbers)) for parameter, numbers in heads]
-    for stats in layer.measured or (layer.stats,):
-        _CHANGED.setdefault(stats, []).extend(changed)
-
-
-def _stale_heads(stats: ScoreStats, parameters: Mapping[str, Tensor]) -> set[int]:
-    """Heads that this measurement changed, in a model with these parameters: a copy of it is as it was."""
-    changed = _CHANGED.get(stats)
-    if changed is None:
-        return set()
-    here = {id(parameter) for parameter in parameters.values()}
-    return {head for parameter, heads in changed if id(parameter()) in here for head in heads}
-
-
-def _maxima(stats: ScoreStats) -> Tensor:
-    return torch.stack([stats.max, stats.max_bound]).double().cpu()

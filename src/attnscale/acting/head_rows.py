@@ -16,14 +16,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from attnscale.acting.parameters import Frozen, held_as, why_not_multiplied, why_not_written
-from attnscale.acting.replicas import Axis, Block, Floats, LayerHeads, SharedRows
+from attnscale.acting.parameters import Frozen, held_as, why_not_written
+from attnscale.acting.replicas import Axis, Block, Floats, LayerHeads
 from attnscale.plain import printable
 from attnscale.tracing.parameters import Origin, Source, UntraceableError
 
 Indices = NDArray[np.int64]
 Head = tuple[str, int]  # layer, head
 BROKEN = "what makes its queries makes its keys, or values, in part"
+WHOLE = "what makes its queries is not cut as heads are, and makes those of other ranks too (tensor parallel)"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Touched:
 
 
 def _spans(rows: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The first and the last of each run of neighbours."""
+    """Yield the first and the last of each run of neighbours."""
     start = 0
     for at in range(1, len(rows) + 1):
         if at == len(rows) or rows[at] != rows[at - 1] + 1:
@@ -95,7 +96,7 @@ class Uses:
 class Shares:
     """Heads of one family take one factor; row `i` is multiplied by that of `head[i]` to the power of `exponent[i]`."""
 
-    families: Floats  # of every head
+    families: Indices  # of every head
     fixed: NDArray[np.bool_]  # heads that cannot be multiplied
     head: Indices  # −1: a row that nobody multiplies
     exponent: Floats
@@ -146,19 +147,28 @@ class HeadRows:
 
     def why_fixed(self, number: int) -> str:
         """Return why a head that cannot be multiplied cannot."""
-        return self._reasons.get(self.heads[number][0], BROKEN)
+        return self._reasons.get(self.heads[number][0], WHOLE if self._is_whole[number] else BROKEN)
 
     def shares(self, axes: Sequence[Axis] = ()) -> Shares:
-        """Return which rows take which share of whose factor; along the axes all ranks take part."""
-        shared = SharedRows([axis for axis in axes if axis.cut], list(self._blocks.values()), self._rows)
-        families = self._linked(shared, self._families())
-        halved, broken = self._halved(families, shared)
+        """Return which rows take which share of whose factor; `axes` say which parameters ranks have parts of."""
+        families, whole = self._families(), self._whole_on_ranks(axes)
+        self._is_whole = np.isin(families, families[self._main.head[whole[self._main.row]]])
+        halved, broken = self._halved(families, whole)
         unknown = np.array([name in self._reasons for name, _ in self.heads], dtype=bool)
         head, exponent = np.full(self._rows, -1), np.zeros(self._rows)
         for uses, share in ((self._main, np.where(halved, 0.5, 1.0)), (self._partner, np.where(halved, 0.5, 0.0))):
             takes = share[uses.feature] > 0
             head[uses.row[takes]], exponent[uses.row[takes]] = uses.head[takes], share[uses.feature[takes]]
-        return Shares(families, broken | unknown, head, exponent)
+        here = dist.get_rank() * 2**32 if axes else 0  # no other rank has these numbers
+        return Shares(families + here, broken | self._is_whole | unknown, head, exponent)
+
+    def _whole_on_ranks(self, axes: Sequence[Axis]) -> NDArray[np.bool_]:
+        """Return a mask of rows of parameters that are whole on ranks with heads of their own."""
+        whole = np.zeros(self._rows, dtype=np.bool_)
+        cutting = [axis.cut for axis in axes if axis.cut]
+        for block, last in self.blocks():
+            whole[block.first : last] = any(block.name not in cut for cut in cutting)
+        return whole
 
     def _follow(self, name: str, layer: LayerHeads) -> tuple[Uses, Uses, Indices]:
         """Return uses by queries, by keys, and rows of values; the keys' first where only they can be multiplied."""
@@ -176,10 +186,6 @@ class HeadRows:
         origins = [getattr(call, side) for call in layer.origins]
         try:
             known = [self._known(origin, side) for origin in origins]
-            sources = [source for each in known for source in each]
-            reason = None if side == "value" else why_not_multiplied(self._model, sources)  # a value is not multiplied
-            if reason is not None:
-                raise UntraceableError(reason)
             return Uses.joined([self._uses(name, layer, *each) for each in zip(known, origins, strict=True)])
         except UntraceableError as error:
             return error
@@ -238,45 +244,21 @@ class HeadRows:
                 return family
             family = now
 
-    def _linked(self, shared: SharedRows, families: Indices) -> Floats:
-        """One number for the families over all ranks: those that share a row which makes queries are one."""
-        if not shared.axes:
-            return families.astype(np.float64)
-        here: Floats = families + np.float64(dist.get_rank() * 2**32)  # a number that no other rank has
-        main, changed = self._main, True
-        while changed:
-            before = here.copy()
-            least = shared.least(extremes(here[main.head], main.row, self._rows)[0])[0][0]
-            of_family = np.full(len(here), np.inf)
-            np.minimum.at(of_family, families[main.head], least[main.row])
-            here = np.minimum(here, of_family[families])
-            changed = shared.least(np.full(self._rows, np.inf), flag=-float((here != before).any()))[1] < 0
-        return here
-
-    def _halved(self, families: Floats, shared: SharedRows) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def _halved(self, families: Indices, whole: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Features whose keys take half of the factor, and heads that cannot be multiplied at all."""
         main, partner = self._main, self._partner
         every = Uses.joined([main, partner])
-        low, high = extremes(families[every.head], every.row, self._rows)
-        (low, high, values), _ = shared.least(low, -high, np.where(self._of_values, -1.0, np.inf))
-        own, of_values = (low == -high) & (values >= 0), values < 0
+        low, high = extremes(families[every.head].astype(np.float64), every.row, self._rows)
+        own = (low == high) & ~self._of_values & ~whole
         halved = np.zeros(len(self.heads) * self._widest, dtype=bool)
         halved[partner.feature] = True
         halved[partner.feature[~own[partner.row]]] = False
         low, high = extremes(halved[every.feature].astype(np.float64), every.row, self._rows)
-        (low, high), _ = shared.least(low, -high)
-        torn = self._of_families(families, every.head[low[every.row] != -high[every.row]], shared)
+        torn = np.isin(families, families[every.head[low[every.row] != high[every.row]]])
         halved &= ~np.repeat(torn, self._widest)
         both = np.isin(main.row, partner.row) & ~halved[main.feature]
-        return halved, self._of_families(families, main.head[both | of_values[main.row]], shared)
-
-    def _of_families(self, families: Floats, heads: Indices, shared: SharedRows) -> NDArray[np.bool_]:
-        """All heads of the families of these, and of those of other ranks."""
-        chosen = np.isin(families, families[heads])
-        _, high = extremes(chosen[self._main.head].astype(np.float64), self._main.row, self._rows)
-        (low,), _ = shared.least(-high)
-        everywhere: NDArray[np.bool_] = np.isin(families, families[self._main.head[low[self._main.row] < 0]])
-        return chosen | everywhere
+        broken = main.head[both | self._of_values[main.row]]
+        return halved, np.isin(families, families[broken])
 
     def scaled(self, factors: Floats, by_row: Floats) -> Iterator[ScaledHead]:
         """Yield every head that was multiplied, with the rows of each parameter that took one factor."""

@@ -26,7 +26,6 @@ from attnscale.torch_internals import fsdp_groups
 from attnscale.tracing.parameters import Origins
 
 Floats = NDArray[np.float64]
-FLAG = ("", ())  # by which ranks tell each other something that belongs to no row
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,40 +166,6 @@ class Block:
     across: tuple[int, ...]
     offset: float
     first: int
-
-
-@dataclass(frozen=True)
-class SharedRows:
-    """Rows of parameters that are whole on ranks with heads of their own: what each rank finds of them, together."""
-
-    axes: Sequence[Axis]  # along which heads are shared out
-    blocks: Sequence[Block]
-    rows: int
-
-    def least(self, *values: Floats, flag: float = 0.0) -> tuple[list[Floats], float]:
-        """Return the least of each number of a row over all ranks that have it, ∞ where none does; and of the flags."""
-        found = np.stack(values)
-        for axis in self.axes:
-            told: list[dict[Any, tuple[NDArray[np.int64], Floats]]] = axis.gathered(self._own(axis, found, flag))
-            flag = min(float(each[FLAG][1].min()) for each in told)
-            for block, last in self._spans():
-                for rows, numbers in (each[key] for each in told if (key := (block.name, block.across)) in each):
-                    held = rows < last - block.first
-                    at = block.first + rows[held]
-                    found[:, at] = np.minimum(found[:, at], numbers[:, held])
-        return list(found), flag
-
-    def _own(self, axis: Axis, found: Floats, flag: float) -> dict[Any, tuple[NDArray[np.int64], Floats]]:
-        own: dict[Any, tuple[NDArray[np.int64], Floats]] = {FLAG: (np.zeros(1, dtype=np.int64), np.array([flag]))}
-        for block, last in self._spans():
-            rows = np.flatnonzero(np.isfinite(found[:, block.first : last]).any(0))
-            if block.name not in axis.cut and len(rows):
-                own[block.name, block.across] = (rows, found[:, block.first + rows])
-        return own
-
-    def _spans(self) -> list[tuple[Block, int]]:
-        bounds = [block.first for block in self.blocks] + [self.rows]
-        return list(zip(self.blocks, bounds[1:], strict=True))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -28,13 +28,6 @@ from attnscale.watching.seen import Seen
 SAME = 1e-3  # relative: what watching tells scales apart by
 UNIT_SPREAD = 1e-3  # how near to one a calibrated spread comes
 MOST_PASSES = 12  # a layer's scores move those of the layers after it, less each time
-# An attribute may multiply the scores, divide them, or multiply or divide both query and key.
-READINGS: tuple[Callable[[float], float], ...] = (
-    lambda ratio: ratio,
-    lambda ratio: 1 / ratio,
-    lambda ratio: ratio**0.5,
-    lambda ratio: ratio**-0.5,
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class RescaleReport:
     left: tuple[SkippedHead, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """Return the report as JSON takes it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -79,8 +72,9 @@ class RescaleReport:
 def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
     """Make every attention of the model apply the scale of a rule: `inverse_sqrt`, `constant(0.1)`, 0.1, `"unscaled"`.
 
-    Where the module keeps its scale as a number, that is set; else the ratio is folded into what makes queries and
-    keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to multiply again.
+    Where the module keeps the number that multiplies its scores, that is set; else the ratio is folded into what makes
+    queries and keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to
+    multiply again.
     The rule must be one number for a head dimension: a learned rule, or one that looks at tensors, cannot be folded.
     `batch` is what the model is called on to see what it applies now: keyword arguments as a dict, several arguments
     as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention. Parameters that require no
@@ -178,7 +172,7 @@ def _watched(model: nn.Module, batch: Any, rows: int | None = 64) -> Seen:
 
 
 def _example(model: nn.Module) -> Any:
-    """Something to call a model on, where it says what it takes."""
+    """Return something to call a model on, where it says what it takes."""
     if isinstance(model, nn.MultiheadAttention):
         weight = next(model.parameters())
         sizes = (model.embed_dim, model.kdim or model.embed_dim, model.vdim or model.embed_dim)
@@ -194,7 +188,7 @@ def _example(model: nn.Module) -> Any:
 
 
 def _constant(rule: Scale, head_dim: int) -> float:
-    """The number a rule multiplies q·k by."""
+    """Return the number that a rule multiplies q·k by."""
     if isinstance(rule, Tensor | nn.Module | type):
         raise SettingError(f"Expected a rule that is one number, got {type(rule).__name__}, which learns or varies.")
     chosen = get_rule(rule) if isinstance(rule, str) else rule
@@ -221,29 +215,25 @@ def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Laye
 
 
 def _set_attributes(model: nn.Module, batch: Any, seen: Seen, scales: Mapping[str, float]) -> dict[str, str]:
-    """Set the numbers that modules keep as their scale, each in the first reading that proves right; those that did."""
-    held: dict[tuple[int, str], list[tuple[str, nn.Module]]] = {}  # several layers, where one module runs several times
+    """Set the numbers that modules keep as their scale, and return those that have the scale they should."""
+    held: dict[tuple[int, str], list[str]] = {}  # several layers, where one module runs several times
+    old: dict[tuple[int, str], tuple[nn.Module, float]] = {}
     for name, layer in seen.layers.items():
         place = None if _applies(layer, scales[name]) else _attribute(model, layer)
         if place is not None:
-            held.setdefault((id(place[0]), place[1]), []).append((name, place[0]))
-    done: dict[str, str] = {}
-    for reading in READINGS:
-        waiting = {place: users for place, users in held.items() if users[0][0] not in done}
-        if not waiting:
-            break
-        old = {}
-        for (key, attribute), ((name, module), *_) in waiting.items():
-            old[key, attribute] = getattr(module, attribute)
-            ratio = scales[name] / seen.layers[name].scale_applied
-            setattr(module, attribute, old[key, attribute] * reading(ratio))
-        now = _watched(model, batch)
-        for (key, attribute), users in waiting.items():
-            names, module = [name for name, _ in users], users[0][1]
-            if all(name in now.layers and _applies(now.layers[name], scales[name]) for name in names):
-                done |= {name: f"{seen.layers[name].module}.{attribute}" for name in names}
-            else:
-                setattr(module, attribute, old[key, attribute])
+            module, attribute = place
+            users = held.setdefault((id(module), attribute), [])
+            if not users:
+                old[id(module), attribute] = module, getattr(module, attribute)
+                setattr(module, attribute, getattr(module, attribute) * scales[name] / layer.scale_applied)
+            users.append(name)
+    now, done = _watched(model, batch) if held else seen, dict[str, str]()
+    for key, names in held.items():
+        if all(name in now.layers and _applies(now.layers[name], scales[name]) for name in names):
+            done |= {name: f"{seen.layers[name].module}.{key[1]}" for name in names}
+        else:  # it divides, or is something else
+            module, value = old[key]
+            setattr(module, key[1], value)
     return done
 
 
@@ -267,7 +257,7 @@ def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping
 
 
 def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
-    """A number of the attention's module that can be the scale it applies."""
+    """Return the attention's module and the name of a number in it that may be its scale."""
     module = _module(model, layer)
     for name in SCALE_NAMES:
         value = vars(module).get(name)
@@ -277,7 +267,7 @@ def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
 
 
 def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
-    """Changes of the same rows, one after the other, as one."""
+    """Join changes of the same rows, one after the other, into one."""
     changes = {(each.parameter, each.rows): each for each in first}
     for each in second:
         earlier = changes.get((each.parameter, each.rows))
@@ -292,7 +282,7 @@ def _geometric_mean(factors: Sequence[float]) -> float:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, each module put back into its own afterwards."""
+    """Put a model into evaluation mode, and each module back into its own afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -6,7 +6,7 @@ a model is a handful of operations on one number a head, and one product a param
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Literal
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnscale.acting.head_rows import Head, HeadRows, Indices, ScaledHead
+from attnscale.acting.head_rows import Head, HeadRows, ScaledHead
 from attnscale.acting.parameters import Frozen, held_rows
 from attnscale.acting.replicas import Axis, Floats, LayerHeads, Slots, device_of
 from attnscale.torch_internals import local_part, multiply_each_
@@ -69,7 +69,7 @@ class _Rows:
         held.copy_(torch.where(factors == 1.0, held, changed.to(held.dtype)))
 
     def lengths(self) -> Tensor:
-        """The length of each row, float64."""
+        """Return the length of each row, float64."""
         held = self.held.double() + self.offset
         along = [axis for axis, size in enumerate(self.shape) if size != held.shape[axis]]
         return (torch.linalg.vector_norm(held, dim=along) if along else held.abs()).reshape(-1)
@@ -89,28 +89,6 @@ class _Rows:
 
 def _kind(held: Tensor) -> tuple[object, ...]:
     return held.shape, held.dtype, held.device
-
-
-@dataclass(frozen=True, eq=False)
-class _Takers:
-    """The slot whose factor each row of a parameter takes, as ranks compute with it, or −1; and the exponent."""
-
-    shape: tuple[int, ...]
-    across: tuple[int, ...]
-    offset: float
-    slots: Indices
-    exponents: Floats
-
-    def with_rows_of(self, other: "_Takers") -> "_Takers":
-        """Add those that another rank has takers for, where both say the same of the parameter."""
-        if (self.shape, self.across, self.offset) != (other.shape, other.across, other.offset):
-            return self
-        more = self.slots < 0
-        slots, exponents = (
-            np.where(more, theirs, own)
-            for own, theirs in ((self.slots, other.slots), (self.exponents, other.exponents))
-        )
-        return replace(self, slots=slots, exponents=exponents)
 
 
 class HeadScaler:
@@ -135,42 +113,30 @@ class HeadScaler:
         self.families = torch.from_numpy(families.ravel()).to(device)
         self.fixed = torch.from_numpy(self.slots.known[FIXED] > 0).to(device)
         self._held: list[_Rows] = []
-        self._place(axes, device)
+        self._place(device)
 
     @property
     def heads(self) -> list[Head]:
         """This rank's heads, in the order in which factors are given."""
         return self.rows.heads
 
-    def _takers(self, axes: Sequence[Axis]) -> dict[str, _Takers]:
-        """By the name of the parameter; of one that is whole on ranks with heads of their own, those of all of them."""
-        shares, found = self._shares, dict[str, _Takers]()
+    def _place(self, device: torch.device) -> None:
+        """Find slot and exponent of each local row; rows of no head take the last slot, whose factor is 1."""
+        shares, every, exponents = self._shares, [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
         slots = np.where(shares.head < 0, -1, shares.head + self.slots.own.start)
         for block, last in self.rows.blocks():
-            rows = slice(block.first, last)
-            found[block.name] = _Takers(block.shape, block.across, block.offset, slots[rows], shares.exponent[rows])
-        for axis in (axis for axis in axes if axis.cut):
-            whole = {name: takers for name, takers in found.items() if name not in axis.cut}
-            for told in axis.gathered(whole):
-                for name, takers in told.items():
-                    found[name] = found[name].with_rows_of(takers) if name in found else takers
-        return found
-
-    def _place(self, axes: Sequence[Axis], device: torch.device) -> None:
-        """Return slot and exponent of each local row; rows of no head take the last slot, whose factor is 1."""
-        every, exponents = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
-        for name, takers in self._takers(axes).items():
-            held = held_rows(self.rows.parameter(name), takers.shape, takers.across)
-            if held is None or not held[0].numel() or (takers.slots < 0).all():
+            rows, parameter = slice(block.first, last), self.rows.parameter(block.name)
+            held = held_rows(parameter, block.shape, block.across)
+            if held is None or not held[0].numel() or (slots[rows] < 0).all():
                 continue
             local, numbers = held
             is_here, at = numbers.ravel() >= 0, numbers.ravel().clip(0)
-            slots = np.where(is_here, takers.slots[at], -1)
-            every.append(np.where(slots < 0, self.slots.count, slots))
-            exponents.append(takers.exponents[at])
-            path, _, last = name.rpartition(".")
-            parameter, owner = self.rows.parameter(name), self._model.get_submodule(path)
-            self._held.append(_Rows(owner, last, parameter, _kind(local), numbers.shape, takers.offset))
+            own = np.where(is_here, slots[rows][at], -1)
+            every.append(np.where(own < 0, self.slots.count, own))
+            exponents.append(shares.exponent[rows][at])
+            path, _, name = block.name.rpartition(".")
+            owner = self._model.get_submodule(path)
+            self._held.append(_Rows(owner, name, parameter, _kind(local), numbers.shape, block.offset))
         self._slot_of_row = torch.from_numpy(np.concatenate(every)).to(device)
         self._exponent_of_row = torch.from_numpy(np.concatenate(exponents)).to(device)
 

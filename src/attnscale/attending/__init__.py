@@ -1,1 +1,1 @@
-"""What runs an attention once its scale is known: torch's fused kernels, FlexAttention, or blocks of rows."""
+"""Attention whose scale is known, run by torch's fused kernels, FlexAttention, or in blocks of rows."""

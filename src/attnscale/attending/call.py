@@ -1,4 +1,4 @@
-"""One attention in the shape every kernel takes: four dimensions, one batch, the scale a float."""
+"""One attention in the shape that kernels take: four dimensions, one batch, the scale a float."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,25 +28,25 @@ class Call:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """Number of query heads that share a key head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
     @property
     def grouped(self) -> bool:
-        """Whether query heads share key heads, as a plain boolean: torch's kernels refuse a symbolic one."""
+        """True if query heads share key heads, as a plain boolean: torch's kernels refuse a symbolic one."""
         if self.group > 1:  # noqa: SIM103  # the branch is what makes it plain
             return True
         return False
 
     @property
     def mask_learns(self) -> bool:
-        """Whether a gradient must reach the mask."""
+        """True if a gradient must reach the mask."""
         mask = self.visibility.mask
         return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
 def above_zero(query: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, float]:
-    """The same scores by a scale above zero, where keys are hidden by their position.
+    """Return a query and a scale above zero with the same scores, where keys are hidden by their position.
 
     Torch's fused kernels hide those before they scale: −∞ times zero is NaN, and below zero the hidden are highest.
     """
@@ -81,7 +81,7 @@ def fold(
 
 
 def _are_folded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether they have one batch, and heads that kernels take, as they are."""
+    """Return True if they have one batch, and heads that kernels take, as they are."""
     if not query.dim() == key.dim() == value.dim() == 4 or key.shape[:2] != value.shape[:2]:
         return False
     return query.shape[0] == key.shape[0] and (enable_gqa or query.shape[1] == key.shape[1])
@@ -105,12 +105,12 @@ def _fold_mask(attn_mask: Tensor, lead: torch.Size, kv_len: int) -> Tensor:
 
 
 def _fold_documents(ids: Tensor, lead: torch.Size) -> Tensor:
-    """(length,), or (batch, length) where batch entries may differ."""
+    """Return (length,), or (batch, length) where batch entries may differ."""
     if math.prod(ids.shape[:-1]) == 1:
         return ids.reshape(-1)
     return ids if ids.dim() == 2 and len(lead) == 1 else ids.expand(*lead, -1).reshape(math.prod(lead), ids.shape[-1])
 
 
 def padded(tensor: Tensor, width: int) -> Tensor:
-    """The tensor with zeros up to this head dimension: they change no dot product."""
+    """Return the tensor with zeros up to this head dimension: they change no dot product."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))

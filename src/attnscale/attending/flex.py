@@ -1,8 +1,6 @@
 """Soft-capped attention on a GPU: FlexAttention, compiled."""
 
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import FunctionType
 
@@ -20,7 +18,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def serves(call: Call) -> bool:
-    """Whether FlexAttention computes this without the full matrix: on CUDA, without dropout, outside torch.func."""
+    """Return True if FlexAttention computes this: on CUDA, without dropout, outside torch.func."""
     return (
         call.query.device.type == "cuda"
         and call.query.dtype in KERNEL_DTYPES
@@ -30,29 +28,11 @@ def serves(call: Call) -> bool:
         and min(call.query.shape[:-1]) > 0
         and call.key.shape[-2] > 0
         and (torch.compiler.is_compiling() or not in_transform())
-        and not _COMPILING.is_off
     )
 
 
-class _Compiling(threading.local):
-    is_off = False
-
-
-_COMPILING = _Compiling()
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Serve nothing meanwhile: in the first run of a graph torch cannot compile another one."""
-    before, _COMPILING.is_off = _COMPILING.is_off, True
-    try:
-        yield
-    finally:
-        _COMPILING.is_off = before
-
-
 def attend(call: Call) -> Tensor:
-    """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V in one compiled kernel."""
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V from one compiled kernel."""
     head_dim, value_dim = (max(tensor.shape[-1], LEAST_WIDTH) for tensor in (call.query, call.value))
     query, key, value = padded(call.query, head_dim), padded(call.key, head_dim), padded(call.value, value_dim)
     run = _flex if torch.compiler.is_compiling() else _compiled(_specialisation(call))
@@ -88,7 +68,7 @@ def _flex(
 
 
 def _specialisation(call: Call) -> tuple[Hashable, ...]:
-    """Everything a compiled kernel is specialised on, save the batch size and the lengths."""
+    """Return everything a compiled kernel is specialised on, save the batch size and the lengths."""
     tensors = (call.query, call.key, call.value)
     mask = call.visibility.mask
     return (
@@ -103,7 +83,7 @@ def _specialisation(call: Call) -> tuple[Hashable, ...]:
 
 @cache
 def _compiled(specialisation: tuple[Hashable, ...]) -> Callable[..., Tensor]:
-    """A compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
+    """Return a compiled FlexAttention of its own for each specialisation, so that only lengths ever make it recompile.
 
     Dynamo counts recompiles by code object and gives up at a limit, hence a copy of the code. fullgraph: past that
     limit torch would otherwise fall back, silently, to the full matrix.
@@ -129,7 +109,7 @@ def _score_mod(softcap: float | None, attn_mask: Tensor | None) -> ScoreMod:
 
 
 def _causal_blocks(call: Call) -> BlockMask:
-    """The lower triangle as FlexAttention's block mask, without ever forming the triangle."""
+    """Return the lower triangle as FlexAttention's block mask, without ever forming the triangle."""
     q_len, kv_len, device = call.query.shape[-2], call.key.shape[-2], call.query.device
     q_blocks, kv_blocks = -(-q_len // TILE), -(-kv_len // TILE)
     row_block = torch.arange(q_blocks, device=device, dtype=torch.int32)

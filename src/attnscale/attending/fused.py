@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call, padded
-from attnscale.attending.weights import row_weights
+from attnscale.attending.row_blocks import row_weights
 from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES, WIDE_DTYPES
 from attnscale.torch_internals import constant_in_graphs, in_transform, modes_in_place, sdpa_backward, sdpa_forward
 from attnscale.visibility import Visibility

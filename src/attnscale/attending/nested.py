@@ -1,31 +1,31 @@
-"""Nested tensors, as SDPA takes them -> an attention over sequences, and what makes its output one of them."""
+"""Nested tensors, as SDPA takes them -> an attention over sequences -> a nested output."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending.ragged import Ragged, aligned, scaled_sequences
-from attnscale.attending.sequences import Wrapping, jagged, unnested, wrapping
-from attnscale.errors import InputError
+from attnscale.attending.ragged import Layout, Ragged, Sequences, aligned, as_tokens, scaled_sequences
+from attnscale.errors import InputError, ShapeError
 from attnscale.inputs import check_inputs, check_one_mask
 from attnscale.numerics import Given, Result, uncompiled
 from attnscale.rules.apply import Scale, can_be_traced
-from attnscale.torch_internals import ragged_axis
+from attnscale.torch_internals import known_longest, ragged_axis, unseen
 from attnscale.visibility import Mask, Visibility, is_plain_mask
+
+Wrapping = Callable[[Tensor], Tensor]
 
 
 def any_nested(*tensors: Tensor) -> bool:
-    """Whether one of them holds sequences of several lengths."""
+    """Return True if one of them holds sequences of several lengths."""
     return any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
 
 
-def in_graph(
-    function: Callable[Given, Result], scale: Scale, *tensors: Tensor, sinks: Tensor | None = None
-) -> Callable[Given, Result]:
-    """Return the function, uncompiled where lengths or a rule are known to Python alone, or with sinks."""
-    traced = sinks is None and can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
+def in_graph(function: Callable[Given, Result], scale: Scale, *tensors: Tensor) -> Callable[Given, Result]:
+    """Return the function, uncompiled where lengths or a rule are known to Python alone."""
+    traced = can_be_traced(scale) and not any(map(_has_python_lengths, tensors))
     return function if traced else uncompiled(function)
 
 
@@ -44,7 +44,7 @@ def nested_call(
     softcap: float | None,
     dropout_p: float = 0.0,
 ) -> tuple[Ragged, Wrapping]:
-    """An attention over the sequences of nested tensors, and what makes a row of results nested as they are."""
+    """Return an attention over the sequences of nested tensors, and a function that nests a row of results alike."""
     seen = sequences_see(attn_mask, is_causal)
     own, theirs, values = (
         unnested(tensor, name) for tensor, name in ((query, "query"), (key, "key"), (value, "value"))
@@ -61,14 +61,14 @@ def nested_call(
 
 
 def _are_as_long(first: Tensor, second: Tensor) -> bool:
-    """Whether jagged tensors say by their shape that their sequences are as long: a graph knows no more of them."""
+    """Return True if the shapes of jagged tensors say that their sequences are as long: a graph knows no more."""
     if not all(tensor.is_nested and tensor.layout is torch.jagged and tensor.dim() == 4 for tensor in (first, second)):
         return False
     return bool(first.shape[2] == second.shape[2])
 
 
 def sequences_see(attn_mask: Mask, is_causal: bool) -> Visibility:
-    """What every sequence sees of itself; a mask of numbers would be of one length."""
+    """Return the keys that each sequence sees of itself; a mask would be of one length, and is refused."""
     check_one_mask(attn_mask, is_causal)
     seen = Visibility.of(attn_mask, is_causal)
     if is_plain_mask(attn_mask) or seen.mask is not None or seen.documents is not None:
@@ -80,7 +80,7 @@ def sequences_see(attn_mask: Mask, is_causal: bool) -> Visibility:
 
 
 def even_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], Wrapping] | None:
-    """Of jagged tensors that are ragged before their heads, all the parts: they are of one size, and a plain batch."""
+    """Return tensors that are ragged before their heads as a plain batch, and a function that nests its output."""
     tensors = query, key, value
     if not all(tensor.layout is torch.jagged and tensor.dim() > 3 and ragged_axis(tensor) == 1 for tensor in tensors):
         return None
@@ -88,3 +88,63 @@ def even_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor],
     return [jagged(tensor).values() for tensor in tensors], lambda output: torch.nested.nested_tensor_from_jagged(
         output, held.offsets(), held.lengths()
     )
+
+
+def unnested(tensor: Tensor, name: str) -> Sequences:
+    """Return the sequences of a nested tensor (batch, [heads,] length, width), or of a plain one."""
+    if not tensor.is_nested:
+        return _even(tensor, name)
+    if tensor.dim() not in (3, 4):
+        raise ShapeError(
+            f"Expected {name} nested as (batch, heads, length, head_dim), got {tensor.dim()} dimensions; "
+            "a ragged batch has one dimension of sequences."
+        )
+    if tensor.layout is torch.jagged and jagged(tensor).lengths() is None:
+        if ragged_axis(tensor) != tensor.dim() - 2:
+            raise ShapeError(
+                f"Expected {name} with ragged lengths, (batch, heads, length, head_dim), got a ragged dimension "
+                f"{ragged_axis(tensor)}; put heads before the length with transpose(1, 2)."
+            )
+        row, offsets = jagged(tensor).values(), jagged(tensor).offsets()  # every operator of a nested tensor costs
+        row = row.unsqueeze(0) if row.dim() == 3 else row[None, None]
+        return Sequences(row, Layout(offsets, None if unseen(offsets) else known_longest(tensor)))
+    parts = [part if part.dim() == 3 else part.unsqueeze(0) for part in tensor.unbind()]
+    lengths = [part.shape[-2] for part in parts]
+    return Sequences(torch.cat(parts, dim=-2).unsqueeze(0), Layout.of(lengths, tensor.device))
+
+
+def jagged(tensor: Tensor) -> Any:
+    """Return the tensor as a type with the methods that only jagged ones have."""
+    return tensor
+
+
+def _even(tensor: Tensor, name: str) -> Sequences:
+    """Return a plain tensor beside nested ones as sequences of one length."""
+    if tensor.dim() != 4:
+        raise ShapeError(
+            f"Expected {name} nested too, or (batch, heads, length, head_dim), beside nested tensors, "
+            f"got shape {tuple(tensor.shape)}."
+        )
+    batch, _, length, _ = tensor.shape
+    row = tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    return Sequences(row, Layout.even(batch, length, tensor.device))
+
+
+def wrapping(query: Tensor, like: Tensor, layout: Layout) -> Wrapping:
+    """Return a function that makes a row of results (1, heads, total, width) a nested tensor, as `like` is one."""
+    flat = query.dim() == 3
+
+    def as_jagged(row: Tensor) -> Tensor:
+        known = (min(layout.lengths), max(layout.lengths)) if _is_known(layout) else (None, None)
+        made = torch.nested.nested_tensor_from_jagged(as_tokens(row), layout.offsets, None, None, *known)
+        return made.squeeze(2) if flat else made.transpose(1, 2)
+
+    def strided(row: Tensor) -> Tensor:
+        parts = row.squeeze(0).split(layout.lengths, dim=-2)
+        return torch.nested.as_nested_tensor([part.squeeze(0) if flat else part for part in parts])
+
+    return as_jagged if like.layout is torch.jagged else strided
+
+
+def _is_known(layout: Layout) -> bool:
+    return layout.count > 0 and (layout.is_at_hand or "lengths" in vars(layout)) and not unseen(layout.offsets)

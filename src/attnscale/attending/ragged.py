@@ -1,22 +1,131 @@
-"""Attention over sequences that are laid end to end, each of which sees itself alone."""
+"""Ragged batches: sequences laid end to end, each of which sees itself alone; packed tokens as such a batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, above_zero, fold
-from attnscale.attending.sequences import Layout, Sequences
-from attnscale.errors import ShapeError
-from attnscale.inputs import check_sinks
+from attnscale.errors import DeviceError, DtypeError, InputError, SettingError, ShapeError
+from attnscale.inputs import check_inputs, check_sinks
 from attnscale.rules.apply import Scale, apply_scale_to_sequences
+from attnscale.torch_internals import unseen
 from attnscale.visibility import EVERYTHING, Visibility
+
+Window = tuple[int, int]
+NO_WINDOW: Window = (-1, -1)
+Starts = tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None]  # the arguments of layouts()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions at which sequences begin, and at which the last ends."""
+
+    offsets: Tensor  # (sequences + 1,), on the device of the tokens
+    known_longest: int | None = None  # where a caller has said it
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Layout":
+        """Return the layout of sequences of these lengths."""
+        return cls(torch.tensor([0, *lengths]).cumsum(0).to(device, non_blocking=True))
+
+    @classmethod
+    def even(cls, count: int, length: int, device: torch.device) -> "Layout":
+        """Return the layout of sequences of one length."""
+        return cls(torch.arange(count + 1, device=device) * length, length)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return self.offsets.shape[0] - 1  # of which len() would make a constant in a graph
+
+    @property
+    def sizes(self) -> Tensor:
+        """Length of each sequence, on the device."""
+        return self.offsets.diff()
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each sequence, on the host: a GPU is waited for."""
+        return tuple(self.sizes.tolist())
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence."""
+        return max(self.lengths, default=0) if self.known_longest is None else self.known_longest
+
+    @property
+    def is_at_hand(self) -> bool:
+        """True if the offsets can be read without waiting."""
+        return self.offsets.device.type == "cpu" and not unseen(self.offsets)
+
+    def check_starts(self, name: str) -> None:
+        """Refuse offsets that fall or do not begin with 0; a GPU is not waited for."""
+        if self.is_at_hand and (int(self.offsets[0]) != 0 or bool((self.offsets.diff() < 0).any())):
+            raise InputError(f"Expected {name} to begin with 0 and never to fall, got {self.offsets.tolist()}.")
+
+    def check_end(self, name: str, row: Tensor) -> None:
+        """Refuse another number of tokens than a row (1, heads, total, width) has."""
+        total = row.shape[-2]
+        if self.is_at_hand and int(self.offsets[-1]) != total:
+            raise ShapeError(
+                f"Expected the last sequence to end with the {name}'s {total} tokens, got {int(self.offsets[-1])}."
+            )
+
+    def sequence_of(self, tokens: int) -> Tensor:
+        """Return the number of the sequence of each token."""
+        every = torch.arange(self.count, device=self.offsets.device)
+        return every.repeat_interleave(self.sizes, output_size=tokens)
+
+    def equals(self, other: "Layout") -> bool:
+        """Return True if sequences of both are known to begin at the same positions."""
+        if self is other or self.offsets is other.offsets:
+            return True
+        return not unseen(self.offsets) and torch.equal(self.offsets, other.offsets)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokens of sequences laid end to end, (1, heads, total, width): a batch of one row."""
+
+    tokens: Tensor
+    layout: Layout
+
+    def with_another(self, token: Tensor) -> "Sequences":
+        """Return sequences with one more token, (1, heads, 1, width), behind each."""
+        total, count, offsets = self.tokens.shape[-2], self.layout.count, self.layout.offsets
+        longer = Layout(offsets + torch.arange(count + 1, device=offsets.device))
+        at = torch.arange(total, device=self.tokens.device) + self.layout.sequence_of(total)
+        places = torch.cat([at, longer.offsets[1:].long() - 1])
+        behind = token.expand(-1, -1, count, -1)
+        return Sequences(torch.cat([self.tokens, behind], dim=-2)[:, :, places.argsort()], longer)
+
+    def shared_by(self, name: str, count: int) -> "Sequences":
+        """Return as many sequences; a batch of one is shared by all."""
+        if self.layout.count not in (1, count):
+            found = self.layout.count
+            raise ShapeError(f"Expected {count} sequences in {name}, as many as in the others, got {found}.")
+        if self.layout.count == count:
+            return self
+        length = self.tokens.shape[-2]
+        return Sequences(self.tokens.repeat(1, 1, count, 1), Layout.even(count, length, self.tokens.device))
+
+
+def as_one_row(tokens: Tensor) -> Tensor:
+    """Return (total, heads, width) as (1, heads, total, width)."""
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+def as_tokens(row: Tensor) -> Tensor:
+    """Return (1, heads, total, width) as (total, heads, width)."""
+    return row.squeeze(0).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """One row of all tokens, whose visibility is that of every sequence by itself; what `calls` gives, is run."""
+    """One row of all tokens; its visibility is that of every sequence by itself."""
 
     row: Call
     rows: Layout
@@ -28,7 +137,7 @@ class Ragged:
         return replace(self, row=replace(self.row, sinks=sinks))
 
     def calls(self) -> Iterator[Call]:
-        """Each sequence as an attention of its own."""
+        """Yield each sequence as an attention of its own."""
         row = self.row
         queries = row.query.split(self.rows.lengths, dim=-2)
         keys, values = (tensor.split(self.keys.lengths, dim=-2) for tensor in (row.key, row.value))
@@ -36,8 +145,29 @@ class Ragged:
             seen = row.visibility.within(query.shape[-2], key.shape[-2])
             yield replace(row, query=query, key=key, value=value, visibility=seen)
 
+    def joined(self, outputs: list[Tensor]) -> Tensor:
+        """Return the outputs of the sequences in one row."""
+        if outputs:
+            return torch.cat(outputs, dim=-2)
+        return self.row.query.new_empty(*self.row.query.shape[:-1], self.row.value.shape[-1])
+
+    def as_masked(self) -> Call:
+        """Return one attention over all tokens, with a mask: in a graph, where lengths are not known."""
+        positions, limits = self._positions(), self.row.visibility
+        (own, at, q_len, kv_len), (theirs, key_at, *_) = positions
+        at = at + (kv_len - q_len) if limits.from_the_end else at
+        ahead = key_at - at.unsqueeze(-1)
+        shown = own.unsqueeze(-1) == theirs
+        shown = shown if limits.last is None else shown & (ahead <= limits.last)
+        shown = shown if limits.first is None else shown & (ahead >= limits.first)
+        return replace(self.row, visibility=Visibility(mask=shown[None, None]))
+
+    def _positions(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+        rows = positions_in(self.rows, self.keys, self.row.query.shape[-2])
+        return rows, rows if self.rows is self.keys else positions_in(self.keys, self.rows, self.row.key.shape[-2])
+
     def as_documents(self) -> Call | None:
-        """The same as one attention in which every sequence is a document; None where limits differ by sequence."""
+        """Return one attention in which every sequence is a document; None where limits differ by sequence."""
         seen, aligned = self.row.visibility, self.rows.equals(self.keys)
         if not aligned and (seen.last is not None or seen.first is not None):
             return None
@@ -50,6 +180,31 @@ class Ragged:
         return replace(self.row, visibility=Visibility(last, first, documents=(own, theirs)))
 
 
+def positions_in(layout: Layout, other: Layout, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return, of each token: its sequence, its position there, and the lengths of that in this and the other layout."""
+    sequence = layout.sequence_of(tokens)
+    at = torch.arange(tokens, device=sequence.device) - layout.offsets[sequence]
+    return sequence, at, layout.sizes[sequence], other.sizes[sequence]
+
+
+def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> Tensor:
+    """Return how many keys of its own sequence each row sees, (tokens,)."""
+    _, at, q_len, kv_len = positions_in(rows, keys, tokens)
+    at = at + (kv_len - q_len) if seen.from_the_end else at
+    after = kv_len if seen.last is None else torch.minimum((at + seen.last + 1).clamp(min=0), kv_len)
+    before = 0 if seen.first is None else torch.minimum((at + seen.first).clamp(min=0), kv_len)
+    return (after - before).clamp(min=0)
+
+
+def aligned(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
+    """Return as many sequences of each, where one may be shared by all; refuse another number of values than keys."""
+    count = max(each.layout.count for each in (query, key, value))
+    query, key, value = query.shared_by("query", count), key.shared_by("key", count), value.shared_by("value", count)
+    if not unseen(key.layout.offsets) and not key.layout.equals(value.layout):
+        raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
+    return query, key, value
+
+
 def scaled_sequences(
     query: Sequences,
     key: Sequences,
@@ -60,7 +215,7 @@ def scaled_sequences(
     softcap: float | None,
     dropout_p: float = 0.0,
 ) -> Ragged:
-    """An attention over aligned sequences, its scale a float, whatever rule gave it; rules count the keys of each."""
+    """Return an attention over aligned sequences, its scale a float; rules count the keys of each sequence."""
     tokens = query.tokens.shape[-2]
     scaled_query, scaled_key, factor = apply_scale_to_sequences(
         scale,
@@ -76,29 +231,87 @@ def scaled_sequences(
     return Ragged(Call(*folded, visibility, dropout_p, factor, softcap), query.layout, key.layout)
 
 
-def visible_keys(rows: Layout, keys: Layout, seen: Visibility, tokens: int) -> Tensor:
-    """How many keys of its own sequence each of the rows sees, (tokens,)."""
-    sequence = rows.sequence_of(tokens)
-    q_len, kv_len = rows.sizes[sequence], keys.sizes[sequence]
-    at = torch.arange(tokens, device=sequence.device) - rows.offsets[sequence]
-    at = at + (kv_len - q_len) if seen.from_the_end else at
-    after = kv_len if seen.last is None else torch.minimum((at + seen.last + 1).clamp(min=0), kv_len)
-    before = 0 if seen.first is None else torch.minimum((at + seen.first).clamp(min=0), kv_len)
-    return (after - before).clamp(min=0)
+def packed_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Layout,
+    keys: Layout,
+    visibility: Visibility,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float,
+) -> Ragged:
+    """Return an attention over packed tokens (total, heads, width), as flash-attn takes them."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 3:
+            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) and not tensor.is_nested else "another"
+            raise ShapeError(f"Expected {name} as packed tokens (total, heads, head_dim), got {found}.")
+    tensors = [as_one_row(tensor) for tensor in (query, key, value)]
+    check_inputs(tensors[0], tensors[1], tensors[2], None, False, enable_gqa, softcap, dropout_p)
+    if rows.count != keys.count:
+        raise ShapeError(f"Expected as many sequences of keys as of queries, got {keys.count} and {rows.count}.")
+    rows.check_end("query", tensors[0])
+    keys.check_end("key", tensors[1])
+    own, theirs, values = map(Sequences, tensors, (rows, keys, keys))
+    return scaled_sequences(own, theirs, values, visibility, scale, enable_gqa, softcap, dropout_p)
 
 
-def aligned(query: Sequences, key: Sequences, value: Sequences) -> tuple[Sequences, Sequences, Sequences]:
-    """As many sequences of each, where one may be shared by all, and in each of them one value a key."""
-    count = max(each.layout.count for each in (query, key, value))
-    query, key, value = _shared("query", query, count), _shared("key", key, count), _shared("value", value, count)
-    if key.layout.differs(value.layout):
-        raise ShapeError("Expected one value a key in every sequence, got key and value of other lengths.")
-    return query, key, value
+def layouts(
+    query: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    document_ids: Tensor | None,
+) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and of keys, which are the same unless given."""
+    if (cu_seqlens_q is None) == (document_ids is None):
+        raise InputError("Expected either cu_seqlens_q or document_ids to say where sequences begin, got both or none.")
+    if document_ids is not None:
+        rows = _of_documents(query, document_ids)
+        return rows, rows
+    assert cu_seqlens_q is not None
+    rows = _checked("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q)
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+        return rows, rows
+    return rows, _checked("cu_seqlens_k", cu_seqlens_k, query, max_seqlen_k)
 
 
-def _shared(name: str, sequences: Sequences, count: int) -> Sequences:
-    """A batch of one sequence is shared by all."""
-    found = sequences.layout.count
-    if found not in (1, count):
-        raise ShapeError(f"Expected {count} sequences in {name}, as many as in the others, got {found}.")
-    return sequences.repeated(count)
+def window_of(window_size: Window, is_causal: bool) -> Visibility:
+    """Return a window of keys to the left and right of a row, −1 for all, counted from the last key."""
+    left, right = window_size
+    if min(left, right) < -1:
+        raise SettingError(f"Expected window_size as keys to the left and right, −1 for all, got {window_size}.")
+    last = 0 if is_causal else (None if right < 0 else right)
+    return Visibility(last, None if left < 0 else -left, from_the_end=True)
+
+
+def _checked(name: str, starts: Tensor, query: Tensor, longest: int | None) -> Layout:
+    if starts.dim() != 1 or starts.shape[0] == 0 or starts.is_floating_point() or starts.dtype == torch.bool:
+        raise DtypeError(
+            f"Expected {name} as whole numbers (sequences + 1,), got {starts.dtype} of shape {tuple(starts.shape)}."
+        )
+    if starts.device != query.device:
+        raise DeviceError(f"Expected {name} on the query's device, {query.device}, got {starts.device}.")
+    layout = Layout(starts if starts.dtype in (torch.int32, torch.int64) else starts.long(), longest)
+    layout.check_starts(name)
+    return layout
+
+
+def _of_documents(query: Tensor, document_ids: Tensor) -> Layout:
+    """Return a layout in which each run of tokens of one document is a sequence."""
+    if document_ids.shape != query.shape[:1]:
+        raise ShapeError(
+            f"Expected the document of each of the {query.shape[0]} tokens, got shape {tuple(document_ids.shape)}; "
+            "rows of several documents in a batch take Visibility.of_documents(…) as attn_mask."
+        )
+    total, changes = document_ids.shape[0], document_ids.diff() != 0
+    if not unseen(document_ids):
+        begins = changes.nonzero().squeeze(-1) + 1
+        return Layout(torch.cat([begins.new_zeros(1), begins, begins.new_tensor([total] if total else [])]))
+    # a graph knows no number of sequences: as many as there are tokens, the last of them empty
+    runs = torch.cat([document_ids.new_zeros(min(total, 1), dtype=torch.long), changes.long()]).cumsum(0)
+    ends = torch.full((total + 1,), total, device=document_ids.device)
+    return Layout(ends.scatter_reduce(0, runs, torch.arange(total, device=document_ids.device), "amin"))

@@ -1,4 +1,4 @@
-"""Attention a block of query rows at a time: for what no fused kernel takes, in memory linear in the length."""
+"""Attention from its weights, a block of query rows at a time: for what no fused kernel takes."""
 
 import math
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnscale.attending.call import Call
-from attnscale.attending.weights import grouped_matmul, row_weights
-from attnscale.numerics import wide_dtype
-from attnscale.torch_internals import in_transform
+from attnscale.numerics import wide_dtype, without_autocast
+from attnscale.torch_internals import in_transform, sizes_vary
 from attnscale.visibility import Visibility
 
 BLOCK_ROWS = 256  # enough rows for efficient products,
@@ -21,7 +20,7 @@ LEAST_ROWS = 16  # unless that left fewer rows than this
 
 
 def attend(call: Call) -> Tensor:
-    """softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V, block by block, recomputed in the backward pass."""
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + mask) V; the backward pass computes each block again."""
     wide = wide_dtype(call.query)
     query, key, value = (tensor.to(wide) for tensor in (call.query, call.key, call.value))
     output = [query.new_empty(*query.shape[:2], 0, value.shape[-1])]
@@ -33,8 +32,11 @@ def attend(call: Call) -> Tensor:
 
 
 def blocks(call: Call) -> Iterator[tuple[slice, slice]]:
-    """Rows that are computed at once, with the keys that any of them may see."""
+    """Yield rows that are computed at once, with the keys that any of them may see; all in a graph of any length."""
     q_len, kv_len = call.query.shape[-2], call.key.shape[-2]
+    if sizes_vary(q_len, kv_len):  # a loop would fix the length
+        yield slice(0, q_len), slice(0, kv_len)
+        return
     block_rows = min(BLOCK_ROWS, max(LEAST_ROWS, BLOCK_SCORES // max(1, math.prod(call.query.shape[:-2]) * kv_len)))
     for first in range(0, q_len, block_rows):
         rows = slice(first, min(first + block_rows, q_len))
@@ -64,7 +66,48 @@ _recomputed = partial(checkpoint, use_reentrant=False)
 
 
 def _recomputes() -> bool:
-    """Recompute a block in the backward pass, except under torch.func, whose transforms refuse checkpoints."""
+    """Return True unless under torch.func, whose transforms refuse checkpoints."""
     if not torch.is_grad_enabled():
         return False
     return torch.compiler.is_compiling() or not in_transform()
+
+
+def weights_of(call: Call) -> Tensor:
+    """Return all weights of an attention, (batch, heads, q_len, kv_len)."""
+    with without_autocast(call.query):
+        query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, call.key))
+        bias = call.visibility.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
+        return row_weights(query, key, bias, call.scale, call.softcap).to(call.query.dtype)
+
+
+def row_weights(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return softmax(softcap · tanh(scale · QKᵀ / softcap) + bias); a row that sees nothing gets zeros, as in SDPA."""
+    scores = grouped_matmul(query * scale, key.mT)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias
+    if sinks is not None:
+        own = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    if bias is None and sinks is None:
+        return torch.softmax(scores, dim=-1)
+    blind = scores.isneginf().all(dim=-1, keepdim=True)
+    # Filled before softmax too: its backward would turn the NaN of such a row into a NaN gradient.
+    weights = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    return weights if sinks is None else weights[..., :-1]
+
+
+def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return left (batch, heads, rows, n) @ right (batch, kv_heads, n, m), where consecutive heads share a kv head."""
+    batch, heads, rows, _ = left.shape
+    if heads == right.shape[1]:
+        return left @ right
+    grouped = left.reshape(batch, right.shape[1], heads // right.shape[1] * rows, left.shape[-1]) @ right
+    return grouped.reshape(batch, heads, rows, right.shape[-1])

@@ -1,57 +1,55 @@
-"""What runs a ragged batch: torch's kernels for all sequences at once, each sequence after the other, or in a graph."""
+"""Attention by torch's fused kernels wherever they serve, then by FlexAttention, then in blocks of rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending import flex, varlen
-from attnscale.attending.choosing import as_autocast, run
+from attnscale.attending import flex, fused, row_blocks, sdpa, varlen
+from attnscale.attending.call import Call
 from attnscale.attending.ragged import Ragged
-from attnscale.attending.sequences_op import ARGUMENTS, arguments_of, attended, backward, output_of, ragged_of, save
-from attnscale.inputs import refuse_vmap
 from attnscale.numerics import without_autocast
-from attnscale.torch_internals import unseen, without_modes
+from attnscale.torch_internals import unseen
+
+
+def run(call: Call) -> Tensor:
+    """Return the output, (batch, heads, q_len, value_dim)."""
+    is_short = call.query.shape[-2] <= row_blocks.BLOCK_ROWS  # its full matrix is one block
+    if call.sinks is None and call.softcap is None and (not sdpa.materialises(call) or is_short):
+        return sdpa.attend(call)
+    call = as_autocast(call)
+    with without_autocast(call.query):
+        if call.softcap is not None and flex.serves(call):
+            return flex.attend(call)
+        if call.sinks is not None and fused.serves(call):
+            return fused.attend(call)
+        return row_blocks.attend(call)
 
 
 def run_sequences(ragged: Ragged) -> Tensor:
-    """The output of every sequence, (1, heads, total, value_dim): all at once on a GPU, else one after the other."""
+    """Return the output of every sequence, (1, heads, total, value_dim).
+
+    A GPU runs all of them at once, a CPU one after the other, and a graph, which knows no lengths, with a mask.
+    """
     cast = replace(ragged, row=as_autocast(ragged.row))
     if varlen.serves(cast):
         with without_autocast(cast.row.query):
             return varlen.attend(cast)
     if unseen(ragged.rows.offsets):
-        refuse_vmap(ragged.rows.offsets, ragged.keys.offsets)
-        output: Tensor = attend_sequences(*arguments_of(cast))
-        return output
-    return joined([run(call) for call in ragged.calls()], ragged)
+        return run(ragged.as_masked())
+    return ragged.joined([run(call) for call in ragged.calls()])
 
 
-def joined(outputs: list[Tensor], ragged: Ragged) -> Tensor:
-    """The outputs of the sequences in one row."""
-    return torch.cat(outputs, dim=-2) if outputs else output_of(ragged.row.query, ragged.row.value)
+def as_autocast(call: Call) -> Call:
+    """Return the call with its tensors cast as autocast casts those of SDPA."""
+    device = call.query.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
 
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-@contextmanager
-def in_operator() -> Iterator[None]:
-    """As a node of a graph runs: nobody looks on at what is inside it, and nothing is compiled."""
-    with without_modes(), flex.nothing_compiled():
-        yield
-
-
-@torch.library.custom_op("attnscale::attend_sequences", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
-def attend_sequences(*given: Any) -> Tensor:
-    """run_sequences() as a node of a graph."""
-    with in_operator():
-        return attended(*ragged_of(*given), run_sequences)
-
-
-@attend_sequences.register_fake
-def _attend_sequences_fake(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
-    return output_of(query, value)
-
-
-attend_sequences.register_autograd(backward, setup_context=save)
+    seen = call.visibility
+    seen = seen if seen.mask is None else replace(seen, mask=cast(seen.mask))
+    return replace(call, query=cast(call.query), key=cast(call.key), value=cast(call.value), visibility=seen)

@@ -17,14 +17,14 @@ CUDA_GROUPED_WIDTH = 256  # and groups of queries in half precision, up to this 
 
 
 def materialises(call: Call) -> bool:
-    """Whether torch has no fused kernel for this and would form the full matrix of scores."""
+    """Return True if torch has no fused kernel for this and would form the full matrix of scores."""
     if call.query.device.type == "cpu":
         return call.dropout_p > 0.0 or call.mask_learns
     return call.query.device.type == "cuda" and call.query.dtype == torch.float64
 
 
 def takes_whole(call: Call) -> bool:
-    """Whether all rows run at once: others see what only a mask can say, or one of booleans, which torch copies."""
+    """Return True if all rows run at once: no mask has to be made, and none of booleans is long, which torch copies."""
     seen, mask = call.visibility, call.visibility.mask
     if seen.is_plain or mask is None or mask.dtype != torch.bool:
         return seen.is_plain or seen.is_mask
@@ -32,17 +32,19 @@ def takes_whole(call: Call) -> bool:
 
 
 def attend(call: Call) -> Tensor:
-    """F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
+    """Return F.scaled_dot_product_attention, given what keeps its fused kernels fused and their memory linear."""
     if takes_whole(call):
         return _attend(call)
     # torch turns a boolean mask into floats as a whole; a block of rows at a time keeps that copy small.
     q_len = call.query.shape[-2]
+    if sizes_vary(q_len):  # a loop would fix the length
+        return _attend(_rows(call, slice(0, q_len)))
     starts = range(0, max(q_len, 1), MASK_ROWS)
     return torch.cat([_attend(_rows(call, slice(start, min(start + MASK_ROWS, q_len)))) for start in starts], dim=-2)
 
 
 def _rows(call: Call, rows: slice) -> Call:
-    """These rows, with the keys that they may see, and a mask that says which of them they do."""
+    """Return these rows, with the keys that they may see and a mask of those that they do."""
     seen = call.visibility
     keys = seen.span(rows.start, rows.stop - 1, call.key.shape[-2])
     query, key, value = call.query[..., rows, :], call.key[..., keys, :], call.value[..., keys, :]
@@ -71,7 +73,7 @@ def _attend(call: Call) -> Tensor:
 
 
 def _mask(call: Call) -> Tensor | None:
-    """The mask in double precision where the query is: the CPU's kernel takes a single one, and reads it wrong."""
+    """Return the mask in the query's precision if that is double: the CPU's kernel reads a single one wrong."""
     bias = call.visibility.bias
     return call.visibility.mask if bias is None or call.query.dtype != torch.float64 else bias.double()
 
@@ -82,7 +84,7 @@ def _takes_groups(query: Tensor) -> bool:
 
 
 def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """The head dimensions that the device's fused kernels take."""
+    """Return the head dimensions that the device's fused kernels take."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     if query.device.type == "cpu":  # one width for all
         return max(head_dim, value_dim), max(head_dim, value_dim)

@@ -204,6 +204,7 @@ def check_loaded(request: Request, rows: int | None = None, what_if: str | None 
         download(request)
     with offline(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="Saw no attention")  # the result itself says so
         loaded = load_model(request)
         request.report("running the model")
         unknown, reason, notes = loaded.unknown_share, "", list(loaded.notes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
+from attnscale.attending.running import run
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
 from attnscale.measure.engine import measured

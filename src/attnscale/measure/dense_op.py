@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.call_op import SCORES, arguments_of, call_of
 from attnscale.inputs import refuse_vmap
+from attnscale.measure.call_op import SCORES, arguments_of, call_of
 from attnscale.measure.measuring import looks_at_all, measured
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of

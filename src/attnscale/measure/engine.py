@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
-from attnscale.attending.nested import any_nested, in_graph
+from attnscale.attending.nested import any_nested
+from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
 from attnscale.measure import dense_op, nested, plan
 from attnscale.measure.cpu import attention as on_cpu
@@ -52,8 +52,7 @@ def score_stats(
     """
     check_rows(rows)
     if any_nested(query, key):
-        run_nested = in_graph(nested.score_stats, scale, query, key)
-        return run_nested(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks)
+        return uncompiled(nested.score_stats)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
@@ -105,8 +104,7 @@ def attention_with_stats(
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        run_nested = in_graph(nested.attention_with_stats, scale, query, key, value, sinks=sinks)
-        return run_nested(query, key, value, rows, sinks, *options)
+        return uncompiled(nested.attention_with_stats)(query, key, value, rows, sinks, *options)
     kind = None
     if attn_mask is None and softcap is None and sinks is None:
         kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)

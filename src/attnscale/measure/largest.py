@@ -30,9 +30,9 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) ->
     """
     with torch.no_grad():
         if kernels_take(call):
-            from attnscale.measure.cuda import triton
+            from attnscale.measure.cuda import masked_rows
 
-            triton.raise_largest_(largest, limit, calls, call, _highest_added(call))
+            masked_rows.raise_largest_(largest, limit, calls, call, _highest_added(call))
         else:
             calls += 1.0
             for entry, head, rows in _rows_that_may_pass(limit, call):

@@ -1,12 +1,8 @@
-"""How long vectors are, a head at a time: queries, keys, or the gradients that reach them.
-
-On a GPU a kernel reads them once, at the memory's speed.
-"""
+"""How long vectors are, a head at a time: queries, keys, or the gradients that reach them."""
 
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.layout import kernels_take_vectors
 from attnscale.numerics import lengths, wide_dtype
 
 
@@ -16,10 +12,6 @@ def head_lengths(vectors: Tensor) -> Tensor:
     >>> head_lengths(torch.ones(2, 3, 8, 4)).tolist()
     [8.0, 8.0, 8.0]
     """
-    if kernels_take_vectors(vectors):
-        from attnscale.measure.cuda import triton
-
-        return triton.head_lengths(vectors)
     dtype = wide_dtype(vectors)
     if vectors.is_cuda:  # which adds up in pairs; a CPU, where features are not in a row, one by one
         return torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
@@ -33,11 +25,6 @@ def lengths_of_both(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     >>> [found.tolist() for found in lengths_of_both(torch.ones(1, 2, 9, 1), torch.ones(1, 1, 4, 1))]
     [[3.0, 3.0], [2.0, 2.0]]
     """
-    if _kernel_takes_both(query, key):
-        from attnscale.measure.cuda import triton
-
-        own, theirs = triton.lengths_of_both(query, key).unbind()
-        return own, theirs
     return head_lengths(query), _shared(head_lengths(key), query)
 
 
@@ -50,10 +37,6 @@ def mean_lengths(vectors: Tensor, left_out: Tensor | None = None) -> Tensor:
     >>> mean_lengths(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]]), torch.tensor([[False, True]])).tolist()
     [5.0]
     """
-    if kernels_take_vectors(vectors):
-        from attnscale.measure.cuda import triton
-
-        return triton.mean_lengths(vectors, left_out)
     if left_out is None and vectors.device.type == "cpu" and vectors.dtype != torch.float64:  # whose squares may be ∞
         squares = vectors.double().square_().sum((0, 2, 3))
         return squares.div_(vectors.shape[0] * vectors.shape[2]).sqrt_()
@@ -72,15 +55,6 @@ def mean_lengths_of_both(
     >>> [found.tolist() for found in mean_lengths_of_both(torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))]
     [[2.0, 2.0], [1.0, 1.0]]
     """
-    if _kernel_takes_both(query, key):
-        from attnscale.measure.cuda import triton
-
-        own, theirs = triton.lengths_of_both(query, key, left_out, is_mean=True).unbind()
-        return own, theirs
-    are_alike = query.shape[0::2] == key.shape[0::2] and query.shape[3] == key.shape[3] and query.dtype == key.dtype
-    if are_alike and all(positions is None for positions in left_out):
-        own, theirs = mean_lengths(torch.cat([query, key], dim=1)).split([query.shape[1], key.shape[1]])
-        return own, _shared(theirs, query)
     return mean_lengths(query, left_out[0]), _shared(mean_lengths(key, left_out[1]), query)
 
 
@@ -103,12 +77,6 @@ def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tenso
     return (squares / (traces[0] * traces[1]).sum(0)).sqrt()
 
 
-def _kernel_takes_both(query: Tensor, key: Tensor) -> bool:
-    """Whether one launch measures both."""
-    alike = query.dtype == key.dtype and query.shape[-1] == key.shape[-1] and query.device == key.device
-    return alike and kernels_take_vectors(query, key)
-
-
 def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
     """Of the key that each query head has, from that of each key."""
     group = query.shape[1] // max(len(of_keys), 1)
@@ -121,8 +89,4 @@ def longest(vectors: Tensor) -> Tensor:
     >>> longest(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]])).tolist()
     [[5.0]]
     """
-    if kernels_take_vectors(vectors):
-        from attnscale.measure.cuda import triton
-
-        return triton.longest_squared(vectors).amax(-1).sqrt_()
     return lengths(vectors).amax(-1)

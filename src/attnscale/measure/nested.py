@@ -8,8 +8,7 @@ from attnscale.inputs import check_sinks
 from attnscale.measure.measuring import moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import with_sinks
-from attnscale.measure.sequences import moments_of_sequences
-from attnscale.measure.sequences_op import attend_with_stats, measure
+from attnscale.measure.sequences import attend_sequences, measured_sequences, moments_of_sequences
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import without_autocast
 from attnscale.rules.apply import Scale
@@ -29,9 +28,9 @@ def attention_with_stats(
     softcap: float | None,
     dropout_p: float,
 ) -> tuple[Tensor, ScoreStats]:
-    """The output, nested as the query is, and the statistics of its scores."""
+    """Return the output, nested as the query is, and the statistics of its scores."""
     ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
-    output, stats = attend_with_stats(ragged, rows, sinks)
+    output, stats = attend_sequences(ragged, rows, sinks)
     return wrap(output), stats
 
 
@@ -46,11 +45,11 @@ def score_stats(
     rows: int | None,
     sinks: Tensor | None,
 ) -> ScoreStats:
-    """Of the scores of every sequence with itself."""
+    """Return the statistics of every sequence with itself."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
         check_sinks(sinks, ragged.row.query)
-        return with_sinks(measure(ragged, rows), sinks)
+        return with_sinks(measured_sequences(ragged, rows), sinks)
 
 
 def score_moments(
@@ -62,7 +61,7 @@ def score_moments(
     enable_gqa: bool,
     softcap: float | None,
 ) -> ScoreMoments:
-    """Of the scores of every sequence with itself, in linear time where that can be."""
+    """Return the moments of every sequence with itself, in linear time where that can be."""
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
         return moments_of_sequences(ragged, moments_of)

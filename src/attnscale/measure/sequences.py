@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
 from attnscale.attending.ragged import Ragged
-from attnscale.attending.running import joined, run_sequences
+from attnscale.attending.running import run, run_sequences
+from attnscale.inputs import refuse_vmap
 from attnscale.measure.bound import max_bound
 from attnscale.measure.cpu import attention as on_cpu
 from attnscale.measure.cpu.threads import alone
@@ -18,7 +18,7 @@ from attnscale.measure.cuda import sequences as on_cuda
 from attnscale.measure.foreseen import foreseen_variance
 from attnscale.measure.measuring import measured
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.pool import Unpooled
+from attnscale.measure.pool import Unpooled, with_sinks
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import Sample, sample_rows
@@ -26,11 +26,16 @@ from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import without_autocast
 
 
-def attend_sequences(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreStats]:
-    """The output of every sequence, (1, heads, total, value_dim), and their statistics; of all rows where that is less.
+def attend_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> tuple[Tensor, ScoreStats]:
+    """Return the output of every sequence, (1, heads, total, value_dim), and their statistics.
 
-    That is, where a kernel has them all for less than another takes for the output and some of them.
+    They are of all rows where a kernel has those for less than another takes for the output and some rows.
     """
+    refuse_vmap(ragged.rows.offsets, ragged.row.query)
+    if sinks is not None:
+        output = run_sequences(ragged.with_sinks(sinks))
+        with torch.no_grad(), without_autocast(ragged.row.query):
+            return output, with_sinks(measured_sequences(ragged, rows), sinks)
     if on_cuda.attends(ragged) if rows is None else on_cuda.attends_for_less(ragged):
         return on_cuda.attend(ragged)
     calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
@@ -39,11 +44,12 @@ def attend_sequences(ragged: Ragged, rows: int | None) -> tuple[Tensor, ScoreSta
         with torch.no_grad(), without_autocast(ragged.row.query):
             return output, measured_sequences(ragged, rows)
     both = [on_cpu.attend_rows(call) if on_cpu.serves(call) else _attend_apart(call) for call in calls]
-    return joined([output for output, _ in both], ragged), _stats(ragged, _joined([found for _, found in both]))
+    return ragged.joined([output for output, _ in both]), _stats(ragged, _joined([found for _, found in both]))
 
 
 def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
-    """The statistics of every row, or of about this many a head."""
+    """Return the statistics of every row, or of about this many a head."""
+    refuse_vmap(ragged.rows.offsets, ragged.row.query)
     row = ragged.row
     if row.query.device.type != "cpu":
         return _on_device(ragged, rows)

@@ -4,12 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attnscale.attending.nested import in_graph
-from attnscale.attending.packed import NO_WINDOW, Given, Window, layouts, packed_call, window_of
-from attnscale.attending.sequences import as_tokens
+from attnscale.attending.ragged import NO_WINDOW, Starts, Window, as_tokens, layouts, packed_call, window_of
 from attnscale.measure.measuring import check_rows
-from attnscale.measure.sequences_op import attend_with_stats
+from attnscale.measure.sequences import attend_sequences
 from attnscale.measure.stats import ScoreStats
+from attnscale.numerics import uncompiled
 from attnscale.rules.apply import Scale
 
 
@@ -32,9 +31,10 @@ def attention_varlen_with_stats(
     document_ids: Tensor | None = None,
     rows: int | None = None,
 ) -> tuple[Tensor, ScoreStats]:
-    """attention_varlen() and the statistics of the same scores, each row over the keys of its own sequence.
+    """Return attention_varlen() and the statistics of the same scores, each row over the keys of its own sequence.
 
     `rows=N` looks at about N rows a head, or, on a GPU whose kernel has them all for less, at all: `exact` says which.
+    torch.compile runs this outside its graph.
 
     >>> import torch
     >>> tokens = torch.zeros(7, 2, 4)
@@ -45,13 +45,12 @@ def attention_varlen_with_stats(
     check_rows(rows)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
-    run = in_graph(_attend, scale, sinks=sinks)
-    return run(query, key, value, sequences, rows, sinks, seen, scale, enable_gqa, softcap, dropout_p)
+    return uncompiled(_attend)(query, key, value, sequences, rows, sinks, seen, scale, enable_gqa, softcap, dropout_p)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Given, rows: int | None, sinks: Tensor | None, *options: Any
+    query: Tensor, key: Tensor, value: Tensor, sequences: Starts, rows: int | None, sinks: Tensor | None, *options: Any
 ) -> tuple[Tensor, ScoreStats]:
     ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
-    output, stats = attend_with_stats(ragged, rows, sinks)
+    output, stats = attend_sequences(ragged, rows, sinks)
     return as_tokens(output), stats

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.probe import Probed, measure_gradients
+from attnscale.measure.cuda.probe import Probed
+from attnscale.measure.lengths import lengths_of_both
 from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
@@ -23,8 +24,8 @@ from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
-LENGTHS, GRADIENTS = 4, 2  # rows of them
-NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine; even, as kernels expect it
+LENGTHS, GRADIENTS = 2, 2  # rows of them
+NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine
 COLUMNS = (POOLED, 2, 2, 1, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale, cosine
 
 
@@ -32,7 +33,7 @@ class CallNumbers(NamedTuple):
     """The numbers of one call, float64: views of its row of a buffer."""
 
     table: Tensor  # (heads, TABLE), of which the columns of POOLED are always written
-    lengths: Tensor  # (4, heads): root mean squares of ‖q‖ and ‖k‖, and the largest square of each
+    lengths: Tensor  # (2, heads): root mean squares of ‖q‖ and ‖k‖
     gradients: Tensor  # (2, heads): ‖∂loss/∂q‖ and ‖∂loss/∂k‖
     scales: Tensor  # (heads,), written where the plan does not say them
     cosine: Tensor  # (heads,), of queries and keys, written where the scores hold a bias too
@@ -103,7 +104,7 @@ class HostNumbers:
 
     @cached_property
     def columns(self) -> tuple[Tensor, ...]:
-        """What adds up over calls, of each call: (heads, COLUMNS), with POOLED, lengths, gradients, scale, cosine."""
+        """Numbers of each call that add up over calls, (heads, COLUMNS)."""
         if not self.heads:
             return ()
         columns = self._rows.flatten()[_column_index(self.heads, self._rows.shape[1])]
@@ -178,7 +179,7 @@ class ProbedCall:
 
     @property
     def columns(self) -> Tensor:
-        """What adds up over calls, (heads, COLUMNS), on the host; waits for it."""
+        """Numbers that add up over calls, (heads, COLUMNS), on the host; waits for them."""
         assert self.host is not None  # it is asked for once the step is over
         return self.host.columns[self.place]
 
@@ -205,9 +206,9 @@ class ProbedCall:
             and shares_as_kernels_do(self.heads, key.shape[1], owners)
         ):
             self.has_gradients = (True, True)
-            if measure_gradients(query, key, self.buffer.gradients):
-                return
-            self.has_gradients = (False, False)
+            for row, lengths in zip(self.buffer.gradients, lengths_of_both(query, key), strict=True):
+                row.copy_(lengths)
+            return
         if self.lengths is None:
             known = self.buffer.gradients.clone() if all(self.has_gradients) else (None, None)
             self.lengths = GradientLengths(*known)

@@ -33,7 +33,7 @@ def define_op(
 
 
 def no_result(*_: Any) -> None:
-    """The fake of an op that returns nothing."""
+    """Stand in for an op that returns nothing."""
 
 
 class Follower(Protocol):

@@ -120,7 +120,7 @@ class WrittenScores(NamedTuple):
 
 
 class ProbeKind:
-    """What one kind of probe does; `carried` are its own tensors, `number` counts the calls in a run of the module."""
+    """One kind of probe; `carried` are its own tensors, and `number` counts the calls in a run of the module."""
 
     def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
         """Measure a function that attends; return the call to go on with."""

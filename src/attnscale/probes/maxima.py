@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.cuda.probe_max import probe_max
 from attnscale.measure.largest import raise_largest_
 from attnscale.probes.install import define_op, no_result
 from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind, WrittenScores
@@ -46,8 +45,6 @@ def _probe_kernel(
     padding, written = None, (row.largest, row.limit, row.calls)
     if hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:  # rows of padding do not count
         padding = hidden_keys.expand(len(query), -1) & (row.same_positions > 0)
-    if query.is_cuda and probe_max(*written, query, key, mask, padding, scale, is_causal):
-        return
     seen = Visibility.of(mask, is_causal)
     seen = seen if padding is None else seen.without_rows(padding)
     query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
@@ -132,7 +129,7 @@ KINDS[KIND] = _Maxima()
 
 
 def _choose(is_traced: bool, buffer: Tensor, op: Any, function: Any) -> tuple[Any, Tensor]:
-    """The op inside a graph, and its plain function in an eager run."""
+    """Return the op inside a graph, and its plain function in an eager run."""
     return (op, buffer) if is_traced and type(buffer) is not Tensor else (function, buffer.data)
 
 
@@ -181,7 +178,7 @@ class MaxBuffers:
         return self._placement.probed(KIND, self._buffers.__getitem__)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The largest score of each head that passed the limit, −∞ elsewhere; and calls that are not planned."""
+        """Return the largest score of each head that passed the limit, −∞ elsewhere; and how many were unplanned."""
         if not self._buffers:
             return torch.zeros(0), torch.zeros(())
         joined = torch.cat(self._flat)
@@ -197,7 +194,7 @@ class MaxBuffers:
 
 
 def _places_of_heads(layer: Layer, rows: Mapping[str, list[tuple[int, int]]]) -> list[list[int]]:
-    """Where the numbers of each head of a layer are; the same rows serve it at every depth."""
+    """Return the places of each head's numbers; the same rows serve a layer at every depth."""
     path = layer.module if layer.module in rows else ""
     attentions = list(dict.fromkeys(call for call, _ in rows[path]))
     own = attentions[layer.number - 1]

@@ -106,14 +106,14 @@ def measure_by_scores(call: ProbedCall, given: WrittenScores, settings: Settings
 
 
 def some_of_operands(given: WrittenScores) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys spread over their positions, and the last queries."""
+    """Return queries and keys spread over their positions, and the last queries."""
     query, key = given.layout.operands(given.left, given.right)
     spread = (each[:, :, _spread(each, NORMED_ROWS)] for each in (query, key))
     return (*spread, query[:, :, -TAIL:])  # type: ignore[return-value]
 
 
 def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """What the operations say, or the slope of scores on q·k where that is another: a constant was changed."""
+    """Return the scale that the operations say, or the slope of scores on q·k where a constant was changed."""
     known, softcap = planned.written, planned.template.softcap
     assert known is not None
     factors = np.abs(planned.factors[0]) * np.abs(planned.factors[1])
@@ -137,7 +137,7 @@ def _norm(vectors: Tensor, left_out: Tensor | None, every: bool) -> Tensor:
 
 
 def _spread(vectors: Tensor, most: int) -> Tensor:
-    """Positions spread over the queries, or keys, on their device."""
+    """Return positions spread over the queries, or keys, on their device."""
     return constant_on(vectors.device, spread_positions(vectors.shape[-2], most).numpy())
 
 

@@ -73,7 +73,7 @@ def _probe_flex(
     number: int,
     learns: bool,
 ) -> None:
-    """Of the buffers the first belong to score_mod. An op of its own: Inductor loses a list inside a checkpoint."""
+    """Measure FlexAttention, by an op of its own: Inductor loses a list inside a checkpoint."""
     runs.add_(1)
     modified = Modification(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
     _measure(slot, number, AttentionCall(query, key, None, None, False, scale, modification=modified), learns)

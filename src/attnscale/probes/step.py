@@ -152,7 +152,7 @@ class _ProbedStep:
 
 
 class ModuleProbe:
-    """What measures the calls of one module, from one sampled step to the next."""
+    """Measures the calls of one module, from one sampled step to the next."""
 
     def __init__(self, path: str, plan: ModulePlan) -> None:
         self.path, self._plan = path, plan

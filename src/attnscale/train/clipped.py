@@ -1,4 +1,4 @@
-"""What QK-Clip took from a model between the forwards of two records."""
+"""Factors that QK-Clip took from a model between the forwards of two records."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Clipped:
     until: Logs | None
 
     def told_in(self, record: LayerRecord, name: str, layer: LayerFacts | None, part: int) -> LayerRecord:
-        """A record with what this rank knows of its own heads, the `part` of all; NaN for those of other ranks."""
+        """Return a record with the factors of this rank's heads, the `part` of all; NaN for those of other ranks."""
         if layer is None:
             return record
         factors = None
@@ -45,11 +45,11 @@ class Clips:
         self._until: Logs | None = None
 
     def begin(self) -> None:
-        """A sampled step begins; what a device has not told yet is waited for."""
+        """Begin a sampled step: wait for factors on their way from a device."""
         self._until = taken_from(self._model)
 
     def since(self) -> Clipped:
-        """What was taken between the record before and this one."""
+        """Return the factors between the record before and this one."""
         found = Clipped(self._before, self._until)
         self._before = {} if self._until is None else self._until
         return found

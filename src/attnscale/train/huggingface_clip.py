@@ -34,7 +34,7 @@ class QKClipCallback(TrainerCallback, ExportableState):
         self.clip: QKClip | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"args": {}, "attributes": {} if self.clip is None else {"remembered": self.clip.state_dict()}}
 
     def on_train_begin(
@@ -56,13 +56,13 @@ class QKClipCallback(TrainerCallback, ExportableState):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The optimiser has moved."""
+        """Clip after a step of the optimiser."""
         assert self.clip is not None  # training began
         report = self.clip.step()
         self._clipped |= set() if report is None else {(head.layer, head.head) for head in report.heads}
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The trainer logs what it trained, and this what was lowered meanwhile."""
+        """Add the number of heads that were lowered to what the trainer logs."""
         if self._log is not None and "loss" in (kwargs.get("logs") or ()):
             self._log.add({CLIPPED_HEADS: len(self._clipped)}, state.global_step)
             self._clipped = set()

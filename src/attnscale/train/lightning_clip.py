@@ -67,11 +67,11 @@ class LightningQKClipCallback(Callback):
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {} if self.clip is None else self.clip.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until training starts."""
+        """Keep the state until training starts."""
         self._saved = state_dict or None
 
     def _step(self, *_: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
 from attnscale.acting.clip_state import WriteCheck, clip_state
-from attnscale.acting.parameters import Frozen, check_frozen, refuse_copies, refuse_foreign_parameters
+from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
 from attnscale.acting.replicas import Axis, axes_of
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
@@ -105,7 +105,7 @@ class QKClip:
 
     @never_compiled  # as an optimiser's step may be, and what is called after it
     def step(self) -> ClipReport | None:
-        """The optimiser has moved: clip what passed the threshold; a report where something is known to be clipped."""
+        """Clip what passed the threshold; return a report where something is known to be clipped."""
         if self._is_closed:
             raise InputError("Expected a QKClip that is open, got one that was closed.")
         self.steps += 1
@@ -133,10 +133,10 @@ class QKClip:
         def after(*_: Any) -> None:
             self.step()
 
-        return optimizer.register_step_post_hook(after)
+        return inner_optimizer(optimizer).register_step_post_hook(after)
 
     def flush(self) -> ClipReport | None:
-        """Wait for what is on its way from a device; the last report that this brought."""
+        """Wait for what is on its way from a device; return the last report that this brought."""
         return None if self._probed is None else self._deliver(self._probed.arrived(waits=True))
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class QKClip:
         self._is_closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: plain values, for any checkpoint."""
+        """Return what a resumed run needs: plain values, for any checkpoint."""
         return {"steps": self.steps, "threshold": self.threshold}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -285,8 +285,6 @@ class Reporter:
         line, depth = self._stack.line_within(path), self._stack.depth(path)
         seen = self._measured(call, lambda: call.measure(self._settings.rows, self._settings.keep))
         seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
-        if own is not None and own.query < 0:
-            seen.scales = -seen.scales
         if torch.is_grad_enabled():
             seen.gradients = call.gradients(1.0 if own is None else own.key)
         if self._settings.training:

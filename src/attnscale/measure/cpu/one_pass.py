@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.call_op import SCORES, arguments_of, call_of
+from attnscale.measure.call_op import SCORES, arguments_of, call_of
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 

@@ -5,14 +5,15 @@ much as the kernels behind it, so they are launched directly where no compiler a
 """
 
 from enum import Enum
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.choosing import run
+from attnscale.attending.running import run
+from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import (
     Layout,
     capturing,
@@ -22,7 +23,7 @@ from attnscale.measure.cuda.layout import (
     layout_key,
     on_hopper,
 )
-from attnscale.measure.cuda.sampled import SampledRows, own_logits, sample_plain
+from attnscale.measure.cuda.sampled import SampledRows, measure_rows, own_logits
 from attnscale.measure.cuda.sdpa import attend_with_lse, attention_gradients, attention_rows_backward, is_cast
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
@@ -40,7 +41,6 @@ class KernelChoice(Enum):
     HOPPER = "hopper"
     TRITON = "triton"
     DECODING = "decoding"  # one query: the heads that share keys are the rows of one tile
-    SPLIT_KEYS = "split keys"  # one query, few heads: torch's own kernel; statistics over spans of keys
 
 
 class Attended(NamedTuple):
@@ -61,9 +61,12 @@ def _is_plain(call: Call) -> bool:
 
 
 def attends(call: Call) -> bool:
-    """Return True if one kernel gives the output too."""
+    """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
     is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
-    return is_whole and _is_plain(call) and takes_as_given(call)
+    if not is_whole or not _is_plain(call) or not takes_as_given(call):
+        return False
+    programs = call.key.shape[0] * call.key.shape[1]
+    return call.query.shape[2] > 1 or call.visibility.is_causal or programs >= ENOUGH_PROGRAMS
 
 
 def takes_as_given(call: Call) -> bool:
@@ -98,8 +101,9 @@ def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
     if planned is None:
         return attend(call) if attends(call) else (run(call), measure(call, None))
     output, lse = attend_with_lse(call)
-    with torch.no_grad():
-        return output, sample_plain(call, planned, None if lse is None else lse.detach())
+    with torch.no_grad():  # the lse bounds the rows that are not looked at, and costs nothing
+        bounds = max_bound(call) if lse is None else lse.detach()
+        return output, measure_rows(call, planned, bounds).stats(capturing())
 
 
 def sample_planned(
@@ -114,25 +118,19 @@ def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreS
 
     `sinks`, (heads,), are learned logits that join the denominators.
     """
-    (batch, heads, q_len, _), is_causal = call.query.shape, call.visibility.is_causal
+    from attnscale.measure.cuda import finish  # not before: a CPU may have no triton
+    from attnscale.measure.cuda import rows as every_row
+
+    (batch, heads, q_len, _), kv_len, is_causal = call.query.shape, call.key.shape[2], call.visibility.is_causal
     planned = None if rows is None else design(rows, q_len, batch, is_causal)
     with torch.no_grad():
         sinks = own_logits(sinks)
         if planned is not None:
-            return sample_plain(call, planned, None, sinks)
-        choice = _choice(layout_key(call.query), layout_key(call.key), None, is_causal)
-        if choice is KernelChoice.SPLIT_KEYS:
-            return _over_spans(call.query, call.key, call.scale, sinks).stats(capturing(), exact=True)
-        from attnscale.measure.cuda import triton
-
-        query, key, kv_len = call.query, call.key, call.key.shape[2]
-        if choice is KernelChoice.DECODING:
-            queries, key = _heads_as_rows(query, key), key[:, :, :1] if is_causal else key
-            sums = triton.score_rows(queries, key, call.scale, False, cut=_decoding_tiles(queries))
-            sums = sums.view(-1, batch, heads, 1)
-        else:
-            sums = triton.score_rows(query, key, call.scale, is_causal)
-        table = triton.finish_rows(sums, kv_len, is_causal, sinks)
+            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+        if q_len == 1:
+            return _measure_one_query(call.query, call.key[:, :, :1] if is_causal else call.key, call.scale, sinks)
+        sums = every_row.score_rows(call.query, call.key, call.scale, is_causal)
+        table = finish.finish_rows(sums, kv_len, is_causal, sinks)
     pool = Unpooled(partial(_rows, sums, kv_len, is_causal), known=Table(table), sinks=sinks)
     return ScoreStats(heads, exact=True, pool=pool, refreshed=capturing())
 
@@ -143,18 +141,32 @@ def _rows(sums: Tensor, kv_len: int, is_causal: bool) -> RowSums:
     return RowSums(visible.expand_as(sums[0]), *sums)
 
 
+def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> ScoreStats:
+    """Measure a query over spans of keys that fill a GPU."""
+    from attnscale.measure.cuda import finish, sampled_rows
+
+    queries, kv_len = _heads_as_rows(query, key), key.shape[2]
+    batch, _, group, _ = queries.shape
+    every = torch.arange(group, dtype=torch.int32, device=query.device).repeat(batch, 1)
+    weight, span = torch.ones(1, dtype=torch.float64, device=query.device), key_span(queries, key)
+    sums = sampled_rows.sample_rows(queries, key, every, scale, False, span)
+    sums = sums.view(*sums.shape[:3], query.shape[1], 1)
+    table = finish.finish_sampled(sums, None, every, weight, kv_len, span, False, sinks)
+    sample = Sample(every[:, :1], every[0, :1], every[0, :1] + 1)
+    return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing(), exact=True)
+
+
 def choice_of(call: Call) -> KernelChoice:
     """Return the kernels that serve a call of attend()."""
-    return _choice(layout_key(call.query), layout_key(call.key), layout_key(call.value), call.visibility.is_causal)
+    return _choice(layout_key(call.query), layout_key(call.key), layout_key(call.value))
 
 
 @lru_cache(maxsize=4096)
-def _choice(query: Layout, key: Layout, value: Layout | None, is_causal: bool) -> KernelChoice:
-    (batch, _, q_len, _), *_, device, _ = query
+def _choice(query: Layout, key: Layout, value: Layout) -> KernelChoice:
+    (_, _, q_len, _), *_, device, _ = query
     if q_len == 1:
-        is_enough = is_causal or batch * key[0][1] >= ENOUGH_PROGRAMS
-        return KernelChoice.DECODING if is_enough else KernelChoice.SPLIT_KEYS
-    if value is not None and on_hopper(device):
+        return KernelChoice.DECODING
+    if on_hopper(device):
         from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
 
         if hopper.takes(query, key, value):
@@ -166,59 +178,28 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, choice: KernelChoice | None = None
 ) -> Attended:
     """Return softmax(scale · QKᵀ) V, the lse, and the table of the heads."""
-    choice = choice or _choice(layout_key(query), layout_key(key), layout_key(value), is_causal)
-    if choice is KernelChoice.SPLIT_KEYS:
-        output, lse = attend_with_lse(Call(query, key, value, Visibility.of(None, False), 0.0, scale, None))
-        if lse is not None:
-            return Attended(output, lse.contiguous(), _over_spans(query, key, scale).table)
-    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
-    kv_len = key.shape[2]
+    choice = choice or _choice(layout_key(query), layout_key(key), layout_key(value))
     if choice is KernelChoice.HOPPER:
         from attnscale.measure.cuda import hopper
 
         output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal)
     elif choice is KernelChoice.TRITON:
-        output, lse, sums = triton.attend_rows(query, key, value, scale, is_causal)
+        output, lse, sums = rows.attend_rows(query, key, value, scale, is_causal)
     else:
-        batch, heads, _, head_dim = query.shape
         if is_causal:  # the query sees the first key alone
             key, value = key[:, :, :1], value[:, :, :1]
-        rows = _heads_as_rows(query, key)
-        output, lse, sums = triton.attend_rows(rows, key, value, scale, False, cut=_decoding_tiles(rows))
-        output, lse = output.view(batch, heads, 1, head_dim), lse.view(batch, heads, 1)
-        sums = sums.view(-1, batch, heads, 1)
-    return Attended(output, lse, triton.finish_rows(sums, kv_len, is_causal))
+        output, lse, sums = rows.attend_rows(_heads_as_rows(query, key), key, value, scale, False)
+        output, lse = output.view(query.shape), lse.view(query.shape[:3])
+        sums = sums.view(-1, *query.shape[:3])
+    return Attended(output, lse, finish.finish_rows(sums, key.shape[2], is_causal))
 
 
 def _heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
     """Return one query of each head as rows: the heads that share a key head see the same keys."""
     batch, heads, _, head_dim = query.shape
     return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
-
-
-def _decoding_tiles(query: Tensor) -> Any:
-    from attnscale.measure.cuda import triton
-
-    return triton.decoding_tiles(query.shape[-1], query.dtype, triton.capability(query.device.index))
-
-
-def _over_spans(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None = None) -> SampledRows:
-    """Measure one query of few heads over spans of keys that fill a GPU."""
-    from attnscale.measure.cuda import triton
-
-    position, weight = _first_row(len(query), query.device)
-    span, kv_len = key_span(query, key), key.shape[2]
-    sums, norms = triton.sample_rows(query, key, position, scale, False, True, span)
-    table = triton.finish_sampled(sums, norms, position, weight, 1, kv_len, span, scale, False, sinks)
-    table[:, 4].copy_(table[:, 3])  # every row was looked at: the largest score is known
-    return SampledRows(Sample(position, position[0], position[0] + 1), sums, table, span, kv_len, False, sinks)
-
-
-@cache
-def _first_row(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first position of every entry, and its weight: it stands for itself."""
-    return torch.zeros(batch, 1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.float64, device=device)
 
 
 class _Attention(torch.autograd.Function):

@@ -43,20 +43,6 @@ def kernels_take(call: Call) -> bool:
     return call.query.dtype == call.key.dtype and _are_taken(call.query) and _are_taken(call.key)
 
 
-def kernels_take_vectors(*vectors: Tensor) -> bool:
-    """Return True if a kernel may read these, (batch, heads, length, features) each, past torch's operators."""
-    return all(map(_are_taken, vectors)) and not is_intercepted(*vectors)
-
-
-def kernels_take_as_they_are(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the kernels take query, key and a mask of booleans without a copy, on the current device."""
-    if query.device.index != torch.cuda.current_device() or not kernels_take_vectors(query, key):
-        return False
-    if query.dtype != key.dtype or query.stride(-1) != 1 or key.stride(-1) != 1 or len(query) != len(key):
-        return False
-    return mask is None or (mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[-1] == key.shape[2])
-
-
 def _are_taken(vectors: Tensor) -> bool:
     fits = vectors.is_cuda and vectors.dtype in KERNEL_DTYPES and vectors.shape[-1] <= WIDEST_HEAD
     return fits and vectors.numel() > 0 and _has_triton()
@@ -85,17 +71,6 @@ def on_hopper(device: int | None) -> bool:
 
 def key_span(query: Tensor, key: Tensor) -> int:
     """Return how many keys of a head one program takes, so that few rows fill a GPU; on a CPU, all."""
-    return key.shape[2] if query.device.type == "cpu" else span_of(query.shape[0], query.shape[1], key.shape[2])
-
-
-def span_of(batch: int, heads: int, kv_len: int) -> int:
-    """Return how many keys of a head one program takes on a GPU."""
+    (batch, heads, *_), kv_len = query.shape, key.shape[2]
     spans = max(1, SPANS // (batch * heads))
-    return -(-kv_len // (spans * LEAST_SPAN)) * LEAST_SPAN
-
-
-def mask_strides(mask: Layout | None) -> tuple[int, ...]:
-    """Return the strides of a mask: none along an axis of one element."""
-    if mask is None:
-        return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(mask[0], mask[1], strict=True))
+    return kv_len if query.device.type == "cpu" else -(-kv_len // (spans * LEAST_SPAN)) * LEAST_SPAN

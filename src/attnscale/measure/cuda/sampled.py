@@ -62,20 +62,26 @@ def rows_of(sums: Tensor) -> RowSums:
     return RowSums(sums[7].long(), *sums[:7].double())
 
 
-def sample_plain(call: Call, planned: Design, lse: Tensor | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure a draw of rows that see every key or those before them.
+def measure_rows(
+    call: Call, planned: Design, bounds: Tensor, sinks: Tensor | None = None, table: Tensor | None = None
+) -> SampledRows:
+    """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
-    The lse of all rows bounds the maximum of those not looked at; without it, the norms of queries and keys do.
+    `bounds` are upper bounds of scores: the lse of every row, or one of each head. `table` is written to, if given.
     """
-    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+    from attnscale.measure.cuda import finish, masked_rows, sampled_rows  # not before: a CPU may have no triton
 
-    query, key, scale, is_causal = call.query, call.key, call.scale, call.visibility.is_causal
-    q_len, kv_len, span = query.shape[2], key.shape[2], key_span(query, key)
-    sample = drawn_ahead(planned, len(query), query.device).next()
-    sums, norms = triton.sample_rows(query, key, sample.positions, scale, is_causal, lse is None, span)
-    bounds, weights = norms if lse is None else lse, weights_of(planned, query.device)
-    table = triton.finish_sampled(sums, bounds, sample.positions, weights, q_len, kv_len, span, scale, is_causal, sinks)
-    return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks).stats(capturing())
+    query, key, is_causal = call.query, call.key, call.visibility.is_causal
+    kv_len, span, device = key.shape[2], key_span(query, key), query.device
+    sample = drawn_ahead(planned, len(query), device).next()
+    if call.visibility.is_plain and call.softcap is None:
+        sums = sampled_rows.sample_rows(query, key, sample.positions, call.scale, is_causal, span)
+    else:
+        is_causal = False  # the pass counts what each row sees
+        sums = masked_rows.score_masked_rows(call, sample.positions, span)
+    weights = weights_of(planned, device)
+    table = finish.finish_sampled(sums, bounds, sample.positions, weights, kv_len, span, is_causal, sinks, table)
+    return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks)
 
 
 def measures_masked(call: Call) -> bool:
@@ -85,30 +91,17 @@ def measures_masked(call: Call) -> bool:
 
 def measure_masked(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
     """Measure every row, or about this many a head; what the mask hides is False or −∞."""
-    (batch, heads, q_len, _), device = call.query.shape, call.query.device
+    from attnscale.measure.cuda import finish, masked_rows
+
+    (batch, heads, q_len, _), kv_len = call.query.shape, call.key.shape[2]
     planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
     with torch.no_grad():
         sinks = own_logits(sinks)
-        if planned is None:
-            return _every_masked_row(call, sinks)
-        from attnscale.measure.cuda import triton
-
-        kv_len, span = call.key.shape[2], key_span(call.query, call.key)
-        sample = drawn_ahead(planned, batch, device).next()
-        sums = triton.score_masked_rows(call, sample.positions, span)
-        bound = max_bound(call).float().view(1, heads, 1).expand(batch, -1, -1)
-        weights = weights_of(planned, device)
-        table = triton.finish_sampled(sums, bound, sample.positions, weights, 1, kv_len, span, 1.0, False, sinks)
-        return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing())
-
-
-def _every_masked_row(call: Call, sinks: Tensor | None) -> ScoreStats:
-    from attnscale.measure.cuda import triton
-
-    kv_len = call.key.shape[2]
-    sums = triton.score_masked_rows(call, None, kv_len)[:, 0]
-    pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, kv_len, False, sinks)), sinks=sinks)
-    return ScoreStats(call.query.shape[1], exact=True, pool=pool, refreshed=capturing())
+        if planned is not None:
+            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+        sums = masked_rows.score_masked_rows(call, None, kv_len)[:, 0]
+        known = Table(finish.finish_rows(sums, kv_len, False, sinks))
+    return ScoreStats(heads, True, Unpooled(partial(rows_of, sums), known=known, sinks=sinks), capturing())
 
 
 def own_logits(sinks: Tensor | None) -> Tensor | None:

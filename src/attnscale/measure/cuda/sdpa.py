@@ -13,11 +13,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call, padded
-from attnscale.attending.choosing import run
+from attnscale.attending.running import run
 from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward
 
 ALIGNMENT = 8  # head dimensions that torch's CUDA kernels take are multiples of this
 LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
+# What forwards take before dropout: no bias, and that the lse is kept.
+FORWARDS: dict[SDPBackend | None, tuple[Any, ...]] = {
+    SDPBackend.CUDNN_ATTENTION: (None, True),
+    SDPBackend.FLASH_ATTENTION: (),
+    SDPBackend.EFFICIENT_ATTENTION: (None, True),
+}
 Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Callable[..., Any]
 
@@ -25,8 +31,12 @@ Kernel = Callable[..., Any]
 def attend_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the output of attention(), bit for bit, and the lse (batch, heads, q_len), None where torch has none."""
     backend = _choice(call) if _takes_as_given(call) else None
-    forward, kernel = FORWARDS.get(backend), sdpa_forward(backend)
-    return (run(call), None) if forward is None or kernel is None else forward(kernel, call)
+    kernel = sdpa_forward(backend) if backend in FORWARDS else None
+    if kernel is None:
+        return run(call), None
+    options = *FORWARDS[backend], call.dropout_p, call.visibility.is_causal
+    output, lse, *_ = kernel(call.query, call.key, call.value, *options, scale=call.scale)
+    return output, lse.reshape(*lse.shape[:2], -1)[..., : call.query.shape[2]]  # what is behind is padding
 
 
 def is_cast(call: Call) -> bool:
@@ -52,34 +62,6 @@ def _choice(call: Call) -> SDPBackend | None:
         scale=call.scale,
         enable_gqa=call.grouped,
     )
-
-
-def _cudnn(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = kernel(
-        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
-    )
-    return output, lse.reshape(call.query.shape[:3])
-
-
-def _flash(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = kernel(
-        *(call.query, call.key, call.value, call.dropout_p, call.visibility.is_causal), scale=call.scale
-    )
-    return output, lse
-
-
-def _efficient(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = kernel(
-        *(call.query, call.key, call.value, None, True, call.dropout_p, call.visibility.is_causal), scale=call.scale
-    )
-    return output, lse[..., : call.query.shape[2]]  # what is behind is padding
-
-
-FORWARDS: dict[SDPBackend | None, Callable[[Kernel, Call], tuple[Tensor, Tensor]]] = {
-    SDPBackend.CUDNN_ATTENTION: _cudnn,
-    SDPBackend.FLASH_ATTENTION: _flash,
-    SDPBackend.EFFICIENT_ATTENTION: _efficient,
-}
 
 
 @torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")

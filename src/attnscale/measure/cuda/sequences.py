@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending.ragged import Ragged
-from attnscale.attending.sequences import as_one_row, as_tokens
+from attnscale.attending.ragged import Ragged, as_one_row, as_tokens
 from attnscale.measure.cuda.attention import takes_as_given
 from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take, layout_key, on_hopper
 from attnscale.measure.cuda.sampled import rows_of
@@ -60,12 +59,12 @@ def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
 
 def measure(ragged: Ragged) -> ScoreStats:
     """Measure every row alone; the sums of rows are kept."""
-    from attnscale.measure.cuda import triton
+    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
-        sums = triton.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        pool = Unpooled(partial(rows_of, sums), known=Table(triton.finish_rows(sums, 0, False)))
+        sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
+        pool = Unpooled(partial(rows_of, sums), known=Table(finish.finish_rows(sums, 0, False)))
     return ScoreStats(row.query.shape[1], exact=True, pool=pool, refreshed=capturing())
 
 
@@ -78,15 +77,15 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, (total, heads, head_dim), the lse, (1, heads, total), and the table of the heads."""
-    from attnscale.measure.cuda import triton  # not before it is needed: a CPU may have none
+    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     if _has_hopper_kernel(query, key, value):
         from attnscale.measure.cuda import hopper
 
         output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal, starts)
     else:
-        output, lse, sums = triton.attend_rows(query, key, value, scale, is_causal, starts)
-    return output, lse, triton.finish_rows(sums, 0, False)
+        output, lse, sums = rows.attend_rows(query, key, value, scale, is_causal, starts)
+    return output, lse, finish.finish_rows(sums, 0, False)
 
 
 def _has_hopper_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:

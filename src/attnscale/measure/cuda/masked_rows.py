@@ -6,7 +6,6 @@ the largest score of each head where a row can have one above a limit; tiles of 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -15,20 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key, mask_strides
-from attnscale.measure.cuda.triton.launch import Launch, capability, precision, unit_stride
-from attnscale.measure.cuda.triton.rows import VANISHED, key_tile
-from attnscale.measure.cuda.triton.tiles import (
+from attnscale.measure.cuda.launch import (
     LEAST_WIDTH,
-    Tiles,
+    Launch,
+    capability,
     largest_tiles,
     masked_sample_tiles,
     masked_tiles,
     padded_width,
+    precision,
+    unit_stride,
 )
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key
+from attnscale.measure.cuda.rows import VANISHED, key_tile
 
-CHUNK, MOST_CHUNKS = 128, 64  # keys whose longest one program looks for, and programs a head
-LENGTHS_AT_ONCE = 128  # keys
 SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # by which rounding may lift a score above what lengths allow
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 NO_MASK: tl.constexpr = tl.constexpr(0)
@@ -88,7 +87,6 @@ def masked_kernel(
     DOCUMENTS: tl.constexpr,
     CAPPED: tl.constexpr,
     LARGEST: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """A tile of rows against one span of a head's keys: the sums of each row, and how many keys it sees there.
@@ -130,9 +128,7 @@ def masked_kernel(
     if LARGEST:
         squares = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
         length = tl.sqrt(tl.max(squares, 0)) + 0.0 * tl.sum(squares, 0)  # NaN where any is, which max passes over
-        longest_at += (both // heads * (heads // group) + head // group) * CHUNKS
-        chunks = tl.load(longest_at + tl.arange(0, CHUNKS))
-        longest = tl.sqrt(tl.max(chunks, 0)) + 0.0 * tl.sum(chunks, 0)
+        longest = tl.load(longest_at + both // heads * (heads // group) + head // group)  # NaN where a key is
         reach = length * longest * tl.abs(scale) * SLACK
         if CAPPED:
             reach = tl.minimum(reach, softcap)
@@ -234,34 +230,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
 
 
-@triton.jit(do_not_specialize=["heads", "kv_len", "chunk"])
-def longest_kernel(
-    key_at: tl.tensor,
-    longest_at: tl.tensor,
-    key_batch: tl.tensor,
-    key_head: tl.tensor,
-    key_row: tl.tensor,
-    heads: tl.tensor,
-    kv_len: tl.tensor,
-    chunk: tl.tensor,
-    CHUNKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-) -> None:
-    """The largest squared length among the keys of one chunk of a head; NaN where one has it."""
-    both, number = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
-    key_at += (both // heads).to(tl.int64) * key_batch + (both % heads).to(tl.int64) * key_head
-    highest, total = tl.zeros([TILE_KEYS], tl.float32), tl.zeros([TILE_KEYS], tl.float32)
-    stop = tl.minimum(number * chunk + chunk, kv_len)
-    for here in range(number * chunk, stop, TILE_KEYS):
-        key = key_tile(key_at, here, key_row, stop, HEAD_DIM, WIDTH, TILE_KEYS, True).to(tl.float32)
-        squares = tl.sum(key * key, 1)
-        highest, total = tl.maximum(highest, squares), total + squares
-    tl.store(longest_at + tl.program_id(0), tl.max(highest, 0) + 0.0 * tl.sum(total, 0))
-
-
-def score_masked_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | None = None) -> Tensor:
+def score_masked_rows(call: Call, rows: Tensor | None, span: int) -> Tensor:
     """Return the sums of every row, or of those at these positions, (batch, rows), over each span of keys.
 
     They are (SUMS_AND_VISIBLE, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
@@ -269,62 +238,36 @@ def score_masked_rows(call: Call, rows: Tensor | None, span: int, cut: Tiles | N
     batch, heads, q_len, _ = call.query.shape
     spans, count = -(-call.key.shape[2] // span), q_len if rows is None else rows.shape[1]
     sums = torch.empty((SUMS_AND_VISIBLE, spans, batch, heads, count), dtype=torch.float32, device=call.query.device)
-    rows = None if rows is None else rows.contiguous()
-    _run(call, rows, sums, count, span, 0, (sums, sums, sums, sums, sums), cut)
+    _run(call, None if rows is None else rows.contiguous(), count, span, sums, None)
     return sums
 
 
-def raise_largest_(
-    largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None, cut: Tiles | None = None
-) -> None:
+def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call, added: Tensor | None) -> None:
     """Raise `largest`, a float32 a head, to the largest score of every head that has one above the limit.
 
     `added` is the most that is added to a score. `calls` goes up by one.
     """
-    longest = longest_squared(call.key)
-    q_len, kv_len, chunks = call.query.shape[2], call.key.shape[2], longest.shape[-1]
+    longest = torch.linalg.vector_norm(call.key, dim=-1, dtype=torch.float32).amax(-1)  # (batch, kv_heads)
     written = longest, limit if added is None else added, limit, largest, calls
-    _run(call, None, largest, q_len, kv_len, chunks, written, cut)
+    _run(call, None, call.query.shape[2], call.key.shape[2], largest, written)
 
 
 def _run(
-    call: Call,
-    rows: Tensor | None,
-    sums: Tensor,
-    count: int,
-    span: int,
-    chunks: int,
-    written: tuple[Tensor, ...],
-    cut: Tiles | None,
+    call: Call, rows: Tensor | None, count: int, span: int, sums: Tensor, written: tuple[Tensor, ...] | None
 ) -> None:
     query, key, seen = unit_stride(call.query), unit_stride(call.key), call.visibility
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     own, theirs = (None, None) if seen.documents is None else seen.documents
     own = None if own is None else own.expand(batch, q_len)
     theirs = None if theirs is None else theirs.expand(batch, kv_len)
-    layouts = (None if tensor is None else layout_key(tensor) for tensor in (seen.mask, own, theirs))
-    mask, own_key, their_key = layouts
+    layouts = (None if tensor is None else layout_key(tensor) for tensor in (query, key, seen.mask, own, theirs))
     flags = seen.bias is not None, seen.first is not None, seen.last is not None, call.softcap is not None
-    launch = masked_launch(
-        layout_key(query),
-        layout_key(key),
-        mask,
-        own_key,
-        their_key,
-        *flags,
-        None if rows is None else count,
-        chunks,
-        cut,
-    )
+    launch = _launch(*layouts, *flags, None if rows is None else count, written is not None)
     launch(
         (-(-count // launch.tiles.rows) * batch * heads, -(-kv_len // span)),
-        *(
-            query,
-            key,
-            query if rows is None else rows,
-            *(_as_numbers(each, query) for each in (seen.mask, own, theirs)),
-        ),
-        *(sums, *written, *query.stride()[:3], *key.stride()[:3], *mask_strides(mask)),
+        *(query, key, query if rows is None else rows),
+        *(_as_numbers(each, query) for each in (seen.mask, own, theirs)),
+        *(sums, *(written or (sums,) * 5), *query.stride()[:3], *key.stride()[:3], *_mask_strides(seen.mask)),
         *((0, 0) if own is None else own.stride()),
         *((0, 0) if theirs is None else theirs.stride()),
         *(heads, heads // kv_heads, count, kv_len, span, seen.first or 0, seen.last or 0),
@@ -333,7 +276,7 @@ def _run(
 
 
 @lru_cache(maxsize=1024)
-def masked_launch(
+def _launch(
     query: Layout,
     key: Layout,
     mask: Layout | None,
@@ -344,18 +287,15 @@ def masked_launch(
     has_last: bool,
     is_capped: bool,
     sampled: int | None,
-    chunks: int,
-    cut: Tiles | None = None,
+    is_largest: bool,
 ) -> Launch:
-    """Return the launch for so many sampled rows, None for every row; with chunks of keys, for the largest score."""
-    (*_, head_dim), _, dtype, device, _ = query
-    by_row, known = mask_strides(mask)[2] != 0, (head_dim, dtype, capability(device))
-    if chunks:
-        cut = cut or largest_tiles(*known, by_row)
-    elif sampled is None:
-        cut = cut or masked_tiles(*known, by_row)
+    (*_, rows, head_dim), _, dtype, device, _ = query
+    by_row = mask is not None and mask[0][2] > 1 and mask[1][2] != 0
+    known = head_dim, dtype, capability(device)
+    if is_largest:
+        cut = largest_tiles(rows, *known, by_row)
     else:
-        cut = cut or masked_sample_tiles(sampled, *known, has_first)
+        cut = masked_tiles(*known, by_row) if sampled is None else masked_sample_tiles(sampled, *known, has_first)
     constants = {
         "HEAD_DIM": head_dim,
         "WIDTH": padded_width(head_dim, LEAST_WIDTH),
@@ -368,32 +308,17 @@ def masked_launch(
         "LAST": has_last,
         "DOCUMENTS": own_documents is not None,
         "CAPPED": is_capped,
-        "LARGEST": chunks > 0,
-        "CHUNKS": chunks,
+        "LARGEST": is_largest,
         "PRECISION": precision(dtype, device),
     }
     return Launch(masked_kernel, device, constants, cut)
 
 
-def longest_squared(vectors: Tensor) -> Tensor:
-    """Return the largest squared length of the vectors in each chunk of a head, (batch, heads, chunks)."""
-    vectors = unit_stride(vectors)
-    shape, launch = bind_longest(layout_key(vectors))
-    longest = torch.empty(shape, dtype=torch.float32, device=vectors.device)
-    launch(vectors, longest)
-    return longest
-
-
-@lru_cache(maxsize=1024)
-def bind_longest(vectors: Layout) -> tuple[tuple[int, int, int], Callable[..., None]]:
-    """Return the shape that longest_squared() has, and the launch that takes vectors of this layout, and it."""
-    (batch, heads, length, head_dim), strides, _, device, _ = vectors
-    chunks = min(MOST_CHUNKS, padded_width(-(-length // CHUNK), 1))
-    width = padded_width(head_dim, LEAST_WIDTH)
-    constants = {"CHUNKS": chunks, "HEAD_DIM": head_dim, "WIDTH": width, "TILE_KEYS": LENGTHS_AT_ONCE}
-    launch = Launch(longest_kernel, device, constants, Tiles(0, LENGTHS_AT_ONCE, 4, 2))
-    sizes = heads, length, -(-length // chunks)
-    return (batch, heads, chunks), launch.bind((batch * heads * chunks,), *strides[:3], *sizes)
+def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a mask: none along an axis of one element."""
+    if mask is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
 
 
 def _as_numbers(tensor: Tensor | None, otherwise: Tensor) -> Tensor:

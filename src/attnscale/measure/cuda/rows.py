@@ -10,14 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnscale.measure.cuda.launch import (
+    LEAST_WIDTH,
+    Launch,
+    capability,
+    padded_width,
+    positive_scale,
+    precision,
+    tiles,
+    unit_stride,
+)
 from attnscale.measure.cuda.layout import SUMS, SUMS_AND_VISIBLE, Layout, layout_key, token_layout_key
-from attnscale.measure.cuda.triton.launch import Launch, capability, positive_scale, precision, unit_stride
-from attnscale.measure.cuda.triton.sequence_tiles import FIELDS, most_tiles, tiles_of
-from attnscale.measure.cuda.triton.tiles import LEAST_WIDTH, Tiles, padded_width, tiles
+from attnscale.measure.cuda.sequence_tiles import FIELDS, most_tiles, tiles_of
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
 LN_2: tl.constexpr = tl.constexpr(math.log(2))
 TILE_FIELDS: tl.constexpr = FIELDS
+MANY_ROWS = 2**16  # of sequences, whose lengths the device alone knows
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
 
 
@@ -192,13 +201,7 @@ def key_tile(
 
 
 def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    is_causal: bool,
-    starts: Tensor | None = None,
-    cut: Tiles | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None
 ) -> AttendedRows:
     """Return softmax(scale · QKᵀ) V, the lse and the sums of every row.
 
@@ -208,14 +211,12 @@ def attend_rows(
     shape = query.shape if starts is None else (query.shape[2], query.shape[1], query.shape[3])
     output = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    return AttendedRows(output, lse, _run(query, key, (value, output, lse), scale, is_causal, starts, cut))
+    return AttendedRows(output, lse, _run(query, key, (value, output, lse), scale, is_causal, starts))
 
 
-def score_rows(
-    query: Tensor, key: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None, cut: Tiles | None = None
-) -> Tensor:
+def score_rows(query: Tensor, key: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None) -> Tensor:
     """Return the sums of every row alone."""
-    return _run(query, key, None, scale, is_causal, starts, cut)
+    return _run(query, key, None, scale, is_causal, starts)
 
 
 def _run(
@@ -225,9 +226,7 @@ def _run(
     scale: float,
     is_causal: bool,
     starts: Tensor | None,
-    cut: Tiles | None,
 ) -> Tensor:
-    """Return the sums; with a value, write its output and lse."""
     query, scale = positive_scale(query, scale)
     query, key = unit_stride(query), unit_stride(key)
     value, output, lse = (key, query, query) if attended is None else attended
@@ -235,7 +234,7 @@ def _run(
     batch, heads, count, _ = query.shape
     key_of = layout_key if starts is None else token_layout_key
     value_key = None if attended is None else key_of(value)
-    launch = _launch(key_of(query), key_of(key), value_key, is_causal, starts is not None, cut)
+    launch = _launch(key_of(query), key_of(key), value_key, is_causal, starts is not None)
     planes = SUMS if starts is None else SUMS_AND_VISIBLE
     sums = torch.empty((planes, batch, heads, count), dtype=torch.float32, device=query.device)
     programs, placed = -(-count // launch.tiles.rows) * batch * heads, query
@@ -253,11 +252,9 @@ def _run(
 
 
 @lru_cache(maxsize=1024)
-def _launch(
-    query: Layout, key: Layout, value: Layout | None, is_causal: bool, in_sequences: bool, cut: Tiles | None
-) -> Launch:
-    (*_, head_dim), _, dtype, device, _ = query
-    cut = cut or tiles(head_dim, dtype, capability(device))
+def _launch(query: Layout, key: Layout, value: Layout | None, is_causal: bool, in_sequences: bool) -> Launch:
+    (*_, rows, head_dim), _, dtype, device, _ = query
+    cut = tiles(MANY_ROWS if in_sequences else rows, head_dim, dtype, capability(device))
     constants = {
         "HEAD_DIM": head_dim,
         "WIDTH": padded_width(head_dim, LEAST_WIDTH),

@@ -1,0 +1,404 @@
+"""The sums of rows -> the statistics of their heads, in float64 and in a fixed order, in one launch.
+
+Each program pools some rows of a head, and whichever comes last adds up what all of them left. Where few rows were
+looked at, over spans of keys, one program a head merges the spans of each row and weighs the rows by the positions that
+they stand for. The last program writes a row of the table for each head: NUMBERS, SUMS and FINISHED of
+`attnscale.measure.pooled`, and two of the numbers as whole ones.
+"""
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnscale.measure.bound import BOUND_SLACK
+from attnscale.measure.cuda.launch import Launch, Tiles, counters
+from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE
+from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
+from attnscale.theory.limits import SATURATED_TOP1
+
+# What a program leaves of a head: SUMS, where Σ n·mean and Σ s² stand for deviations and squares, rows and scores that
+# it looked at, and two maxima.
+FIELDS: tl.constexpr = tl.constexpr(16)
+FIRST: tl.constexpr = tl.constexpr(SUMS.index("deviations"))
+SECOND: tl.constexpr = tl.constexpr(SUMS.index("squares"))
+WITHIN: tl.constexpr = tl.constexpr(SUMS.index("within"))
+ROWS: tl.constexpr = tl.constexpr(SUMS.index("rows"))
+ENTROPY: tl.constexpr = tl.constexpr(SUMS.index("entropy"))
+SEVERAL: tl.constexpr = tl.constexpr(SUMS.index("rows_of_several"))
+RATIO: tl.constexpr = tl.constexpr(SUMS.index("entropy_ratio"))
+SINK: tl.constexpr = tl.constexpr(SUMS.index("sink"))
+LOOKED: tl.constexpr = tl.constexpr(len(SUMS))
+HIGHEST: tl.constexpr = tl.constexpr(16)
+ABOVE: tl.constexpr = tl.constexpr(17)
+LEFT: tl.constexpr = tl.constexpr(18)
+# Columns of the table:
+COLUMNS: tl.constexpr = tl.constexpr(TABLE)
+SUMS_BEGIN: tl.constexpr = tl.constexpr(len(NUMBERS))
+FINISHED_BEGIN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS))
+ENTROPY_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy"))
+RATIO_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy_ratio"))
+
+VANISHED: tl.constexpr = tl.constexpr(-1e4)  # e to this is zero; a logit of −∞ times zero is NaN
+AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
+SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
+SLACK: tl.constexpr = tl.constexpr(BOUND_SLACK)
+BOUNDS: tl.constexpr = tl.constexpr(4096)  # at a time
+PROGRAMS = 1056  # that pool rows, eight a multiprocessor of an H200
+POOLED_ROWS = 128  # at a time, four a thread of one warp: sums over them need no barriers
+SAMPLED_ROWS = 64  # at a time
+
+
+@triton.jit(
+    do_not_specialize=[
+        "bound_batch", "bound_head", "bound_place", "bound_batches", "bound_places",
+        "batch", "heads", "count", "kv_len", "spans", "span", "rows_each",
+    ],
+    do_not_specialize_on_alignment=["rows_at", "bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
+)  # fmt: skip
+def finish_kernel(
+    sums_at: tl.tensor,
+    rows_at: tl.tensor,
+    weights_at: tl.tensor,
+    bounds_at: tl.tensor,
+    sinks_at: tl.tensor,
+    left_at: tl.tensor,
+    arrived_at: tl.tensor,
+    table_at: tl.tensor,
+    bound_batch: tl.tensor,
+    bound_head: tl.tensor,
+    bound_place: tl.tensor,
+    bound_batches: tl.tensor,
+    bound_places: tl.tensor,
+    batch: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    kv_len: tl.tensor,
+    spans: tl.tensor,
+    span: tl.tensor,
+    rows_each: tl.tensor,
+    CAUSAL: tl.constexpr,
+    GIVEN_VISIBLE: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Pool some rows of a head, the batch entries one behind the other; the last program writes the statistics."""
+    slot, slots, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    none = tl.zeros([BLOCK], tl.float64)
+    scores, first, second, within, looked_scores = none, none, none, none, none
+    rows, entropy, several, ratio, looked_rows = none, none, none, none, none
+    top1, saturated, trace, keys, sink, learned = none, none, none, none, none, none
+    highest = tl.full([BLOCK], float("-inf"), tl.float64)
+    above = tl.full([BLOCK], float("-inf"), tl.float64)
+    step = tl.cast(batch, tl.int64) * heads * count  # from span to span
+    plane = step * spans
+    end = tl.minimum(slot * rows_each + rows_each, batch * count)
+    for start in range(slot * rows_each, end, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        kept = row < end
+        entry, place = row // count, row % count
+        position = place
+        if SAMPLED:
+            position = tl.load(rows_at + tl.where(kept, row, 0)).to(tl.int32)
+        at = sums_at + (entry * heads + head).to(tl.int64) * count + place
+        visible = tl.zeros_like(position) + kv_len
+        if CAUSAL:
+            visible = tl.minimum(position + 1, kv_len)
+        if GIVEN_VISIBLE:
+            visible = tl.zeros_like(position)
+            for number in range(spans):
+                visible += tl.load(at + number * step + 7 * plane, mask=kept, other=0.0).to(tl.int32)
+            kept = kept & (visible > 0)
+        if SAMPLED:
+            weight = tl.where(kept, tl.load(weights_at + place), 0.0)
+            largest, total, gap, participation, mean, deviation, row_first = _merge_spans(
+                at, visible, kept, step, plane, spans, span, GIVEN_VISIBLE, BLOCK
+            )
+        else:
+            weight = tl.where(kept, 1.0, 0.0).to(tl.float64)
+            largest = tl.load(at, mask=kept, other=float("-inf"))
+            total = tl.load(at + plane, mask=kept, other=1.0)
+            gap = tl.load(at + 2 * plane, mask=kept, other=0.0)
+            participation = tl.load(at + 3 * plane, mask=kept, other=1.0)
+            mean = tl.load(at + 4 * plane, mask=kept, other=0.0).to(tl.float64)
+            deviation = tl.load(at + 5 * plane, mask=kept, other=0.0).to(tl.float64)
+            row_first = tl.load(at + 6 * plane, mask=kept, other=0.0)
+        outcomes = visible
+        if HAS_SINKS:  # one more key, as RowSums.with_sinks() adds it
+            logit = tl.load(sinks_at + head)
+            beyond = logit - tl.where(kept, largest, 0.0).to(tl.float64)  # rows left out have none: −∞ − −∞
+            raised, below = tl.maximum(beyond, 0.0), tl.minimum(tl.maximum(beyond, VANISHED), 0.0)
+            of_keys, own = total * tl.exp(-raised), tl.exp(below)
+            total = of_keys + own
+            gap = (of_keys * (gap + raised) - own * below) / total
+            participation = (participation * of_keys * of_keys + own * own) / (total * total)
+            row_first = row_first - raised
+            learned += weight * (own / total)
+            outcomes = visible + 1
+        row_entropy = tl.log(total) + gap
+        row_top1 = 1.0 / total
+        some = kept & (outcomes > 1)
+        row_ratio = row_entropy / tl.log(tl.maximum(outcomes, 2).to(total.dtype))
+        seen = visible.to(tl.float64)
+        highest = tl.maximum(highest, largest.to(tl.float64), propagate_nan=tl.PropagateNan.ALL)
+        beyond = tl.where(kept, largest.to(tl.float64) - mean, float("-inf"))
+        above = tl.maximum(above, beyond, propagate_nan=tl.PropagateNan.ALL)
+        rows += weight
+        looked_rows += kept.to(tl.float64)
+        scores += weight * seen
+        looked_scores += tl.where(kept, seen, 0.0)
+        first += weight * (seen * mean)
+        second += weight * (deviation + seen * mean * mean)
+        within += weight * deviation
+        entropy += weight * row_entropy.to(tl.float64)
+        several += tl.where(some, weight, 0.0)
+        ratio += tl.where(some, weight * row_ratio.to(tl.float64), 0.0)
+        top1 += weight * row_top1.to(tl.float64)
+        saturated += tl.where(row_top1 > SATURATED, weight, 0.0)
+        trace += weight * (1.0 - tl.minimum(participation, 1.0, propagate_nan=tl.PropagateNan.ALL)).to(tl.float64)
+        keys += weight * (1.0 / participation).to(tl.float64)
+        sink += weight * (tl.exp(row_first) * row_top1).to(tl.float64)
+
+    sums = _field(0, scores) + _field(FIRST, first) + _field(SECOND, second) + _field(WITHIN, within)
+    sums += _field(ROWS, rows) + _field(ENTROPY, entropy) + _field(SEVERAL, several) + _field(RATIO, ratio)
+    sums += _field(RATIO + 1, top1) + _field(RATIO + 2, saturated) + _field(RATIO + 3, trace)
+    sums += _field(RATIO + 4, keys) + _field(SINK, sink) + _field(SINK + 1, learned)
+    sums += _field(LOOKED, looked_rows) + _field(LOOKED + 1, looked_scores)
+    field = tl.arange(0, FIELDS)
+    left_at += (head * slots).to(tl.int64) * LEFT
+    tl.store(left_at + slot * LEFT + field, sums)
+    tl.store(left_at + slot * LEFT + HIGHEST, _largest(highest))
+    tl.store(left_at + slot * LEFT + ABOVE, _largest(above))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
+        sums = tl.zeros([FIELDS], tl.float64)
+        for begin in range(0, slots, AT_ONCE):
+            other = begin + tl.arange(0, AT_ONCE)[:, None]
+            at = left_at + other * LEFT + field[None, :]
+            sums += tl.sum(tl.load(at, mask=other < slots, other=0.0, cache_modifier=".cg"), 0)
+        largest = _highest(left_at + HIGHEST, slots)
+        bound = largest
+        if BOUNDED:
+            own = _bound(bounds_at + head * bound_head, bound_batch, bound_place, bound_batches, bound_places)
+            bound = tl.maximum(own, largest, propagate_nan=tl.PropagateNan.ALL)
+        _write_row(table_at + head * COLUMNS, sums, largest, bound, _highest(left_at + ABOVE, slots))
+        tl.store(arrived_at + head, 0)  # for the next launch
+
+
+@triton.jit
+def _merge_spans(
+    at: tl.tensor,
+    visible: tl.tensor,
+    kept: tl.tensor,
+    step: tl.tensor,
+    plane: tl.tensor,
+    spans: tl.tensor,
+    span: tl.tensor,
+    GIVEN_VISIBLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The sums of rows over all their keys, from those over each span of them, as RowSums.over_shards()."""
+    largest = tl.full([BLOCK], float("-inf"), tl.float64)
+    for number in range(spans):
+        here = at + number * step
+        shown = kept & (_visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE) > 0)
+        score = tl.load(here, mask=shown, other=float("-inf")).to(tl.float64)
+        largest = tl.maximum(largest, score, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(kept, largest, 0.0)
+    total = tl.zeros([BLOCK], tl.float64)
+    gap = tl.zeros([BLOCK], tl.float64)
+    square = tl.zeros([BLOCK], tl.float64)
+    first = tl.zeros([BLOCK], tl.float64)
+    second = tl.zeros([BLOCK], tl.float64)
+    first_key = tl.zeros([BLOCK], tl.float64)
+    seen = tl.zeros([BLOCK], tl.int32)
+    for number in range(spans):
+        here = at + number * step
+        there = _visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE)
+        shown = kept & (there > 0)
+        is_earliest, seen = shown & (seen == 0), seen + tl.where(shown, there, 0)
+        there = tl.where(shown, there, 0).to(tl.float64)
+        below = tl.where(shown, base - tl.load(here, mask=shown, other=0.0).to(tl.float64), 0.0)
+        share = tl.load(here + plane, mask=shown, other=0.0).to(tl.float64) * tl.exp(-below)
+        total += share
+        gap += share * (tl.load(here + 2 * plane, mask=shown, other=0.0).to(tl.float64) + below)
+        square += share * share * tl.load(here + 3 * plane, mask=shown, other=0.0).to(tl.float64)
+        mean = tl.load(here + 4 * plane, mask=shown, other=0.0).to(tl.float64)
+        own_first = tl.load(here + 6 * plane, mask=shown, other=0.0).to(tl.float64) - below
+        first_key = tl.where(is_earliest, own_first, first_key)
+        first += there * mean
+        second += tl.load(here + 5 * plane, mask=shown, other=0.0).to(tl.float64) + there * mean * mean
+    total = tl.where(kept, total, 1.0)
+    participation = tl.where(kept, square / (total * total), 1.0)
+    mean = first / tl.maximum(visible.to(tl.float64), 1.0)
+    deviation = tl.maximum(second - first * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return largest, total, gap / total, participation, mean, deviation, first_key
+
+
+@triton.jit
+def _visible_in(
+    at: tl.tensor, left: tl.tensor, span: tl.tensor, kept: tl.tensor, GIVEN_VISIBLE: tl.constexpr
+) -> tl.tensor:
+    """How many keys of a span each row sees: as the pass has counted them, or of those left from its begin on."""
+    if GIVEN_VISIBLE:
+        return tl.load(at, mask=kept, other=0.0).to(tl.int32)
+    return tl.minimum(left, span)
+
+
+@triton.jit
+def _bound(
+    at: tl.tensor, batch_stride: tl.tensor, place_stride: tl.tensor, batch: tl.tensor, places: tl.tensor
+) -> tl.tensor:
+    """The largest of the upper bounds of a head's scores, lifted by what rounding may take."""
+    bound = tl.full([BOUNDS], float("-inf"), tl.float32)
+    for entry in range(batch):
+        for start in range(0, places, BOUNDS):
+            place = start + tl.arange(0, BOUNDS)
+            here = at + entry * batch_stride + place * place_stride
+            found = tl.load(here, mask=place < places, other=float("-inf"))
+            bound = tl.maximum(bound, found, propagate_nan=tl.PropagateNan.ALL)
+    highest = _largest(bound.to(tl.float64))
+    return highest + SLACK * tl.maximum(tl.abs(highest), 1.0)
+
+
+@triton.jit
+def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.tensor, above: tl.tensor) -> None:
+    """The row of a head: numbers, sums, and the statistics as they are read."""
+    field = tl.arange(0, FIELDS)
+    looked_rows, looked_scores = _value(sums, LOOKED), _value(sums, LOOKED + 1)
+    scores, rows, several = _value(sums, 0), _value(sums, ROWS), _value(sums, SEVERAL)
+    mean = _value(sums, FIRST) / tl.maximum(scores, 1.0)
+    squares = tl.maximum(_value(sums, SECOND) - scores * mean * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    sums = tl.where(field == FIRST, 0.0, tl.where(field == SECOND, squares, sums))
+    tl.store(to, looked_rows)
+    tl.store(to + 1, looked_scores)
+    tl.store(to + 2, mean)
+    tl.store(to + 3, largest)
+    tl.store(to + 4, bound)
+    tl.store(to + 5, above)
+    tl.store(to + SUMS_BEGIN + field, sums, mask=field < LOOKED)
+    variance, within = squares / scores, _value(sums, WITHIN) / scores
+    finished_at = to + FINISHED_BEGIN
+    tl.store(finished_at, variance)
+    tl.store(finished_at + 1, tl.sqrt(variance))
+    tl.store(finished_at + 2, within)
+    tl.store(finished_at + 3, tl.sqrt(within))
+    tl.store(to + ENTROPY_COLUMN, _value(sums, ENTROPY) / rows)
+    some = tl.where(several > 0.0, several, float("nan"))  # no ratio where every row sees one key
+    means = sums / tl.where(field == RATIO, some, rows)  # from the ratio to the sink, in the order of FINISHED
+    tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= SINK))
+    whole = (to + COLUMNS - 2).to(tl.pointer_type(tl.int64))
+    tl.store(whole, looked_rows.to(tl.int64))
+    tl.store(whole + 1, looked_scores.to(tl.int64))
+
+
+@triton.jit
+def _field(number: tl.constexpr, values: tl.tensor) -> tl.tensor:
+    """The sum of values in the place of a field, zeros in the others."""
+    return tl.where(tl.arange(0, FIELDS) == number, tl.sum(values, 0), 0.0)
+
+
+@triton.jit
+def _value(sums: tl.tensor, field: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, FIELDS) == field, sums, 0.0), 0)
+
+
+@triton.jit
+def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
+    """The maximum of what the programs left in a column."""
+    highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
+    for start in range(0, slots, AT_ONCE):
+        slot = start + tl.arange(0, AT_ONCE)
+        here = tl.load(column_at + slot * LEFT, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
+    return _largest(highest)
+
+
+@triton.jit
+def _largest(values: tl.tensor) -> tl.tensor:
+    """The maximum; NaN where there is one."""
+    bad = tl.sum(tl.where(values != values, 1, 0), 0) > 0
+    return tl.where(bad, float("nan"), tl.max(values, 0))
+
+
+def finish_rows(sums: Tensor, kv_len: int, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
+    """Return the table of the heads whose rows have these sums, (SUMS or SUMS_AND_VISIBLE, batch, heads, q_len).
+
+    `sinks`, float64 (heads,), are learned logits that join the denominators.
+    """
+    _, batch, heads, q_len = sums.shape
+    parts = max(1, min(PROGRAMS // heads, -(-batch * q_len // POOLED_ROWS)))
+    each = -(-batch * q_len // (parts * POOLED_ROWS)) * POOLED_ROWS
+    table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
+    _finish(sums.unsqueeze(1), None, None, None, sinks, table, kv_len, kv_len, is_causal, each)
+    return table
+
+
+def finish_sampled(
+    sums: Tensor,
+    bounds: Tensor | None,
+    rows: Tensor,
+    weights: Tensor,
+    kv_len: int,
+    span: int,
+    is_causal: bool,
+    sinks: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Return the table of heads of which rows were sampled, (planes, spans, batch, heads, rows), with their weights.
+
+    `bounds`: upper bounds of the scores of each head, (heads,), or of rows, (batch, heads, q_len); None where every row
+    was looked at.
+    """
+    _, _, batch, heads, count = sums.shape
+    if table is None:
+        table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
+    _finish(sums, rows, weights, bounds, sinks, table, kv_len, span, is_causal, batch * count)
+    return table
+
+
+def _finish(
+    sums: Tensor,
+    rows: Tensor | None,
+    weights: Tensor | None,
+    bounds: Tensor | None,
+    sinks: Tensor | None,
+    table: Tensor,
+    kv_len: int,
+    span: int,
+    is_causal: bool,
+    rows_each: int,
+) -> None:
+    planes, spans, batch, heads, count = sums.shape
+    slots = -(-batch * count // rows_each)
+    left = torch.empty(heads * slots * LEFT.value, dtype=torch.float64, device=sums.device)
+    flags = planes == SUMS_AND_VISIBLE, rows is not None, bounds is not None, sinks is not None
+    bounds = sums[0, 0] if bounds is None else bounds.float()
+    bounds = bounds.view(1, heads, 1) if bounds.dim() == 1 else bounds
+    _launch(sums.device.index, is_causal, *flags)(
+        (slots, heads),
+        *(sums, sums if rows is None else rows, left if weights is None else weights, bounds),
+        *(left if sinks is None else sinks, left, counters(sums.device, heads), table),
+        *(*bounds.stride(), bounds.shape[0], bounds.shape[2]),
+        *(batch, heads, count, kv_len, spans, span, rows_each),
+    )
+
+
+@lru_cache(maxsize=64)
+def _launch(
+    device: int | None, is_causal: bool, given_visible: bool, is_sampled: bool, is_bounded: bool, has_sinks: bool
+) -> Launch:
+    constants = {
+        "CAUSAL": is_causal,
+        "GIVEN_VISIBLE": given_visible,
+        "SAMPLED": is_sampled,
+        "BOUNDED": is_bounded,
+        "HAS_SINKS": has_sinks,
+        "BLOCK": SAMPLED_ROWS if is_sampled else POOLED_ROWS,
+    }
+    return Launch(finish_kernel, device, constants, Tiles(0, 0, 4 if is_sampled else 1, 1))

@@ -1,0 +1,182 @@
+"""How the Triton kernels are cut and launched.
+
+Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
+what a kernel was compiled for is not looked up again.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnscale.torch_internals import current_stream
+
+LEAST_WIDTH = 16  # the narrowest product of tiles
+TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
+SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the head dimension, padded to a power of two: what won on an H200, for Hopper and data-centre Blackwell,
+LARGE = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 32, 8, 2)}
+# what fits 99 KB of shared memory, for other GPUs, and what fits the registers where no tensor core multiplies.
+SMALL = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
+PLAIN = {64: Tiles(32, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)}
+# float32 as three products on tensor cores: twice the bytes, and the halves of both operands beside them.
+LARGE_FLOAT32 = {64: Tiles(128, 64, 8, 2), 128: Tiles(64, 64, 8, 1), 256: Tiles(64, 32, 8, 1)}
+SMALL_FLOAT32 = {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(16, 16, 4, 1)}
+FEW_ROWS = 64  # or less: reading keys and values is nearly all the work, as in a decoding step
+LEAST_ROWS = 16  # what a tile of tensor cores holds at least
+
+
+def padded_width(head_dim: int, least: int) -> int:
+    """Return the power of two that a tile is wide."""
+    return max(1 << (head_dim - 1).bit_length(), least)
+
+
+def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles of a pass over all of so many rows."""
+    if capability < TENSOR_CORES:
+        table = PLAIN
+    elif dtype == torch.float32:
+        table = LARGE_FLOAT32 if _large(capability) else SMALL_FLOAT32
+    else:
+        table = LARGE if _large(capability) else SMALL
+    cut = table[padded_width(head_dim, 64)]
+    return cut if rows > FEW_ROWS else Tiles(LEAST_ROWS, min(cut.keys, 64), 4, cut.stages)
+
+
+def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """Return the tiles of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
+    if dtype == torch.float32 or capability < TENSOR_CORES:
+        return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
+    height = min(padded_width(rows, 16), SAMPLED_ROWS)
+    if head_dim > 128:
+        return Tiles(height, 32, 4, 2)
+    tall = height > 32
+    return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
+
+
+def masked_sample_tiles(
+    rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool
+) -> Tiles:
+    """Return the tiles of a pass over a few rows behind a mask; on Hopper some are five times as slow as others.
+
+    `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
+    """
+    width = padded_width(head_dim, 64)
+    if dtype == torch.float32 or not _large(capability) or width > 128:
+        return sample_tiles(rows, head_dim, dtype, capability)
+    if banded:
+        return Tiles(16, 256, 4, 2)
+    if width == 64:
+        return Tiles(16, 256, 4, 2) if rows <= 16 else Tiles(32, 64, 4, 3)
+    return Tiles(16, 128, 4, 3) if rows <= 32 else Tiles(64, 128, 8, 3)
+
+
+def largest_tiles(
+    rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool
+) -> Tiles:
+    """Return the tiles of a pass that looks for the largest score of every row."""
+    if mask_by_row and dtype != torch.float32 and head_dim <= 128 and _large(capability):
+        return Tiles(64, 64, 4, 3)
+    return tiles(rows, head_dim, dtype, capability)
+
+
+def masked_tiles(head_dim: int, dtype: torch.dtype, capability: tuple[int, int], mask_by_row: bool) -> Tiles:
+    """Return the tiles of a pass over every row behind a mask; what does not fit the registers is far slower.
+
+    A mask of each row lies as the keys do where a tile has as many keys as a head is wide: nothing is moved then.
+    """
+    width = padded_width(head_dim, 64)
+    if capability < TENSOR_CORES:
+        return PLAIN[width]
+    if mask_by_row and dtype != torch.float32 and width <= 128 and _large(capability):
+        return Tiles(64, width, width // 16, 3 if width == 64 else 2)
+    return Tiles(64, 32, 4, 1 if dtype == torch.float32 else 2 if width > 128 else 3)
+
+
+def _large(capability: tuple[int, int]) -> bool:
+    """Return True for Hopper and data-centre Blackwell, which have 227 KB of shared memory."""
+    return capability[0] in (9, 10)
+
+
+class Launch:
+    """A kernel with its constants, compiled at its first launch.
+
+    Later launches must be alike in all that triton compiles for: dtypes, alignments, and which sizes are 1 or multiples
+    of 16. Whoever makes one therefore caches it by the layout of its tensors.
+    """
+
+    def __init__(self, kernel: Any, device: int | None, constants: Mapping[str, Any], tiles: Tiles) -> None:
+        self.tiles = tiles
+        self._kernel, self._device, self._constants = kernel, device, dict(constants)
+        self._options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        self._compiled: Any = None
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Launch so many programs on the current stream of the device."""
+        with _on_device(self._device):
+            if self._compiled is None:  # always so in triton's interpreter
+                self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+            else:
+                self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
+
+
+def _on_device(device: int | None) -> AbstractContextManager[object]:
+    is_current = device is None or device == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """Return zeros that kernels count with and leave as zeros: one tensor a stream, and a new one for a CUDA graph."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, current_stream(device.index)
+    found = COUNTERS.get(key)
+    if found is None or found.shape[0] < count:
+        found = COUNTERS[key] = torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device)
+    return found
+
+
+COUNTERS: dict[tuple[int, int], Tensor] = {}
+LEAST_COUNTERS = 256
+
+
+@cache
+def capability(device: int | None) -> tuple[int, int]:
+    """Return the compute capability of a GPU; (0, 0) in triton's interpreter, which has none."""
+    return (0, 0) if device is None else torch.cuda.get_device_capability(device)
+
+
+def precision(dtype: torch.dtype, device: int | None) -> str:
+    """Return how operands are multiplied: float32 as three products of tf32 halves, whatever torch allows its own.
+
+    Each half has the 11 bits of tf32, so that both have all but two of float32's.
+    """
+    if dtype != torch.float32:
+        return "tf32"  # of no effect on narrower operands
+    return "tf32x3" if capability(device) >= TENSOR_CORES else "ieee"
+
+
+def unit_stride(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy whose last axis is contiguous."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a positive scale with the same scores: kernels take maxima before they scale."""
+    if scale > 0.0:
+        return query, scale
+    return (-query, -scale) if scale else (torch.zeros_like(query), 1.0)

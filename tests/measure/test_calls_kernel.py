@@ -1,0 +1,123 @@
+"""The calls that a GPU serves, from tensors to statistics, with kernels in triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnscale.attending.call import Call
+from attnscale.measure.pooled import Table
+from attnscale.measure.row_blocks import measure_rows
+from attnscale.measure.sampling import design
+from attnscale.measure.stats import ScoreStats
+from attnscale.visibility import Visibility
+
+from .interpreting import UNFIT, mended_interpreter  # noqa: F401
+from .oracle import assert_stats
+
+if UNFIT:
+    pytest.skip(UNFIT, allow_module_level=True)
+
+from attnscale.measure.cuda import attention, probe, sampled
+
+batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
+
+
+class Drawn:
+    """Rows drawn on a CPU, where a GPU has some at hand."""
+
+    def __init__(self, planned, entries, device):
+        self.planned, self.entries = planned, entries
+
+    def next(self):
+        return self.planned.sample(torch.tensor(self.planned.draw_each(self.entries), dtype=torch.int32))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sampled, "drawn_ahead", Drawn)
+    monkeypatch.setattr("attnscale.measure.cuda.layout._are_taken", lambda vectors: True)
+    monkeypatch.setattr(attention, "on_hopper", lambda device: False)
+
+
+def call_of(seen, length=q_len):
+    query, key, value = (
+        torch.randn(batch, count, rows, head_dim)
+        for count, rows in ((heads, length), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
+    return Call(query, key, value, seen, 0.0, 0.3, None)
+
+
+def scores_of(call):
+    scores = call.query.double() @ call.key.double().repeat_interleave(call.group, 1).mT * call.scale
+    shown = call.visibility.shown(slice(0, call.query.shape[2]), slice(0, kv_len), "cpu")
+    return (scores if shown is None else scores.masked_fill(~shown, -torch.inf)).numpy()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [q_len, 1])
+def test_every_row_is_measured_with_the_output_and_without(length, is_causal):
+    call = call_of(Visibility.of(None, is_causal), length)
+    output, lse, table = attention._attended(call.query, call.key, call.value, call.scale, is_causal)
+    expected = F.scaled_dot_product_attention(
+        call.query, call.key, call.value, scale=call.scale, is_causal=is_causal, enable_gqa=True
+    )
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert_stats(ScoreStats(heads, True, Table(table)), scores_of(call), rtol=2e-5, atol=2e-5)
+    alone = attention.measure(call, None)
+    rows = alone.pool.rows()
+    assert_stats(alone, scores_of(call), rtol=2e-5, atol=2e-5)
+    assert alone.exact
+    assert torch.equal(alone.max, alone.max_bound)
+    wanted = measure_rows(Call(call.query.double(), call.key.double(), call.key, call.visibility, 0.0, 0.3, None))
+    torch.testing.assert_close(rows.lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seen", ["everything", "causal", "window"])
+def test_a_sample_of_rows_is_about_what_all_rows_are(seen):
+    call = call_of({"everything": Visibility(), "causal": Visibility(last=0)}.get(seen, Visibility.causal(window=9)))
+    plain = seen != "window"
+    every = attention.measure(call, None) if plain else sampled.measure_masked(call, None)
+    some = attention.measure(call, 20) if plain else sampled.measure_masked(call, 20)
+    assert_stats(every, scores_of(call), rtol=2e-5, atol=2e-5)
+    assert not some.exact
+    assert some.rows.max() < every.rows.min()
+    assert (some.max <= every.max + 1e-5).all()
+    assert (every.max <= some.max_bound).all()
+    for name in ("mean", "entropy", "top1"):
+        error = 8 * some.stderr(name).nan_to_num(nan=torch.inf) + 1e-4
+        assert ((getattr(some, name) - getattr(every, name)).abs() <= error).all(), name
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "padding"])
+def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
+    call = call_of(Visibility(), kv_len)
+    hidden = torch.arange(kv_len).expand(batch, -1) >= torch.tensor([[kv_len], [31]])
+    mask = ~hidden[:, None, None, :] if case in ("mask", "padding") else None
+    padding = hidden if case == "padding" else None
+    table, lengths = torch.full((heads, 33), torch.nan, dtype=torch.float64), torch.empty(2, heads).double()
+    found = probe.probe(
+        call.query, call.key, mask, padding, None if mask is None else hidden, 0.3, case == "causal", 64, table, lengths
+    )
+    assert found.found.table is table
+    assert table[:, :31].isfinite().all()
+    planned = design(64, kv_len, batch, case != "plain")
+    rows = planned.sample(planned.stratum).positions.shape[-1] * batch
+    assert (found.stats.rows <= rows).all() if padding is not None else (found.stats.rows == rows).all()
+    counted = torch.ones_like(hidden) if padding is None else ~hidden
+    queries = call.query.double().square().sum(-1).transpose(0, 1)[:, counted].mean(-1).sqrt()
+    counted = torch.ones_like(hidden) if mask is None else ~hidden
+    keys = call.key.double().square().sum(-1).transpose(0, 1)[:, counted].mean(-1).sqrt()
+    torch.testing.assert_close(
+        lengths, torch.stack([queries, keys.repeat_interleave(heads // kv_heads)]), rtol=1e-6, atol=0
+    )
+    bound = found.stats.max_bound
+    assert (found.stats.max <= bound).all()
+    highest = call.query.norm(dim=-1).amax((0, 2)) * call.key.norm(dim=-1).amax((0, 2)).repeat_interleave(3) * 0.3
+    torch.testing.assert_close(bound, highest.double(), rtol=1e-4, atol=0)
+
+
+def test_a_probe_leaves_to_others_what_has_few_rows():
+    call = call_of(Visibility(), 5)
+    assert probe.probe(call.query, call.key, None, None, None, 0.3, False, 64) is None
