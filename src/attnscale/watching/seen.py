@@ -64,8 +64,11 @@ class Seen(PlottedResult):
         self._built: tuple[int, Layers] = (0, Layers())
 
     def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
-        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
-        site = (path, line, call.heads, call.head_dim)
+        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward.
+
+        One line of a module may attend in a loop over heads, or over layers: each has other rows of the parameters.
+        """
+        site = (path, line, call.heads, call.head_dim, call.first_row)
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
 

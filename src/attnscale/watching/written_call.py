@@ -106,6 +106,7 @@ class WrittenCall:
             heads=self.heads,
             kv_heads=axes.kv_heads,
             key_owners=axes.owners,
+            first_row=axes.first_row,
             head_dim=self.head_dim,
             model_dims=tuple({width for width in (query_path.width, self.heads * self.head_dim) if width}),
             query_len=axes.length,
