@@ -37,7 +37,7 @@ operator             1    180
 modules              1    250
 measure             45  6,100   4,000
 declared             5    540
-tracing             10  2,280   2,000
+tracing             10  2,240   2,000
 watching            20  4,010   2,900
 probes              11  1,760
 diagnose            14  2,690   2,200

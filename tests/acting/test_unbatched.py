@@ -73,3 +73,23 @@ def test_what_if_runs_in_bfloat16(name):
     model, inputs = CORRECT[name].build()
     audit = attnscale.audit(model.bfloat16(), *(x.bfloat16() for x in inputs))
     assert audit.what_if("attention")["current"].spread > 0
+
+
+@pytest.mark.parametrize("name", ["structures.HeadLoop", "structures.HeadLoopOfSDPA", "structures.LayersInOneModule"])
+def test_heads_and_layers_in_a_loop_are_clipped_each_by_its_own_maximum(name):
+    def each(model):
+        return torch.cat([layer.stats.max for layer in watched(model, inputs).layers.values()])
+
+    model, inputs = CORRECT[name].build()
+    was = each(model)
+    threshold = float(was.sort().values[len(was) // 2])
+    with warnings.catch_warnings(), attnscale.QKClip(model, threshold) as clip:
+        warnings.simplefilter("ignore", NotInsideWarning)
+        for _ in range(4):
+            model(*inputs).sum().backward()
+            clip.step()
+    found = each(model)
+    if "Head" in name:
+        torch.testing.assert_close(found, was.clamp(max=threshold), rtol=1e-3, atol=1e-4)
+    else:  # later layers are given what earlier ones make
+        assert float(found.max()) < threshold * 1.01
