@@ -21,8 +21,7 @@ from attnscale.diagnose import Finding
 from attnscale.diagnose.alarm import Thresholds, next_threshold
 from attnscale.diagnose.forecast import Crossing, forecast
 from attnscale.train import LayerRecord, Record
-from attnscale.train.history import History
-from attnscale.train.trend import Sample, latest, trend
+from attnscale.train.history import History, Sample, latest, trend
 
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
 TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds

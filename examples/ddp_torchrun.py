@@ -48,7 +48,7 @@ def main() -> None:
             print(
                 f"step {record.step}: {sum(layer.rows for layer in layers)} rows of {record.ranks} ranks, "
                 f"largest score {max(layer.whole('max') for layer in layers):.2f}, "
-                f"entropy {min(layer.whole('entropy_ratio') for layer in layers):.2f} of ln n or more"
+                f"lowest entropy {min(layer.whole('entropy_ratio') for layer in layers):.0%} of its maximum"
             )
     dist.destroy_process_group()
 

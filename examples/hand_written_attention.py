@@ -69,7 +69,7 @@ def train(model: nn.Module) -> float:
 
 def main() -> None:
     """Audit the model with the bug, mend it, audit it again, and train both."""
-    torch.set_flush_denormal(True)  # gradients behind a frozen softmax are so small that a CPU takes long for them
+    torch.set_flush_denormal(True)  # gradients behind a saturated softmax are so small that a CPU takes long for them
     torch.manual_seed(0)
     inputs, _ = batch()
     for title, scaled in (("as it was written", False), ("mended", True)):
@@ -79,8 +79,8 @@ def main() -> None:
         print(f"{title}:")
         for finding in audit.findings or ["nothing found"]:
             print(fill(str(finding), 100, initial_indent="  ", subsequent_indent="    "))
-        gain = float(audit.layers["attention"].stats.jacobian_trace.mean())
-        print(f"  1 − Σp² is {gain:.2f}; after {STEPS} steps {train(model):.0%} right\n")
+        trace = float(audit.layers["attention"].stats.jacobian_trace.mean())
+        print(f"  1 − Σp² is {trace:.2f}; after {STEPS} steps {train(model):.0%} right\n")
 
 
 if __name__ == "__main__":

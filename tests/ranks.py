@@ -8,7 +8,6 @@ METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods()
 NEEDED = [
     "torch._dynamo",  # what shards a model imports it, and it takes longer than all that a rank does
     "tests.train.clip_rank_runs",
-    "tests.train.key_runs",
     "tests.train.logs",
     "tests.train.step_runs",
     "tests.acting.rank_runs",

@@ -133,7 +133,7 @@ def test_nothing_is_fine_past_the_freezing_point_at_initialisation():
     past = check_model(Request(f"{BROKEN}past_freezing"))
     assert not past.audit.trained
     assert past.audit.worst in (None, "note")
-    assert "past the freezing point from the start" in past.conclusion
+    assert "past the critical spread from the start" in past.conclusion
     assert check_model(Request(f"{BROKEN}healthy")).conclusion.startswith("Fine: ")
 
 

@@ -22,11 +22,11 @@ def test_predict_prints_the_candidates_and_one_sentence_of_advice():
     assert result.returncode == 0
     lines = result.stdout.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
-    assert rows["none"] == ["1", "2.46", "4.25", "0.614", "0.180", "0.932", "healthy"]
-    assert rows["1/√d_k"] == ["0.125", "0.307", "6.88", "0.993", "0.003", "0.999", "healthy"]
+    assert rows["none"] == ["1", "2.46", "4.25", "61.4", "0.180", "0.932", "healthy"]
+    assert rows["1/√d_k"] == ["0.125", "0.307", "6.88", "99.3", "0.003", "0.999", "healthy"]
     assert rows["1/d_k"][0] == "0.01562"
     assert rows["calibrated"][:2] == ["0.4069", "1"]
-    assert " ".join(result.stdout.split()).endswith("stays under the freezing point.")
+    assert " ".join(result.stdout.split()).endswith("stays below the critical spread.")
 
 
 def test_predict_json_is_the_prediction():
@@ -109,7 +109,7 @@ def test_predict_reads_at_60_columns():
     lines = run(*PREDICT, COLUMNS="60").stdout.splitlines()
     assert max(map(len, lines)) <= 60
     assert not any("…" in line for line in lines)
-    assert "calibrated  0.4069      1   0.928 0.016    0.997 healthy" in lines
+    assert "calibrated  0.4069      1     92.8 0.016 0.997 healthy" in lines
 
 
 def test_every_commands_help_has_an_example_and_no_ragged_line():
@@ -169,7 +169,7 @@ def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
         ["check", "--length", "100000000"],
         ["check", "org/name", "--rows", "0"],
         ["check", "--text", os.devnull],
-        ["check", "--tokens", os.devnull],
+        ["check", "--data", os.devnull],
         ["check", "--html", "."],
         ["compare", "bundled", "bundled", "--length", "100000000"],
     ],

@@ -10,7 +10,7 @@ from tests.others import OTHERS_MAY_WARN
 from tests.zoo import ENTRIES
 
 pytestmark = OTHERS_MAY_WARN
-FAMILIES = ("reported.", "reported_norms.", "designs_of_reports.")
+FAMILIES = ("reported.", "reported_norms.", "reported_ports.", "designs_of_reports.")
 REPORTED = {name: entry for name, entry in ENTRIES.items() if name.startswith(FAMILIES)}
 BUGS = [name for name, entry in REPORTED.items() if entry.code is not None]
 CORRECT = [name for name, entry in REPORTED.items() if entry.code is None]

@@ -55,7 +55,7 @@ def test_where_little_is_wrong_three_facts_are_told_from_the_numbers():
     widest = max(float(layer.stats.std_within_rows.max()) for layer in layers.values())
     least = min(float(layer.stats.jacobian_trace.min()) for layer in layers.values())
     largest = max(float(layer.stats.max.max()) for layer in layers.values())
-    assert f"{widest:.3g}; over the 12 keys" in page.notes[0].message
+    assert f"{widest:.3g}. A row of this layer sees 12 keys" in page.notes[0].message
     assert f"{math.sqrt(2 * math.log(12)):.3g}" in page.notes[0].message
     assert f"is {least:.2f}" in page.notes[1].message
     assert f"is {largest:.3g};" in page.notes[2].message
@@ -91,7 +91,7 @@ def test_sampled_rows_show_their_errors():
     errors = torch.cat([layer.stats.stderr("std_within_rows") for layer in found.audit.layers.values()])
     assert table.groups[0][1][0].cells == ("spread", f"{errors.median():.3g}", f"{errors.max():.3g}")
     assert "31 sampled rows" in text(page)
-    assert "all standard errors are zero" in text(check_report(checked()))
+    assert "no number has a sampling error" in text(check_report(checked()))
 
 
 def test_heads_that_are_far_above_the_others_are_coloured_by_their_logarithm():
@@ -141,7 +141,7 @@ def test_a_histogram_that_is_not_of_all_that_was_measured_says_so():
     fitting = densities("d", {"a": layer}).views["a"].notice
     assert "first sequence" not in fitting
     mismatched = densities("d", {"a": replace(layer, stats=other.stats)}).views["a"].notice
-    assert f"measured spread by {float(other.stats.std_within_rows.mean()):.3g}" in mismatched
+    assert f"over all measured scores the spread is {float(other.stats.std_within_rows.mean()):.3g}" in mismatched
     assert densities("d", {"a": replace(layer, query=None)}) is None
 
 
@@ -160,7 +160,7 @@ def test_the_freezing_point_is_that_of_the_keys_seen():
     by_layer = figure(page, "freezing-points").views[""]
     freezes = math.sqrt(2 * math.log(12)), math.sqrt(2 * math.log(23))
     assert [one.y[0] for one in by_layer.series[1:]] == pytest.approx(freezes)
-    assert "6 of 6 heads spread beyond" in by_layer.notice
+    assert "6 of 6 heads are beyond the critical spread" in by_layer.notice
     assert "furthest past it" in by_layer.notice
 
 
@@ -170,13 +170,13 @@ def test_a_log_shows_growth_with_a_forecast_and_its_interval():
     crossing = summarise(seen).layers[1].crossing
     chart = figure(page, "run-curves").views["largest score"]
     assert next(iter(figure(page, "run-curves").views)) == "largest score"
-    forecast = next(series for series in chart.series if "if it goes on" in series.name)
+    forecast = next(series for series in chart.series if "forecast" in series.name)
     assert forecast.x[-1] == 950 + 8 * 50  # eight samples ahead
     assert forecast.x[0] < crossing.earliest < crossing.step < forecast.x[-1]
     assert forecast.y[-1] > 1000
     assert forecast.low[-1] <= forecast.y[-1] <= forecast.high[-1]
-    assert "1 of 2 layers grow for certain; fastest blocks.1.attention" in chart.notice
-    assert "if its growth goes on, blocks.1.attention will be the first to pass 1,000" in page.verdict
+    assert "grows in 1 of 2 layers; fastest in blocks.1.attention" in chart.notice
+    assert "forecast: blocks.1.attention is the first to pass 1,000" in page.verdict
     assert page.notes[0].code == "exploding"
     assert "step 750" in page.notes[0].place
     assert len(page.notes) == 3
@@ -201,7 +201,7 @@ def test_a_run_of_many_layers_and_records_shows_some_and_the_range_of_all():
 
 def test_a_single_record_is_a_report_too():
     page = run_report("log", records(steps=range(1)))
-    assert page.verdict == "0 alarms; no layer's largest score is certain to grow."
+    assert page.verdict == "0 alarms; no layer's largest score grows by more than its error."
 
 
 def test_an_experiment_shows_what_failed_first_and_all_it_has():
@@ -269,7 +269,7 @@ def test_the_median_in_a_notice_is_that_of_the_heads():
     found = checked()
     notice = figure(check_report(found), "head-map").views["spread"].notice
     values = [value for layer in found.audit.layers.values() for value in layer.stats.std_within_rows.tolist()]
-    assert f"above {statistics.median(values):.3g}." in notice
+    assert f"median over heads is {statistics.median(values):.3g}." in notice
 
 
 def test_concentrated_heads_are_shown_with_what_they_look_at():

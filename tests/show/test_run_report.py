@@ -1,4 +1,4 @@
-"""The report of a log: learning curves, where the heads are, and where softmax freezes."""
+"""The report of a log: learning curves, where the heads are, and the critical spread."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ def test_loss_and_learning_rate_stand_beside_the_spread_and_its_freezing_point()
     assert loss.notice == "The loss went from 3 at step 0 to 2.05 at step 950; lowest 2.05 at step 950."
     assert set(figure(page, "loss-curves").views) == {"loss", "learning rate"}
     spread = figure(page, "spread-curves").views["spread"]
-    assert spread.series[-1].name == "√(2 ln n): softmax freezes"
+    assert spread.series[-1].name == "critical spread √(2 ln n)"
     assert set(spread.series[-1].y) == {math.sqrt(2 * math.log(23))}
 
 
@@ -44,7 +44,7 @@ def test_every_layer_has_its_freezing_line_also_the_only_one(layers):
     assert measured.x == list(range(len(layers)))
     assert len(line.x) == 2  # and not a point
     assert set(line.y) == {math.sqrt(2 * math.log(23))}
-    assert f"0 of {2 * len(layers)} heads spread beyond the freezing point" in by_layer.notice
+    assert f"0 of {2 * len(layers)} heads are beyond the critical spread" in by_layer.notice
 
 
 def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
@@ -53,8 +53,8 @@ def test_logs_from_before_they_had_keys_and_losses_say_what_is_missing():
         record.layers.update({name: replace(own, keys=None) for name, own in record.layers.items()})
     page = run_report("log", old)
     assert {"run-curves", "head-map"} == names(page)
-    assert "do not say how many keys a row sees, so no freezing point is drawn" in text(page)
-    assert "Monitor.step(loss=…, lr=…) takes it" in text(page)
+    assert "do not say how many keys a row sees, so no critical spread is drawn" in text(page)
+    assert "pass it as Monitor.step(loss=…, lr=…)" in text(page)
 
 
 def test_a_monitor_writes_the_keys_that_rows_see_and_curves_keep_the_first_heads(tmp_path):

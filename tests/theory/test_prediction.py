@@ -60,7 +60,7 @@ def test_expectations_are_those_of_the_spread():
 
 def test_advice_names_the_constant_that_would_be_right():
     assert "one, as intended" in predict(768, 12, 1024).advice
-    assert "over so few keys is near the freezing point" in predict(768, 12, 2).advice
+    assert "over so few keys is near the critical spread" in predict(768, 12, 2).advice
     assert "not the right constant" not in predict(768, 12, 2).advice
     assert "0.407" in predict(768, 12, 1024, initialisation="normal:0.02").advice
     sharp = predict(768, 12, 1024, initialisation="normal:0.2").advice

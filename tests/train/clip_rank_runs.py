@@ -34,7 +34,7 @@ class Case:
 
 
 class SomeKeys(Attention):
-    """As a context-parallel rank sees it: all queries, and a part of the keys."""
+    """As a rank that shares out keys sees it: all queries, and a part of the keys."""
 
     part = slice(None)
 

@@ -7,8 +7,7 @@ import pytest
 
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.train import LayerRecord, Record, summarise
-from attnscale.train.history import History
-from attnscale.train.trend import Sample, is_held, trend
+from attnscale.train.history import History, Sample, is_held, trend
 
 RATE, THRESHOLD = 0.01, 100.0
 

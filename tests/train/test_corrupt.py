@@ -38,7 +38,7 @@ def test_a_corrupt_line_is_counted_and_shown_and_no_other_is_lost(tmp_path, watc
     assert ([record.step for record in log.records], log.damaged) == ([0, 10, 20, 30, 40, 60, 70, 80], 1)
     status, out = watch_log(path)
     assert status == 0
-    assert "1 damaged line left out" in out
+    assert "1 damaged line skipped" in out
     assert "scores.jsonl, line 6: " in out
     status, out = watch_log(path, "--json", "--html", tmp_path / "report.html")
     assert (status, json.loads(out)["damaged_lines"]) == (0, 1)

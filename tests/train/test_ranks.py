@@ -12,8 +12,8 @@ import attnscale
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
-from attnscale.train.merged_errors import KNOWN, MergedStats, errors_of, summed
-from attnscale.train.tally import from_bytes, merge, seen_tallies, to_bytes
+from attnscale.train.tally import Arriving, from_bytes, merge, to_bytes
+from attnscale.watching.seen import LayerNumbers
 from tests.ranks import on_ranks, processes
 
 from . import rank_runs
@@ -122,44 +122,30 @@ def test_ranks_keep_their_own_records_where_the_first_stops_that_hosts_their_sto
         assert "Training goes on" in told[rank][0]
 
 
-def test_a_payload_of_many_megabytes_is_exchanged_in_parts():
-    on_ranks(rank_runs.large_payload, 2, 2, free_port())
-
-
-def test_merging_all_layers_at_once_is_merging_them_one_by_one():
+def test_merging_is_the_same_in_any_order_and_by_way_of_bytes():
     torch.manual_seed(0)
     names = [("a", 0, 2), ("b", 0, 3)]
     parts = [{key: tally(key[2]) for key in names} for _ in range(3)]
-    at_once = merge(parts)
-    assert list(at_once) == names
-    for key, found in at_once.items():
-        one_by_one = parts[0][key] + parts[1][key] + parts[2][key]
-        torch.testing.assert_close(found.packed, one_by_one.packed, equal_nan=True)
-        torch.testing.assert_close(from_bytes(to_bytes(at_once))[key].packed, found.packed, equal_nan=True)
+    whole = merge(parts)
+    pairs = merge([merge([parts[2], parts[0]]), {names[1]: parts[1][names[1]]}, {names[0]: parts[1][names[0]]}])
+    assert list(whole) == names
+    for key, found in whole.items():
+        torch.testing.assert_close(pairs[key], found, equal_nan=True)
+        torch.testing.assert_close(from_bytes(to_bytes(whole))[key], found, equal_nan=True)
 
 
-def test_errors_of_ranks_are_those_of_all_their_rows():
-    torch.manual_seed(0)
-    query, key = (torch.randn(3, 4, 5, 300, 16) for _ in range(2))
-    own = [attnscale.score_stats(q, k, is_causal=True, rows=40) for q, k in zip(query, key, strict=True)]
-    merged = MergedStats(5, False, (own[0] + own[1] + own[2]).pool, errors=summed([errors_of(each) for each in own]))
-    for name in KNOWN:
-        torch.testing.assert_close(merged.stderr(name), (own[0] + own[1] + own[2]).stderr(name))
-        assert merged.stderr(name).isfinite().all()
-    with pytest.raises(SettingError, match="that of entropy is not"):
-        merged.stderr("entropy")
-    unknown = MergedStats(5, False, own[0].pool, errors=summed([errors_of(own[0]), None]))
-    assert unknown.stderr("jacobian_trace").isnan().all()
-
-
-def test_an_alarm_of_merged_ranks_is_raised_where_the_sample_leaves_no_doubt(tmp_path):
+def test_ranks_raise_the_same_alarms_and_tell_no_error_of_merged_rows(tmp_path):
     on_ranks(rank_runs.near_a_floor, 2, 2, str(tmp_path))
     for rank in range(2):
-        found, error, near, far = json.loads((tmp_path / f"found{rank}.json").read_text(encoding="utf-8"))
-        assert 0 < error < 0.05
-        assert near[:2] == far[:2] == [found, error]
-        assert "blocks.0.attention" not in near[2]
-        assert "blocks.0.attention" in far[2]
+        above, below, errors = json.loads((tmp_path / f"found{rank}.json").read_text(encoding="utf-8"))
+        assert above == []
+        assert "blocks.0.attention" in below
+        assert errors == [None, None, None]
+
+
+def test_ranks_that_share_out_keys_are_refused():
+    with pytest.raises(SettingError, match=r"context parallel\) cannot be merged"):
+        attnscale.Monitor(torch.nn.Linear(2, 2), key_group="a group")
 
 
 def tally(heads):
@@ -167,5 +153,6 @@ def tally(heads):
     x = torch.randn(2, 5, heads * 4)
     with attnscale.watch(attention, rows=None) as seen:
         attention(x, x, x)
-    (found,) = seen_tallies(seen.layers, 0).values()
+    numbers = LayerNumbers.of([call.seen for call in next(iter(seen.calls_by_layer().values()))[1]])
+    (found,) = Arriving({"": numbers}, 0).tallies().values()
     return found

@@ -6,8 +6,7 @@ from attnscale.declared import Declared
 from attnscale.measure import score_stats
 from attnscale.measure.pooled import Known, Table
 from attnscale.measure.stats import ScoreStats, table_of
-from attnscale.train.numbers import records
-from attnscale.train.tally import Arriving, whole_layers
+from attnscale.train.tally import Arriving, records, whole_layers
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
 

@@ -7,8 +7,7 @@ import pytest
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.forecast import Ceiling, forecast, outlook
 from attnscale.train import LayerRecord, Record, summarise
-from attnscale.train.history import History
-from attnscale.train.trend import WINDOW, Sample, latest, trend
+from attnscale.train.history import WINDOW, History, Sample, latest, trend
 
 
 def layer(largest, softcap=None):

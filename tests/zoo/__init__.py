@@ -1,7 +1,7 @@
 """Attention as people write it: correct, and with a bug each. What watching and auditing are held to.
 
-Modules named designs_of_… hold attention that is unusual and right, bugs_of_… wrong ones. `reported` and
-`reported_norms` hold bugs that people reported, each with its fixed twin; all other modules hold correct attention.
+Modules named designs_of_… hold attention that is unusual and right, bugs_of_… wrong ones. `reported`, `reported_norms`
+and `reported_ports` hold bugs that people reported, each with its fixed twin; all other modules hold correct attention.
 """
 
 from . import (
@@ -25,6 +25,7 @@ from . import (
     products,
     reported,
     reported_norms,
+    reported_ports,
     softmaxes,
     structures,
     torch_modules,
@@ -39,6 +40,7 @@ FAMILIES = (
     designs_of_axes, designs_of_scale, designs_of_scores, designs_of_weights, designs_of_keys,
     designs_of_reports,
     bugs_of_scale, bugs_of_wiring, bugs_of_values, bugs_of_weights, bugs_of_masks, reported, reported_norms,
+    reported_ports,
 )  # fmt: skip
 CORRECT = {name: entry for name, entry in ENTRIES.items() if entry.code is None}
 BUGS = {name: entry for name, entry in ENTRIES.items() if entry.code is not None}

@@ -24,7 +24,7 @@ WHAT_IF_ROWS = 256  # per head and candidate: enough for a table, quick at any l
 MEANINGS = {
     "sharp": "a few keys take most of the weight",
     "diluted": "the weights of a row are nearly equal, as small initial projections leave them",
-    "uncertain": "too close to a limit for the rows that were sampled; more rows (--rows) would tell",
+    "uncertain": "too few rows were sampled for a verdict; sample more (--rows)",
 }
 NORMAL_IF_TRAINED = "sharp"
 # Shares of unknown tokens: above the first it is noted, above the second the scores of a trained model are not judged.
@@ -157,13 +157,13 @@ class Checked:
 
     def _calm_conclusion(self, notes: int) -> str:
         past = 0 if self.audit.trained else self.audit.past_freezing
-        if self.audit.unjudged:
+        uncertain = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
+        if self.audit.unjudged or uncertain == sum(line.heads for line in self.lines):
             start = "Cannot tell"
         elif past:
-            start = f"No warnings, but {counted(past, 'head')} past the freezing point from the start"
+            start = f"No warnings, but {counted(past, 'head')} past the critical spread from the start"
         else:
             start = "Fine"
-        uncertain = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
         extra = "".join(
             f"; {counted(number, word)}" for number, word in ((notes, "note"), (uncertain, "uncertain head")) if number
         )
@@ -217,8 +217,8 @@ def check_loaded(request: Request, rows: int | None = None, what_if: str | None 
         with quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
             audit = audited(loaded.model, loaded.args, loaded.kwargs, rows=rows, unlike=reason)
         request.report("diagnosing")
-        # Warnings of a model's own code are not about its attention.
-        own = [each.message for each in caught if issubclass(each.category, NotFollowedWarning)]
+        # Warnings of a model's own code are not about its attention; where none was seen, the audit itself says so.
+        own = [each.message for each in caught if issubclass(each.category, NotFollowedWarning) and audit.layers]
         notes += [f"{' '.join(str(message).split()).rstrip('.')}." for message in own]
         checked = Checked(loaded.title, loaded.input_description, request.device, rows, tuple(notes), audit, what_if)
         if what_if is not None:

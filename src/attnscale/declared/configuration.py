@@ -104,23 +104,25 @@ def configured_softcap(configs: list[Config], path: str) -> tuple[float, str] | 
     return None
 
 
-def rotary_factor(configs: list[Config]) -> tuple[float, str]:
+def rotary_factor(configs: list[Config]) -> tuple[float, str, float]:
     """Return what a stretched rotary embedding multiplies the scores by, and the field that says so.
 
     That is (0.1 m ln s + 1)², 1 where there is none. Models put it into the rotation, where it is no scale, or into the
-    softmax's scale (DeepSeek), so both are right.
+    softmax's scale (DeepSeek), so both are right. The third value is the factor of `mscale`, where `mscale_all_dim` is
+    another and counts; else it is the factor itself.
     """
     fields = ((f"{name}.{each}", field(config, each)) for name, config in configs for each in ROTARY)
     source, rope = next(((source, each) for source, each in fields if isinstance(each, Mapping) and each), ("", {}))
     factor, stretch = rope.get("attention_factor"), rope.get("factor")
     kind = str(rope.get("rope_type", rope.get("type", "")))
     if "yarn" not in kind and "longrope" not in kind:
-        return 1.0, source
+        return 1.0, source, 1.0
     if isinstance(factor, int | float) and factor > 0:
-        return float(factor) ** 2, source
+        return float(factor) ** 2, source, float(factor) ** 2
     if "yarn" not in kind or not isinstance(stretch, int | float) or stretch <= 1:
-        return 1.0, source
-    return sharpening(float(stretch), float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0)), source
+        return 1.0, source, 1.0
+    both = float(rope.get("mscale_all_dim") or rope.get("mscale") or 1.0)
+    return sharpening(float(stretch), both), source, sharpening(float(stretch), float(rope.get("mscale") or both))
 
 
 def architecture_scale(configs: list[Config], around: Parents, head_dim: int) -> tuple[float, str] | None:

@@ -40,6 +40,7 @@ class Declared:
     scale_of_one: str = ""  # an attribute of 1 that is the scale: left out, or chosen beside a norm
     stretch: float = 1.0  # by which the scores are to be multiplied, once, where a context was stretched
     stretch_source: str = ""
+    stretch_confused: float = 1.0  # the factor of mscale, where mscale_all_dim is another
     folded: float | None = None  # what rescale_() or calibrate_() put into the weights, in place of a multiplier
 
 
@@ -59,10 +60,11 @@ def declared(model: nn.Module, path: str, head_dim: int) -> Declared:
     softcap, softcap_source = softcaps[0] or softcaps[1] or (None, "")
     qk_norm_source = _qk_norm_source(configs, around)
     folded = getattr(parents[0][1], FOLDED, None) if parents else None
-    stretch, stretch_source = configuration.rotary_factor(configs)
+    stretch = configuration.rotary_factor(configs)
     return Declared(
         scale, scale_source, softcap, softcap_source, bool(qk_norm_source), qk_norm_source, readings, authority,
-        attributes.scale_of_one(around), stretch, stretch_source, folded if isinstance(folded, float) else None,
+        attributes.scale_of_one(around), *stretch,
+        folded if isinstance(folded, float) else None,
     )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def note_folded(module: nn.Module, factor: float) -> None:
 def _scale(
     configs: list[configuration.Config], parents: Parents, around: Parents, head_dim: int
 ) -> tuple[float | None, str, tuple[float, ...], Authority]:
-    (stretch, _), usual = configuration.rotary_factor(configs), head_dim**-0.5
+    usual, stretch = head_dim**-0.5, configuration.rotary_factor(configs)[0]
     stretched = (usual * stretch,) if stretch != 1.0 else ()
     configured = configuration.configured_scale(configs, parents, head_dim) or configuration.architecture_scale(
         configs, around, head_dim

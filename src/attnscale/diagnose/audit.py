@@ -50,10 +50,6 @@ class Audit(PlottedResult):
         """Number of heads whose spread is beyond the freezing point."""
         return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
 
-    def head_verdicts(self, layer: str) -> list[Verdict]:
-        """Return the verdicts on the heads of one layer."""
-        return head_verdicts(self._layer(layer))
-
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
         """Compute what every rule would do to the layer, over all of its calls and sequences.
 

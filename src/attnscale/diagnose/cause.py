@@ -96,7 +96,7 @@ def dominant(ratios: dict[str, float]) -> str:
 
 
 def _at(values: Tensor, head: int | None) -> float:
-    """The value of one head, or the geometric mean over heads, so that logarithms of products still add."""
+    """Return the value of one head, or the geometric mean over heads, so that logarithms of products still add."""
     return math.exp(_log(values, head))
 
 

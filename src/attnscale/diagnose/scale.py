@@ -19,6 +19,7 @@ TOLERANCE = 0.01  # relative: a slope fitted to float32 scores is good to 1e-3
 FOLDED_SPREAD = 3.0  # a scale folded into the weights leaves a spread of about one
 HALF_TOLERANCE = 0.02  # scores in half precision are rounded to three digits
 SLIP = 0.3  # of the tolerance: there are many slips, and a number of one's own should not be one by chance
+NO_RULE_GIVES = ("√d_k (multiplied where it should divide)", "1/√heads")  # slips
 STRETCHES = (2, 3, 4, 5, 6, 8, 10, 16, 20, 32, 40, 64, 128)  # of a context, by YaRN: 40 is DeepSeek's
 # YaRN's factors for s = 64 and a plain 2 lie 0.3% apart, so a published rule must be met more closely than a scale.
 CLOSER = 0.1
@@ -37,8 +38,7 @@ class Mismatch:
     expected: float
     message: str
     advice: str
-    severity: str = "warning"
-    trained_severity: str = "warning"
+    severity: str = "warning"  # in a trained model an error is a warning: its weights may have made up for it
 
 
 def scale_error(findings: Iterable[Finding]) -> Finding | None:
@@ -92,12 +92,12 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
         yield _one_for_each_head(layer, list(scales.values()))
     else:
         head, found = next(iter(wrong.items()))
-        severity = found.trained_severity if trained else found.severity
+        severity = "warning" if trained else found.severity
         yield layer_finding(layer, found.code, severity, found.message, found.advice, (scales[head], found.expected))
 
 
 def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
-    """The most specific thing that is wrong with one multiplier; None where it is right, declared or published.
+    """Return the most specific mistake that one multiplier is; None where it is right, declared or published.
 
     A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
     intent. Only where no slip explains it, it is taken for a choice.
@@ -120,10 +120,10 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
         return None if excused else specific
     if ignores:
         return _ignored(layer, scale)
-    known = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
-    slip, is_sure = _slip(layer, scale)
-    if known and not (is_sure and not is_declared):
-        return None  # 1/√heads, or 1/√(d_k/2), may be what a rule gives
+    is_published = any(_close(scale, rule, CLOSER * tolerance) for rule in _published(layer))
+    slip = next((words for words, value in _slips(layer) if _close(scale, value, SLIP * tolerance)), "")
+    if is_published and (is_declared or slip not in NO_RULE_GIVES):
+        return None  # 1/√(d_k/2), for example, may be what a rule gives
     is_learned = layer.reading.learned_factor or layer.reading.learned_terms  # or one of several: distances have 2
     if not slip and (is_declared or is_learned or layer.wiring.normalised):
         return None  # a number of one's own; beside norms it is chosen with them, for both spread the scores
@@ -142,14 +142,19 @@ def _stretch_mismatch(layer: Layer, scale: float) -> Mismatch | None:
     rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
     base = said.scale if said.scale_authority is Authority.CONFIGURED and said.scale else layer.head_dim**-0.5
     applied = scale / base * rotation
-    if not any(_close(applied, wrong, tolerance) for wrong in (1.0, stretch**2)):
+    found = {
+        "neither the rotation nor the scale has it": 1.0,
+        "both the rotation and the scale have it": stretch**2,
+        "they have the factor of mscale, where mscale_all_dim counts": said.stretch_confused,
+    }
+    has = next((words for words, wrong in found.items() if _close(applied, wrong, tolerance)), "")
+    if not has or _close(applied, stretch, tolerance):
         return None
-    has = "neither the rotation nor the scale" if applied < stretch else "both the rotation and the scale"
     right = base * stretch / rotation
     return Mismatch(
         "config_mismatch",
         right,
-        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has} has it: the rotation multiplies them "
+        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them "
         f"by {rotation:.4g}, the scale is {scale:.4g}.",
         f"Multiply the scores by {right:.4g}"
         + (f", or cos and sin by {stretch**0.5:.4g}." if rotation < 1.01 else "."),
@@ -227,25 +232,22 @@ def _is_folded(layer: Layer) -> bool:
     return bool(query_norm < key_norm * layer.head_dim**-0.25 and spread < FOLDED_SPREAD)
 
 
-def _slip(layer: Layer, scale: float) -> tuple[str, bool]:
-    """Return the slip that has no code of its own which a multiplier is, and if no published rule excuses it."""
-    tolerance, sure = _tolerance(layer), {"√d_k (multiplied where it should divide)": layer.head_dim**0.5}
-    sure["1/√heads"] = layer.heads**-0.5
-    for name, value in sure.items():
-        if _close(scale, value, tolerance):
-            return name, True
-    return next((name for name, value in _other_slips(layer) if _close(scale, value, SLIP * tolerance)), ""), False
-
-
-def _other_slips(layer: Layer) -> Iterator[tuple[str, float]]:
-    """Yield slips in words, and the multiplier that each makes."""
+def _slips(layer: Layer) -> Iterator[tuple[str, float]]:
+    """Yield slips that have no code of their own, in words, and the multiplier that each makes."""
     dim, heads, kv_heads = layer.head_dim, layer.heads, layer.kv_heads
+    yield from zip(NO_RULE_GIVES, (dim**0.5, heads**-0.5), strict=True)
     for width in layer.model_dims:
         for count, of in dict.fromkeys(((heads, "heads"), (kv_heads, "key heads"))):
             yield f"1/√{width / count:g}, the model's width over its {of}, {width}/{count}", (width / count) ** -0.5
     yield f"1/√√{dim} (a fourth root, on query or key alone)", dim**-0.25
     yield f"1/√{dim // 2}, of half a head", max(dim // 2, 1) ** -0.5
     yield f"1/√{layer.key_len}, of the number of keys", layer.key_len**-0.5
+    yield "2/d_k (d ** 1/2 is d/2: write d ** 0.5)", 2 / dim
+    yield "1/(2 d_k) (s / d ** 1/2 is s/d/2: write s / d ** 0.5)", 0.5 / dim
+    if layer.softcap is not None:
+        yield "cap/√d_k (cap · tanh(s), without the division by the cap)", layer.softcap * dim**-0.5
+    for width in {call.value.shape[-1] for call in layer.kept if call.value is not None} - {dim}:
+        yield f"1/√{width}, of the width of the values", width**-0.5
 
 
 def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
@@ -261,7 +263,7 @@ def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
         return Mismatch("unusual_scale", usual, message, advice)
     else:
         message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
-    return Mismatch("unusual_scale", usual, message, advice, trained_severity="note")
+    return Mismatch("unusual_scale", usual, message, advice)
 
 
 def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
@@ -284,11 +286,14 @@ def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
 def _ignored(layer: Layer, scale: float) -> Mismatch:
     said = layer.declared
     assert said.scale is not None  # else there is nothing to ignore
+    wanted = said.scale
+    if is_cosine(layer) and said.scale_authority is not Authority.CONFIGURED:
+        wanted = max(wanted, 1 / wanted)  # cosines are multiplied by 10 or divided by 0.1: below one is no choice
     return Mismatch(
         "config_mismatch",
-        said.scale,
-        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {said.scale:.4g}.",
-        f"Pass the scale to what computes the attention (scale={said.scale:.4g}), or correct {said.scale_source}.",
+        wanted,
+        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {wanted:.4g}.",
+        f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {said.scale_source}.",
     )
 
 

@@ -236,12 +236,12 @@ def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
 
 
 def _better_multiplier(layer: Layer) -> float:
-    """The multiplier that the scores should have: for normalised vectors, one that spreads random directions by one."""
+    """Return the multiplier that scores should have; normalised vectors: one that spreads random directions by one."""
     if not layer.wiring.normalised:
         return abs(layer.scale_expected)
     return math.sqrt(layer.head_dim) / max(_lengths(layer), 1e-300)
 
 
 def _lengths(layer: Layer) -> float:
-    """‖q‖‖k‖, the mean over heads."""
+    """Return ‖q‖‖k‖, the mean over heads."""
     return float((layer.query_norm.double() * layer.key_norm.double()).nanmean())

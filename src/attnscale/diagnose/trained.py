@@ -36,7 +36,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gains and biases of LayerNorm, RMSNorm and their kin, which FSDP1 makes plain attributes of their module."""
+    """Yield gains and biases of LayerNorm, RMSNorm and their kin; FSDP1 makes them plain attributes of their module."""
     for module in model.modules():
         if "norm" in type(module).__name__.lower():
             attributes = {**vars(module), **dict(module.named_parameters(recurse=False))}
@@ -44,7 +44,7 @@ def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_one_value(name: str, values: Tensor) -> bool:
-    """A gain is constant, whatever the constant; a bias, or a single number, must be exactly 0 or 1."""
+    """Return True for a constant gain, whatever the constant; a bias, or a single number, must be exactly 0 or 1."""
     first = values.flatten()[0]
     if not bool((values == first).all()):
         return False
@@ -52,7 +52,7 @@ def _is_one_value(name: str, values: Tensor) -> bool:
 
 
 def _local(parameter: Tensor) -> Tensor | None:
-    """The part of a parameter that this rank holds; None where it holds none, or its storage is freed."""
+    """Return the part of a parameter that this rank holds; None where it holds none, or its storage is freed."""
     shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return None if shard.is_meta or not shard.numel() or _is_freed(shard) else shard
 
@@ -66,7 +66,7 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 def _is_as_drawn(bias: Tensor) -> bool:
-    """All zero, or uniform within ±1: none outside, and the mean square that of a uniform draw of this size."""
+    """Return True if all are zero, or uniform within ±1: none outside, and the mean square that of a uniform draw."""
     if not bias.any():
         return True
     mean_square = float(bias.square().mean())

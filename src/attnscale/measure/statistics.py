@@ -129,8 +129,8 @@ _ENTRIES = (
     ),
     Statistic(
         "spread", "spread", "spread", "standard deviation of the scores about the mean of their row, σ",
-        "what softmax sees, since it does not see a shift of a whole row. About 1 at the start; softmax freezes at "
-        "√(2 ln n): 3.7 over 1,024 keys",
+        "what softmax sees, since it does not see a shift of a whole row. About 1 at the start; the critical "
+        "spread is √(2 ln n): 3.7 over 1,024 keys",
         attribute="std_within_rows", has_error=True, places=EVERYWHERE,
     ),
     Statistic(

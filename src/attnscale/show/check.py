@@ -26,7 +26,7 @@ def show_check(checked: Checked) -> None:
     """Print the table of layers, the findings, and the conclusion. Names are data: nothing in them is markup."""
     console = Console()
     _print(checked.title, console, "bold")
-    _print(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows a head'}", console)
+    _print(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows per head'}", console)
     _print_layers(checked, console)
     for sentence in padding_told(checked.audit.layers.values()):
         _print(sentence, console)
@@ -85,7 +85,8 @@ def _print_layers(checked: Checked, console: Console) -> None:
             verdict = Text(line.verdict_text, style=STYLES.get(line.severity or "", "green"))
             table.add_row(Text(index or "·"), *(told[position].cell(line) for position in staying), verdict)
         console.print()
-        _print(title, console, "dim")
+        if title != "*":
+            _print(title, console, "dim")
         console.print(table)
         _print_left_out([column.long for column in told], staying, console)
 
@@ -132,7 +133,7 @@ def _show_sides(comparison: Comparison) -> None:
     console = Console()
     for word, title in (("from", comparison.before), ("to", comparison.after)):
         _print(f"{word:4} {title}", console, "bold")
-    _print_heads(comparison.changed, "Heads whose own weights changed", console)
+    _print_heads(comparison.changed, "Heads whose own weights or scale changed", console)
     _print_heads(comparison.carried, "Heads with the same weights, whose inputs changed", console)
     _print_findings(comparison.new, "new", console)
     _print_findings(comparison.gone, "gone", console)
@@ -175,7 +176,7 @@ def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> N
         for sentence in (*head.told.split("; "), f"{head.by_factor}."):
             _print_indented(sentence, console)
     if len(heads) > SHOWN:
-        _print(f"and {len(heads) - SHOWN} more, which moved less", console, "dim")
+        _print(f"and {len(heads) - SHOWN} more, which changed less", console, "dim")
 
 
 def _print_findings(findings: Sequence[Finding], word: str, console: Console) -> None:

@@ -40,20 +40,20 @@ def show_prediction(prediction: Prediction, console: Console | None = None) -> N
     )
     console.print(
         f"q and k spread by {number(p.query_std)}, q·k by {number(p.score_std)}; "
-        f"softmax over {p.length} keys freezes at {p.freezing_point:.3g}",
+        f"the critical spread over {p.length:,} keys is {p.freezing_point:.3g}",
         highlight=False,
     )
     console.print()
     is_narrow = console.width < NARROW
     table = Table("scale", box=None, pad_edge=False, padding=(0, 1 if is_narrow else 2, 0, 0))
-    entropy = ["entropy\nof ln n"] if is_narrow else ["entropy", "of ln n"]
-    for heading in ("multi-\nplier" if is_narrow else "multiplier", "spread", *entropy, "top-1", "gradient\ngain"):
+    entropy = [*([] if is_narrow else ["entropy"]), "entropy\n% of max"]
+    for heading in ("multi-\nplier" if is_narrow else "multiplier", "spread", *entropy, "top-1", "1−Σp²"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("softmax", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for candidate in p.candidates:
         softmax = candidate.softmax
         nats = [] if is_narrow else [f"{softmax.entropy:.2f}"]
-        shares = (f"{share:.3f}" for share in (softmax.entropy_ratio, softmax.top1, softmax.jacobian_trace))
+        shares = (f"{100 * softmax.entropy_ratio:.1f}", f"{softmax.top1:.3f}", f"{softmax.jacobian_trace:.3f}")
         regime = Text(candidate.regime, style=STYLES[candidate.regime])
         name = FORMULAS.get(candidate.name, candidate.name)
         table.add_row(name, f"{candidate.scale:.4g}", number(candidate.spread), *nats, *shares, regime)

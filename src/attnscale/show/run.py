@@ -11,7 +11,7 @@ from rich.text import Text
 from attnscale.diagnose.alarm import when
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
-from attnscale.plain import printable
+from attnscale.plain import counted, printable
 from attnscale.show.check import STYLES, print_group
 from attnscale.show.text import Column, by_pattern, number
 from attnscale.train.log import LoggedRun
@@ -27,8 +27,7 @@ def show_run(run: Run) -> None:
     loss = "" if run.losses is None else f", loss {' → '.join(map(number, run.losses))}"
     console.print(Text(f"steps {run.first_step}–{run.last_step}, {run.records} records{loss}", style="bold"))
     if run.damaged:
-        lines = "1 damaged line" if run.damaged == 1 else f"{run.damaged} damaged lines"
-        console.print(Text(f"{lines} left out:", style="yellow"))
+        console.print(Text(f"{counted(run.damaged, 'damaged line')} skipped:", style="yellow"))
         for told in run.damage:
             console.print(Text(printable(told)), soft_wrap=True)
         if run.damaged > len(run.damage):
@@ -72,7 +71,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
 def conclusion(run: Run) -> str:
     """Return one sentence on the run."""
     kinds = sum(len(raised.group.findings) for raised in run.raised)
-    return f"{kinds} alarm{'' if kinds == 1 else 's'}; {_course(run)}."
+    return f"{counted(kinds, 'alarm')}; {_course(run)}."
 
 
 def _course(run: Run) -> str:
@@ -86,8 +85,7 @@ def _course(run: Run) -> str:
     ]
     if crossings:
         crossing, name = min(crossings, key=lambda found: found[0].step)
-        passed = f"{printable(name)} will be the first to pass {crossing.threshold:,.0f}"
-        return f"if its growth goes on, {passed}, {when(crossing)}"
+        return f"forecast: {printable(name)} is the first to pass {crossing.threshold:,.0f}, {when(crossing)}"
     if past := sum(layer.effective_max >= LAST for layer in growing):
         return f"the largest score of {past} of {layers} layers is past {LAST:,.0f} and growing"
     if held := sum(layer.is_clipped for layer in run.layers):
@@ -98,17 +96,17 @@ def _course(run: Run) -> str:
         return f"the largest score, {number(leading.last_max)} in {printable(leading.name)}, {how}"
     if growing:
         return f"the largest score of {len(growing)} of {layers} layers grows, and none comes near a threshold"
-    return "no layer's largest score is certain to grow"
+    return "no layer's largest score grows by more than its error"
 
 
 def columns() -> list[Column[LayerRun]]:
-    """Return the columns of a layer: its largest score and where that goes, around the last record's statistics."""
+    """Return the columns of a layer: its largest score and its forecast, around the last record's statistics."""
     return [
-        Column("max\nat first", "max at first", lambda layer: number(layer.first_max)),
-        Column("max\nnow", "max now", lambda layer: number(layer.last_max)),
-        Column("grew\nlately", "grew lately", _factor),
+        Column("max\nfirst", "first largest score", lambda layer: number(layer.first_max)),
+        Column("max\nlast", "last largest score", lambda layer: number(layer.last_max)),
+        Column("growth\n(steps)", "latest growth (steps)", _factor),
         *(_column(entry) for entry in in_place(Place.RUN)),
-        Column("if it goes on,\nwill pass", "if it goes on, will pass", _crossing),
+        Column("forecast:\nmax at step", "forecast: largest score at step", _crossing),
     ]
 
 
@@ -117,7 +115,7 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 
 def _factor(layer: LayerRun) -> str:
-    return "–" if layer.growth is None else f"× {number(layer.growth.recently_grown)} in {layer.growth.recent_span:.0f}"
+    return "–" if layer.growth is None else f"× {number(layer.growth.recently_grown)} ({layer.growth.recent_span:.0f})"
 
 
 def _crossing(layer: LayerRun) -> str:

@@ -178,4 +178,5 @@ def place(group: Group) -> str:
     if len(group.findings) == 1 or len(same) < len(group.layers) or not all(same):
         return f"{group.first.place}{', ' if group.others else ''}{group.others}"
     heads = sum(finding.head is not None for finding in group.findings)
-    return f"{title}, * = {ranges(same)}{f' ({heads} heads)' if heads else ''}"
+    where = f"layers {ranges(same)}" if title == "*" else f"{title}, * = {ranges(same)}"
+    return f"{where}{f' ({heads} heads)' if heads else ''}"

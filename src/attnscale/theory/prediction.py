@@ -129,12 +129,12 @@ def _head_dim(d_model: int, heads: int) -> int:
 def _advice(candidates: tuple[Candidate, ...], projected_std: float) -> str:
     unscaled, standard, _, calibrated = candidates
     without = {
-        "sharp": f"without a scale the spread would be {unscaled.spread:.2g} and softmax starts sharp",
-        "healthy": f"even without a scale the spread, {unscaled.spread:.2g}, stays under the freezing point",
+        "sharp": f"without a scale the spread would be {unscaled.spread:.2g} and softmax would start sharp",
+        "healthy": f"even without a scale the spread, {unscaled.spread:.2g}, stays below the critical spread",
         "diluted": f"even without a scale the spread is only {unscaled.spread:.2g}",
     }[unscaled.regime]
     if math.isclose(standard.spread, 1.0, rel_tol=0.05):
-        few = "" if standard.regime == "healthy" else ", which over so few keys is near the freezing point already"
+        few = "" if standard.regime == "healthy" else ", which over so few keys is near the critical spread already"
         return f"Use 1/√d_k: the scores start with a spread of one, as intended{few}; {without}."
     if standard.regime == "healthy":
         return (

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attnscale.errors import SettingError, SinkWarning
 from attnscale.train.delivery import LogChoice, is_fed_by_sink, logged_statistics
-from attnscale.train.learning import rate_of
-from attnscale.train.monitor import Monitor
+from attnscale.train.monitor import Monitor, rate_of
 from attnscale.train.record import Record
 from attnscale.train.sinks import Sink, scalars
 

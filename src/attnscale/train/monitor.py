@@ -9,28 +9,25 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from attnscale.diagnose import Finding, Growth, Thresholds, diagnose
 from attnscale.diagnose.alarm import ScaleError
-from attnscale.diagnose.scale import WRONG_SCALE, correction, scale_error
+from attnscale.diagnose.scale import correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.results import PlottedResult
-from attnscale.train.clipped import Clipped, Clips
 from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
-from attnscale.train.learning import Given, Learning
-from attnscale.train.merging import Merged, Merging
-from attnscale.train.numbers import records
-from attnscale.train.ranks import Moment
+from attnscale.train.ranks import Learned, Merged, Merging, Moment
 from attnscale.train.record import Record, new_name
-from attnscale.train.sampling import Sampling
+from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Arriving, whole_layers
+from attnscale.train.tally import Arriving, MergedStats, pooled_of, records, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watcher import Settings
@@ -38,6 +35,12 @@ from attnscale.watching.watcher import Settings
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale
 NO_AUDIT: Audit = ([], {})
+NO_KEY_GROUP = (
+    "Ranks that share out the keys of a row (context parallel) cannot be merged: each sees a part of every softmax. "
+    "Monitor a run without it, without key_group."
+)
+Given = float | Tensor | None
+T = TypeVar("T")
 
 
 class _CancelledError(Exception):
@@ -49,7 +52,7 @@ def _close_all() -> None:
     """Stop watching, and close connections to other ranks, while the interpreter still runs."""
     for monitor in list(OPEN):
         monitor.cancel()
-        monitor._merging.close()
+        monitor._merging.ranks = None
 
 
 class Monitor(PlottedResult):
@@ -66,10 +69,8 @@ class Monitor(PlottedResult):
     `state_dict()` or `close()` asks for it, or the process ends.
 
     Where torch.distributed runs, make a monitor on every rank: rows of all ranks are merged, and rank 0 writes. Ranks
-    that share out the heads of a layer (tensor parallel) have a `head_group`. Ranks that share out the *keys* of a row
-    (context parallel) have a `key_group`: rows of the same queries, bit for bit, are then put together over the keys of
-    all its ranks and over the turns of a ring, whichever way attention is called on each shard. Gradients that reach
-    queries and keys are left out there.
+    that share out the heads of a layer (tensor parallel) have a `head_group`. A rank that does not answer within
+    `timeout` seconds is left out of a record, with a warning.
 
     >>> import torch
     >>> from attnscale.models import CausalTransformer
@@ -101,6 +102,8 @@ class Monitor(PlottedResult):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"Expected a torch.nn.Module to monitor, got {type(model).__name__}.")
+        if key_group is not None:
+            raise SettingError(NO_KEY_GROUP)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"Expected every as a whole number of steps of at least 1, got {every!r}.")
         if isinstance(sinks, (str, Path)):
@@ -109,17 +112,16 @@ class Monitor(PlottedResult):
         self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
-        limits = limits or Thresholds()
-        self._history = History.of(model, limits)
+        self._history = History.of(model, limits or Thresholds())
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # which tell its records from another run's in a log
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may not have finished
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
-        self._merging = Merging(group, head_group, key_group, merge_ranks, timeout, vars(limits), self._tell)
+        self._merging = Merging(group, head_group, merge_ranks, timeout, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
-        self._learning = Learning()  # loss and learning rate of the present step
+        self._learning: dict[str, Number] = {}  # loss and learning rate of the present step
         self._sampling = Sampling(model)
         self._clips = Clips(model)
         self._resumed = 0  # how often a state was loaded
@@ -161,8 +163,9 @@ class Monitor(PlottedResult):
         Later values replace earlier ones; a record has the mean loss of all ranks, and rank 0's learning rate. Nothing
         waits for a GPU. A loss that diverges while all scores are in range is an alarm of its own.
         """
-        if self.is_due:
-            self._try(lambda: setattr(self, "_learning", self._learning.given(loss, lr)))
+        for name, given in (("loss", loss), ("lr", lr)):
+            if self.is_due and given is not None and (number := self._try(partial(Number, given))) is not None:
+                self._learning[name] = number
 
     def begin(self) -> None:
         """Begin a training step."""
@@ -171,7 +174,7 @@ class Monitor(PlottedResult):
 
     def _begin_watching(self) -> None:
         self._clips.begin()
-        watch = self._sampling.watched(replace(self._settings, seed=self._seed))
+        watch = self._sampling.watched(self._settings)
         self._seen = watch.__enter__()
         self._watch = watch
 
@@ -180,18 +183,12 @@ class Monitor(PlottedResult):
         """Identifies the step to other ranks."""
         return Moment(self._resumed, self.steps)
 
-    @property
-    def _seed(self) -> int | None:
-        """Seed by which ranks that share out keys measure the same rows."""
-        return None if self._merging.key_group is None else self.steps
-
     def end(self) -> None:
         """End a training step."""
         self.flush()
         if self._watch is not None or (self.is_due and self._merging.is_needed):
-            steps: list[Seen | None] = []
-            self._try(lambda: steps.append(self._leave()))
-            self._try(lambda: self._record(steps[0] if steps else None))  # other ranks wait for this one
+            seen = self._try(self._leave)
+            self._try(lambda: self._record(seen))  # also where there is nothing: other ranks wait for this one
         self.steps += 1
 
     def flush(self) -> None:
@@ -201,11 +198,12 @@ class Monitor(PlottedResult):
             atexit.unregister(self.flush)
             self._try(writing)
 
-    def _try(self, recording: Callable[[], None]) -> None:
+    def _try(self, recording: Callable[[], T]) -> T | None:
         try:
-            recording()
+            return recording()
         except Exception as error:  # the run is worth more than its log
             self._tell(NotRecordedWarning(f"A sampled step could not be recorded: {type(error).__name__}: {error}"))
+            return None
 
     def __enter__(self) -> "Monitor":
         self.begin()
@@ -222,14 +220,14 @@ class Monitor(PlottedResult):
     def cancel(self) -> None:
         """Stop watching the present step, and record nothing of it."""
         self.flush()
-        leaving, self._watch, self._seen, self._learning = self._watch, None, None, Learning()
+        leaving, self._watch, self._seen, self._learning = self._watch, None, None, {}
         if leaving is not None:
             leaving.__exit__(_CancelledError, _CancelledError(), None)  # nothing is concluded from half a step
 
     def close(self) -> None:
         """Stop, and close the sinks."""
         self.cancel()
-        self._merging.close()
+        self._merging.ranks = None
         self._delivery.close()
 
     def growth(self, layer: str) -> Growth | None:
@@ -267,38 +265,35 @@ class Monitor(PlottedResult):
         return seen
 
     def _record(self, seen: Seen | None) -> None:
-        at, part, clipped = (self.steps, time.time()), self._merging.part, self._clips.since()
-        learning, self._learning, audits = self._learning, Learning(), [NO_AUDIT]
-        self._try(lambda: audits.append(self._audit(seen)))  # the record is written without it too
-        audit = audits[-1]
-        if not self._merging.is_needed:
-            if seen is None:
-                return
+        at, clipped = (self.steps, time.time()), self._clips.since()
+        learning, self._learning = self._learning, {}
+        audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
+        facts = {} if seen is None else seen.facts()
+        arriving = None if seen is None else Arriving.of(seen, self._merging.part)
+        if self._merging.is_needed:  # at once: ranks wait for each other
+            own = {} if arriving is None else self._try(arriving.tallies) or {}
+            merged = self._merging.merged(self._moment, own, _values(learning))
+            self._layers = partial(self._merged_layers, seen, merged)
+            self._conclude(at, facts, merged, clipped, {}, audit)
+        elif seen is not None and arriving is not None:
             self._layers = partial(getattr, seen, "layers")
-            arriving = Arriving.of(seen, part)
             self._unwritten = lambda: self._conclude(
-                at,
-                seen.facts(),
-                Merged(arriving.tallies(), learning=learning.values()),
-                clipped,
-                arriving.stats(),
-                audit,
+                at, facts, Merged(arriving.tallies(), learning=_values(learning)), clipped, arriving.stats(), audit
             )
-            if arriving.is_here and learning.is_here:
+            if arriving.is_here and all(number.is_here for number in learning.values()):
                 self.flush()
             else:
                 atexit.register(self.flush)
-            return
-        layers = {} if seen is None else dict(seen.layers)
-        merged = self._merging.merged(self._moment, layers, learning.values())  # at once: ranks wait for each other
-        own = {
-            name: replace(layer, stats=merged.tallies[key].stats, measured=())
-            for name, layer in layers.items()
-            if (key := (name, part, layer.heads)) in merged.tallies
-        }
-        self._layers = lambda: own
-        facts = {} if seen is None else {name: fact for name, fact in seen.facts().items() if name in own}
-        self._conclude(at, facts, merged, clipped, None, audit)
+
+    def _merged_layers(self, seen: Seen | None, merged: Merged) -> Mapping[str, Layer]:
+        """Return the layers of this rank, with the statistics of the same heads on all ranks."""
+        found = {}
+        for name, layer in ({} if seen is None else seen.layers).items():
+            tally = merged.tallies.get((name, self._merging.part, layer.heads))
+            if tally is not None:
+                stats = MergedStats(layer.heads, exact=False, pool=partial(pooled_of, tally))
+                found[name] = replace(layer, stats=stats, measured=())
+        return found
 
     def _conclude(
         self,
@@ -306,18 +301,17 @@ class Monitor(PlottedResult):
         facts: Mapping[str, LayerFacts],
         merged: Merged,
         clipped: Clipped,
-        stats: Mapping[str, ScoreStats] | None,
+        stats: Mapping[str, ScoreStats],
         audit: Audit,
     ) -> None:
         """Make the record of a step, `at` its number and time, raise alarms and write it to the sinks.
 
-        `stats` are those of this rank; None where ranks were merged.
+        `stats` tell how far sampled numbers may be off; of merged ranks, with so many more rows, nothing is told.
         """
         if not merged.tallies:
             return
-        whole, part = whole_layers(merged.tallies), self._merging.part
-        found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in records(whole).items()}
-        stats = {name: each.stats for name, each in whole.items()} if stats is None else stats
+        whole, part = records(whole_layers(merged.tallies)), self._merging.part
+        found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in whole.items()}
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
         alarms = self._history.add(
             at[0],
@@ -339,14 +333,7 @@ class Monitor(PlottedResult):
             return NO_AUDIT
         found = diagnose(seen.layers, trained=self._history.trained).findings
         is_frozen = any(not parameter.requires_grad for parameter in self.model.parameters())
-        is_whole = self._merging.key_group is None  # else scores are those of this rank's keys alone
-        serious = [
-            each
-            for each in found
-            if each.severity != "note"
-            and (is_whole or each.code in WRONG_SCALE)
-            and not (is_frozen and each.code == "no_gradient")
-        ]
+        serious = [each for each in found if each.severity != "note" and not (is_frozen and each.code == "no_gradient")]
         errors = {
             name: ScaleError(error.code, correction(layer))
             for name, layer in seen.layers.items()
@@ -360,3 +347,37 @@ class Monitor(PlottedResult):
         if key not in self._warned:
             self._warned.add(key)
             warnings.warn(warning, stacklevel=4)
+
+
+class Number:
+    """A number on its way to the host: one on a GPU is copied in stream order, without waiting."""
+
+    def __init__(self, given: float | Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if isinstance(given, Tensor):
+            mean = given.detach().float().mean()  # a new tensor: the loop may write to its own
+            given = mean.to("cpu", non_blocking=mean.is_cuda)
+            self._event = torch.cuda.current_stream(mean.device).record_event() if mean.is_cuda else None
+        self._number = given if isinstance(given, Tensor) else float(given)
+
+    @property
+    def is_here(self) -> bool:
+        """True if value() would not wait."""
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """Wait for the number and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number)
+
+
+def _values(learning: Mapping[str, Number]) -> Learned:
+    loss, lr = (learning[name].value() if name in learning else None for name in ("loss", "lr"))
+    return loss, lr
+
+
+def rate_of(optimizer: Any) -> Given:
+    """Return the learning rate of the first group of an optimiser; None where it has none."""
+    groups = getattr(optimizer, "param_groups", None)
+    return groups[0].get("lr") if groups else None

@@ -5,12 +5,12 @@ result, which the others read. A collective hangs, or breaks its group, when a r
 time-out, whatever backend training uses, and a rank that does not answer is left out.
 """
 
-import struct
+import pickle
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from attnscale.errors import AttnscaleWarning, LostRankWarning
 from attnscale.torch_internals import store_of_ranks
+from attnscale.train.tally import Tallies, from_bytes, merge, to_bytes
 
-PART = 4 * 2**20  # bytes of a value: a TCPStore closes the connection of a client that sends 8 MiB
 PAUSES = 5e-4, 0.02  # seconds between two looks at the store, at first and at most
 COLLECTING, ANSWERING = 0.5, 0.9  # shares of the time-out: rank 0 collects, and the others still read its answer
-HEADER = struct.Struct("<qqq")  # of a value: the two numbers of its moment, and how many parts a payload has
-RANKS = struct.Struct("<q")
 NUMBERS: dict[tuple[int, ...], "count[int]"] = {}  # of exchanges between the same ranks, in the order of their program
+
+Learned = tuple[float | None, float | None]  # loss and learning rate, None where not given
+Merge = Callable[[Sequence[bytes]], bytes]
 
 
 class Moment(NamedTuple):
@@ -46,15 +47,6 @@ class Combined:
     agreed: bool  # by rank 0, so that every rank that was reached has the same
 
 
-@dataclass
-class _Absence:
-    """A rank that did not answer in time."""
-
-    since: Moment  # the first moment of which it has not been heard since it was last waited for
-    failures: int = 0  # times in a row that it was waited for in vain
-    rest: int = 0  # rounds in which it is not waited for
-
-
 class Ranks:
     """The ranks of a group. Nothing here waits longer than `timeout` seconds; `warn` gets what goes wrong."""
 
@@ -64,23 +56,21 @@ class Ranks:
         self.timeout, self._warn = timeout, warn
         self._members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
-        self._patience = timeout * (COLLECTING if self.rank == 0 else ANSWERING)
         number = next(NUMBERS.setdefault(tuple(self._members), count()))
         self._store: Any = store_of_ranks(f"attnscale/{zlib.crc32(repr(self._members).encode())}/{number}")
-        self._absent: dict[int, _Absence] = {}
+        self._missed: dict[int, Moment] = {}  # by rank: the moment at which it did not answer
         self._warned: set[int] = set()
         self._warnings: list[str] = []  # from the thread of an exchange
         self._thread: Thread | None = None
 
-    def combine(self, moment: Moment, own: bytes, merge: Callable[[list[bytes]], bytes]) -> Combined:
+    def combine(self, moment: Moment, own: bytes, merge: Merge) -> Combined:
         """Merge the payloads that the ranks have of this moment; a rank that is not reached keeps its own."""
-        exchange = self._collect if self.rank == 0 else self._report
-        found = self._in_time(lambda: exchange(moment, own, merge))
-        return Combined(own, 1, agreed=False) if found is None else found
+        exchange = (lambda: self._collect(moment, own, merge)) if self.rank == 0 else lambda: self._ask(moment, own)
+        return self._in_time(exchange) or Combined(own, 1, agreed=False)
 
     def break_off(self, moment: Moment) -> None:
         """Tell the others that nothing will come of this moment."""
-        self._in_time(lambda: self._write("merged" if self.rank == 0 else str(self.rank), moment, b""))
+        self._in_time(lambda: self._write(self.rank, moment, b""))
 
     def _in_time(self, exchange: Callable[[], Combined | None]) -> Combined | None:
         """Run an exchange on a thread of its own: a store whose host has stopped keeps its callers for ever."""
@@ -103,71 +93,128 @@ class Ranks:
             self._warn(LostRankWarning(f"{self._warnings.pop(0)} Training goes on, without rows of ranks not reached."))
         return found[0] if found else None
 
-    def _collect(self, moment: Moment, own: bytes, merge: Callable[[list[bytes]], bytes]) -> Combined:
-        payloads, deadline = [own], time.monotonic() + self._patience
-        for rank in sorted(range(1, self.size), key=self._absent.__contains__):
-            payload = self._receive(str(rank), rank, moment, deadline)
-            payloads += [payload] if payload else []  # an empty one was broken off
+    def _collect(self, moment: Moment, own: bytes, merge: Merge) -> Combined:
+        """Merge what comes in time, and answer all."""
+        others, patience = range(1, self.size), COLLECTING * self.timeout
+        awaited = self._wait(others, moment, patience)
+        payloads = [own]
+        for rank in others:
+            payload = self._read(rank, moment)
+            if payload is not None:
+                self._missed.pop(rank, None)
+                payloads += [payload] if payload else []  # an empty one was broken off
+            elif rank in awaited:
+                self._miss(rank, moment, patience)
         merged = merge(payloads) if len(payloads) > 1 else own
-        self._write("merged", moment, RANKS.pack(len(payloads)) + merged)
+        self._write(0, moment, pickle.dumps((len(payloads), merged)))
         return Combined(merged, len(payloads), agreed=True)
 
-    def _report(self, moment: Moment, own: bytes, _: Callable[[list[bytes]], bytes]) -> Combined | None:
-        deadline = time.monotonic() + self._patience
-        self._write(str(self.rank), moment, own)
-        answer = self._receive("merged", 0, moment, deadline)
-        return Combined(answer[RANKS.size :], RANKS.unpack_from(answer)[0], agreed=True) if answer else None
+    def _ask(self, moment: Moment, own: bytes) -> Combined | None:
+        patience = ANSWERING * self.timeout
+        self._write(self.rank, moment, own)
+        awaited = self._wait([0], moment, patience)
+        answer = self._read(0, moment)
+        if answer is None and awaited:
+            self._miss(0, moment, patience)
+        if not answer:
+            return None
+        ranks, merged = pickle.loads(answer)
+        return Combined(merged, ranks, agreed=True)
 
-    def _receive(self, key: str, rank: int, moment: Moment, deadline: float) -> bytes | None:
-        """Read what a rank wrote of a moment; one that was absent is waited for once it was heard from again.
-
-        If it is waited for in vain again and again, as a rank that skipped a step, that is tried less and less often.
-        """
-        absence = self._absent.get(rank, _Absence(moment))
-        last = self._moment(key) if rank in self._absent else moment
-        is_awaited = absence.rest == 0 and last is not None and last >= absence.since
-        payload = self._read(key, moment, deadline if is_awaited else 0.0)
-        if payload is not None:
-            self._absent.pop(rank, None)
-            return payload
-        absence.rest = max(0, absence.rest - 1)
-        if is_awaited:
-            absence.since, absence.failures = moment, absence.failures + 1
-            absence.rest = 2 ** min(absence.failures - 1, 16) - 1
-        self._absent[rank] = absence
+    def _miss(self, rank: int, moment: Moment, patience: float) -> None:
+        """Note a rank that did not answer, and warn of it once."""
+        self._missed[rank] = moment
         if rank not in self._warned:
             self._warned.add(rank)
-            last = self._moment(key)
-            heard = "it has not answered before" if last is None else f"it was last at {last}"
+            last = self._last(rank)
+            heard = f"it was last at {last}" if last > NEVER else "it has not answered before"
             self._warnings.append(
                 f"Rank {self._members[rank]} did not answer rank {self._members[self.rank]} at {moment} within "
-                f"{self._patience:g} s; {heard}. Only what ranks measured at the same step is merged: call step() on "
+                f"{patience:g} s; {heard}. Only what ranks measured at the same step is merged: call step() on "
                 "every rank alike, with the same `every`, and load the same state on each."
             )
-        return None
 
-    def _write(self, key: str, moment: Moment, payload: bytes) -> None:
-        parts = [payload[start : start + PART] for start in range(0, max(1, len(payload)), PART)]
-        for number, part in enumerate(parts):
-            self._store.set(f"{key}/{number}", HEADER.pack(*moment, number) + part)
-        self._store.set(key, HEADER.pack(*moment, len(parts)))
+    def _write(self, rank: int, moment: Moment, payload: bytes) -> None:
+        self._store.set(str(rank), pickle.dumps((tuple(moment), payload)))
+        self._store.set(f"{rank}/last", pickle.dumps(tuple(moment)))  # a short one, to be looked at often
 
-    def _read(self, key: str, moment: Moment, deadline: float) -> bytes | None:
-        """Wait until a rank is at this moment; None where it is not in time, or is past it."""
-        pause, longest = PAUSES
-        while (found := self._moment(key)) is None or found < moment:
-            if time.monotonic() >= deadline:
-                return None
+    def _last(self, rank: int) -> Moment:
+        """Return the moment of the latest payload of a rank."""
+        key = f"{rank}/last"
+        return Moment(*pickle.loads(self._store.get(key))) if self._store.check([key]) else NEVER
+
+    def _wait(self, ranks: Sequence[int], moment: Moment, patience: float) -> list[int]:
+        """Wait until ranks are at this moment or past it; not for one that was late and was not heard of since."""
+        awaited = [rank for rank in ranks if rank not in self._missed or self._last(rank) >= self._missed[rank]]
+        deadline, (pause, longest) = time.monotonic() + patience, PAUSES
+        while any(self._last(rank) < moment for rank in awaited) and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        *_, count_of_parts = HEADER.unpack(self._store.get(key))
-        parts = [self._store.get(f"{key}/{number}") for number in range(count_of_parts)]
-        if any(HEADER.unpack_from(part) != (*moment, number) for number, part in enumerate(parts)):
-            return None  # its writer has gone on
-        return b"".join(part[HEADER.size :] for part in parts)
+        return awaited
 
-    def _moment(self, key: str) -> Moment | None:
-        """Return the moment of the latest payload under a key."""
-        if not self._store.check([key]):
+    def _read(self, rank: int, moment: Moment) -> bytes | None:
+        """Return what a rank wrote of this moment; None where it is not there yet, or is past it."""
+        if self._last(rank) < moment:
             return None
-        return Moment(*HEADER.unpack(self._store.get(key))[:2])
+        at, payload = pickle.loads(self._store.get(str(rank)))
+        return payload if at == moment else None
+
+
+NEVER = Moment(-1, -1)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The tallies of a step, and whose they are."""
+
+    tallies: Tallies
+    ranks: int = 1
+    rank: int | None = None  # whose they are, where ranks could not be merged
+    is_written_here: bool = True
+    is_logged_here: bool = True
+    learning: Learned = (None, None)  # the mean loss of the ranks that gave one, and the learning rate of this rank
+
+
+@dataclass
+class Merging:
+    """How the ranks of a run share out its work; `warn` warns once of each thing that goes wrong."""
+
+    group: dist.ProcessGroup | None
+    head_group: dist.ProcessGroup | None
+    is_wanted: bool
+    timeout: float
+    warn: Callable[[AttnscaleWarning], None]
+    ranks: Ranks | None = None
+
+    @property
+    def part(self) -> int:
+        """Number of this rank's part of the heads of every layer."""
+        return 0 if self.head_group is None else dist.get_rank(self.head_group)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if other ranks have anything to add."""
+        return self.is_wanted and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def merged(self, moment: Moment, own: Tallies, learning: Learned = (None, None)) -> Merged:
+        """Return the tallies of all ranks; every rank of the group must call it, also one that measured nothing."""
+        loss, lr = learning
+        self.ranks = self.ranks or Ranks(self.group, self.timeout, self.warn)
+        payload = pickle.dumps(([] if loss is None else [loss], to_bytes(own)))
+        combined = self.ranks.combine(moment, payload, merge_payloads)
+        losses, tallies = pickle.loads(combined.payload)
+        mean = sum(losses) / len(losses) if losses else None  # as data-parallel training averages it
+        is_first, rank = self.ranks.rank == 0, None if combined.agreed else dist.get_rank()
+        is_written = is_first or not combined.agreed
+        return Merged(from_bytes(tallies), combined.ranks, rank, is_written, is_first, (mean, lr))
+
+    def break_off(self, moment: Moment) -> None:
+        """Tell other ranks that nothing comes from this one at this moment."""
+        if self.ranks is not None:
+            self.ranks.break_off(moment)
+
+
+def merge_payloads(payloads: Sequence[bytes]) -> bytes:
+    """Merge the losses and tallies of several ranks."""
+    losses, tallies = zip(*map(pickle.loads, payloads), strict=True)
+    return pickle.dumps((list(chain(*losses)), to_bytes(merge(map(from_bytes, tallies)))))

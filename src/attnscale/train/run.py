@@ -15,9 +15,9 @@ from attnscale.diagnose.forecast import Crossing, Growth, Outlook, forecast
 from attnscale.errors import InputError
 from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
+from attnscale.train.history import Sample, append, trend
 from attnscale.train.log import Damage, LoggedRun, choose_run, read_runs, records_of
 from attnscale.train.record import LayerRecord, Record
-from attnscale.train.trend import Sample, append, trend
 
 CURVE_POINTS = 640  # of a curve: twice as many as its picture shows
 

@@ -1,14 +1,13 @@
-"""Tally: what one rank saw of one layer in one step, as sums that add up over ranks, and as bytes that travel.
+"""Tallies: the sums that one rank measured of each layer in a step, which add up over calls and ranks -> its record.
 
-Scores keep the counts, means and sums of ScoreStats, 24 float64 a head; where an alarm is near also what the errors of
-the numbers are told from that raise it, 41 more. Norms and multipliers are weighted by the rows they stand for.
+A tally is a tensor, (heads, WIDTH) in float64: counts, means and sums of ScoreStats, then norms and multipliers
+weighted by the rows they stand for, then squares of gradients.
 """
 
-import json
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,103 +15,64 @@ from torch import Tensor
 
 from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.pooled import SUMS, Pooled, merged
-from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.measure.pooled import SUMS, Known, Pooled, merged
+from attnscale.measure.statistics import logged
+from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
 from attnscale.probes.calls import COLUMNS, POOLED, ProbedCall, pooled_columns
-from attnscale.train.merged_errors import ERRORS, NO_FLOORS, Floors, MergedStats, errors_of, is_near, summed
-from attnscale.watching.layer import Layer
+from attnscale.train.record import LayerRecord
 from attnscale.watching.seen import LayerNumbers, Seen
 
 WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares but for the scale
 ADDED = ("query_gradient", "key_gradient", "ranks")
 WIDTH = POOLED + len(WEIGHTED) + len(ADDED)
 ROWS = SUMS.index("rows")
-
+NUMERATORS = torch.tensor([SUMS.index(NUMERATOR.get(name, name)) for name in DENOMINATOR])
+DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
 Key = tuple[str, int, int]  # layer, part (of its heads, where ranks share them out), heads
+Tallies = dict[Key, Tensor]
+Layers = Mapping[str, LayerNumbers | Sequence[ProbedCall]]
 
 
-@dataclass(frozen=True)
-class Tally:
-    """Sums over the rows of one layer, all those of a head in one row: (heads, WIDTH) in float64."""
+class MergedStats(ScoreStats):
+    """Statistics over the rows of several ranks; what standard errors are told from does not travel."""
 
-    packed: Tensor
-    errors: Tensor | None = None  # what merged_errors tells; None where a rank does not know it
-
-    @classmethod
-    def of(cls, pooled: Pooled | Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> "Tally":
-        """Rows that were pooled, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squares of gradients.
-
-        Rows are given as Pooled, or as its columns, (heads, POOLED).
-        """
-        own = pooled if isinstance(pooled, Tensor) else pooled_columns([pooled])
-        rows = own[:, len(POOLED_NUMBERS) + ROWS]
-        weighted = torch.where(rows > 0, torch.stack([*columns]).double() * rows, 0.0)
-        nothing = torch.full_like(rows, math.nan)
-        added = torch.stack([*(nothing if each is None else each for each in gradients), torch.ones_like(rows)])
-        return cls(torch.cat([own, torch.cat([weighted, added]).mT], dim=-1))
-
-    @property
-    def pooled(self) -> Pooled:
-        """The rows of every head in one."""
-        return _unpack_pooled(self.packed[:, :POOLED])
-
-    def __add__(self, other: "Tally") -> "Tally":
-        pooled = pooled_columns([merged([self.pooled, other.pooled])])
-        rest = self.packed[:, POOLED:] + other.packed[:, POOLED:]
-        return Tally(torch.cat([pooled, rest], dim=-1), summed([self.errors, other.errors]))
-
-    def beside(self, other: "Tally") -> "Tally":
-        """These heads and then the other's: how tensor-parallel ranks, each with heads of its own, become one."""
-        known = [each for each in (self.errors, other.errors) if each is not None]
-        return Tally(torch.cat([self.packed, other.packed]), torch.cat(known) if len(known) == 2 else None)
-
-    @property
-    def stats(self) -> ScoreStats:
-        """The statistics over all ranks."""
-        return MergedStats(len(self.packed), exact=False, pool=lambda: self.pooled, errors=self.errors)
-
-
-Tallies = dict[Key, Tally]
-
-
-def seen_tallies(layers: Mapping[str, LayerNumbers | Layer], part: int, floors: Floors = NO_FLOORS) -> Tallies:
-    """What one rank saw, with errors where a number is so low that an alarm is near."""
-    found = Arriving(layers, part).tallies()
-    return {
-        key: replace(tally, errors=errors_of(layers[key[0]].stats)) if is_near(tally.stats, floors) else tally
-        for key, tally in found.items()
-    }
+    def stderr(self, name: str) -> Tensor:
+        """Return NaN: the error is not known."""
+        return torch.full_like(self.mean, torch.nan)
 
 
 class Arriving:
-    """What one rank saw of a step, on its way to the host: nobody waits for a GPU before its numbers are asked for.
+    """The sums of a step on their way to the host: nobody waits for a GPU before its numbers are asked for.
 
     Calls that probes measured lie in buffers that are being copied. What was traced is packed, and copied from each
     device at once, behind all the device has to do.
     """
 
-    def __init__(self, layers: Mapping[str, LayerNumbers | Layer | Sequence[ProbedCall]], part: int) -> None:
-        self._part, self._layers = part, layers
+    def __init__(self, layers: Layers, part: int) -> None:
         self._probed = {name: layer for name, layer in layers.items() if isinstance(layer, Sequence)}
         self._traced = {name: layer for name, layer in layers.items() if not isinstance(layer, Sequence)}
+        heads = {name: layer[0].heads for name, layer in self._probed.items()}
+        heads |= {name: layer.heads for name, layer in self._traced.items()}
+        self._keys: dict[str, Key] = {name: (name, part, heads[name]) for name in layers}
         self._hosts = {id(call.host): call.host for calls in self._probed.values() for call in calls}
         self._copies: list[tuple[list[str], Tensor]] = []
         self._events: list[torch.cuda.Event] = []
-        for names, numbers in _pooled_columns({name: layer.stats for name, layer in self._traced.items()}):
-            device = numbers.device
-            packed = torch.cat([numbers, _squares([self._traced[name] for name in names], numbers)], dim=-1)
+        for names, numbers in _by_device({name: layer.stats for name, layer in self._traced.items()}):
+            squares = _squares([self._traced[name] for name in names], numbers)
+            packed = torch.cat([numbers, squares], dim=-1)
             self._copies.append((names, packed.to("cpu", non_blocking=packed.is_cuda)))
             if packed.is_cuda:
-                self._events.append(torch.cuda.current_stream(device).record_event())
+                self._events.append(torch.cuda.current_stream(packed.device).record_event())
 
     @classmethod
     def of(cls, seen: Seen, part: int) -> "Arriving":
-        """Return the layers that were seen in a step."""
+        """Return the sums of the layers that were seen in a step."""
+        layers = {name: calls for name, (_, calls) in seen.calls_by_layer().items()}
         return cls(
             {
                 name: calls if isinstance(calls[0], ProbedCall) else LayerNumbers.of([call.seen for call in calls])  # type: ignore[misc]
-                for name, (_, calls) in seen.calls_by_layer().items()
+                for name, calls in layers.items()
             },
             part,
         )
@@ -125,34 +85,37 @@ class Arriving:
         )
 
     def tallies(self) -> Tallies:
-        """Wait for them."""
-        keys = {name: (name, self._part, _heads(layer)) for name, layer in self._layers.items()}
-        found = _of_probed({keys[name]: calls for name, calls in self._probed.items()}) | self._of_traced(keys)
-        return {key: found[key] for key in keys.values()}
+        """Wait for the sums, and return them."""
+        found = _of_probed({self._keys[name]: calls for name, calls in self._probed.items()}) | self._of_traced()
+        return {key: found[key] for key in self._keys.values()}
 
     def stats(self) -> dict[str, ScoreStats]:
-        """Statistics of each layer, which know how far sampled numbers may be off."""
+        """Return the statistics of each layer, which know how far sampled numbers may be off."""
         return {name: layer.stats for name, layer in self._traced.items()} | {
             name: merged_when_read([call.statistics for call in calls]) for name, calls in self._probed.items()
         }
 
-    def _of_traced(self, keys: Mapping[str, Key]) -> Tallies:
+    def _of_traced(self) -> Tallies:
         if not self._traced:
             return {}
         for event in self._events:
             event.synchronize()
         fetched: dict[str, Tensor] = {}
         for names, packed in self._copies:
-            fetched |= dict(zip(names, packed.split([keys[name][2] for name in names]), strict=True))
+            fetched |= dict(zip(names, packed.split([self._keys[name][2] for name in names]), strict=True))
         pooled, norms, gradients = torch.cat([fetched[name] for name in self._traced]).split([POOLED, 3, 2], dim=-1)
         scales = torch.cat([layer.scales.double().cpu() for layer in self._traced.values()]).abs()
-        together = Tally.of(pooled, (scales, *norms.unbind(-1)), gradients.unbind(-1))
-        parts = together.packed.split([keys[name][2] for name in self._traced])
-        return {keys[name]: Tally(part) for name, part in zip(self._traced, parts, strict=True)}
+        together = _packed(pooled, (scales, *norms.unbind(-1)), gradients.unbind(-1))
+        keys = [self._keys[name] for name in self._traced]
+        return dict(zip(keys, together.split([heads for *_, heads in keys]), strict=True))
 
 
-def _heads(layer: LayerNumbers | Layer | Sequence[ProbedCall]) -> int:
-    return layer[0].heads if isinstance(layer, Sequence) else layer.heads
+def _packed(pooled: Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Return tallies of pooled rows, with the multiplier, ‖q‖², ‖k‖² and cos² of their heads, and squared gradients."""
+    rows = pooled[:, len(POOLED_NUMBERS) + ROWS]
+    weighted = torch.where(rows > 0, torch.stack([*columns]).double() * rows, 0.0)
+    added = torch.stack([*gradients, torch.ones_like(rows)])
+    return torch.cat([pooled, torch.cat([weighted, added]).mT], dim=-1)
 
 
 def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
@@ -171,97 +134,126 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     squares = (lengths.mT / factors).square()
     cosine_square = torch.where(known[:, 2], cosines[:, 0].square(), math.nan)
     reached = torch.where(known[:, :2], gradients.square(), 0.0).unbind(1)
-    packed = iter(Tally.of(pooled, (scale, *squares, cosine_square), reached).packed.split(heads))
-    parts: list[Tallies] = [{} for _ in range(max(map(len, layers.values())))]
+    packed = iter(_packed(pooled, (scale, *squares, cosine_square), reached).split(heads))
+    found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
-        for number in range(len(some)):
-            parts[number][key] = Tally(next(packed))
-    found = parts[0] if len(parts) == 1 else merge(parts)
-    for key, some in layers.items():
-        if len(some) > 1:
-            found[key].packed[:, -1] = 1.0  # all calls are of one rank
+        found[key][:, -1] = 1.0  # all calls are of one rank
         for side in range(2):
             if not any(call.has_gradients[side] for call in some):
-                found[key].packed[:, side - len(ADDED)] = math.nan
+                found[key][:, side - len(ADDED)] = math.nan
     return found
 
 
-def _pooled_columns(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
-    """Which statistics lie on each device, and their numbers and sums, (heads of all, …): in few operations."""
+def _by_device(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield which statistics lie on each device, and their numbers and sums, (heads of all, POOLED)."""
     pooled = dict(zip(many, pooled_together(list(many.values())), strict=True))
     for device in dict.fromkeys(each.mean.device for each in pooled.values()):
         here = [name for name, each in pooled.items() if each.mean.device == device]
         yield here, pooled_columns([pooled[name] for name in here])
 
 
-def _squares(layers: Sequence[LayerNumbers | Layer], like: Tensor) -> Tensor:
-    """‖q‖², ‖k‖², cos² and those of gradients, (heads of all, 5); NaN where one is not known."""
-    each = (
-        [layer.query_norm for layer in layers], [layer.key_norm for layer in layers],
-        [layer.cosine for layer in layers],
-        [layer.query_gradient for layer in layers], [layer.key_gradient for layer in layers],
-    )  # fmt: skip
-    found = [_known(norm, layer, like) for norms in each for norm, layer in zip(norms, layers, strict=True)]
-    return torch.cat(found).to(like).square().view(len(each), -1).mT
+def _squares(layers: Sequence[LayerNumbers], like: Tensor) -> Tensor:
+    """Return ‖q‖², ‖k‖², cos² and those of gradients, (heads of all, 5); NaN where one is not known."""
+    unknown = [like.new_full((layer.heads,), math.nan) for layer in layers]
+    names = ("query_norm", "key_norm", "cosine", "query_gradient", "key_gradient")
+    found = [
+        missing if (norm := getattr(layer, name)) is None else norm.to(like.device)
+        for name in names
+        for layer, missing in zip(layers, unknown, strict=True)
+    ]
+    return torch.cat(found).to(like).square().view(len(names), -1).mT
 
 
-def _known(norm: Tensor | None, layer: LayerNumbers | Layer, like: Tensor) -> Tensor:
-    return like.new_full((layer.heads,), math.nan) if norm is None else norm.to(like.device)
-
-
-def _unpack_pooled(columns: Tensor) -> Pooled:
-    numbers, sums = columns.split([len(POOLED_NUMBERS), len(SUMS)], dim=-1)
+def pooled_of(tally: Tensor) -> Pooled:
+    """Return the rows of every head in one."""
+    numbers, sums = tally[:, :POOLED].split([len(POOLED_NUMBERS), len(SUMS)], dim=-1)
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(rows.to(torch.int64), count.to(torch.int64), mean, largest, bound, above, sums, None)
 
 
+def added(tallies: Sequence[Tensor]) -> Tensor:
+    """Return the tally of all rows of several."""
+    if len(tallies) == 1:
+        return tallies[0]
+    pooled = pooled_columns([merged([pooled_of(tally) for tally in tallies])])
+    return torch.cat([pooled, torch.stack([tally[:, POOLED:] for tally in tallies]).sum(0)], dim=-1)
+
+
 def merge(parts: Iterable[Tallies]) -> Tallies:
-    """The layers of all parts, those of the same name and place added up."""
-    seen = list(parts)
-    keys = list(seen[0])
-    if keys and all(list(part) == keys for part in seen):  # as ranks mostly do: all heads of all layers at once
-        heads = [heads for _, _, heads in keys]
-        total = reduce(lambda a, b: a + b, (Tally(_packed(part)) for part in seen))
-        of_layers = zip(keys, map(Tally, total.packed.split(heads)), strict=True)
-        return {key: replace(tally, errors=summed([part[key].errors for part in seen])) for key, tally in of_layers}
-    found: dict[Key, list[Tally]] = {}
-    for part in seen:
+    """Return the layers of all parts, those of the same name and place added up."""
+    found: dict[Key, list[Tensor]] = {}
+    for part in parts:
         for key, tally in part.items():
             found.setdefault(key, []).append(tally)
-    return {key: reduce(lambda a, b: a + b, tallies) for key, tallies in found.items()}
+    return {key: added(tallies) for key, tallies in found.items()}
 
 
-def _packed(tallies: Tallies) -> Tensor:
-    return torch.cat([tally.packed for tally in tallies.values()]) if tallies else torch.zeros(0, WIDTH)
-
-
-def whole_layers(tallies: Tallies) -> dict[str, Tally]:
-    """Layers by name, the parts of their heads side by side."""
-    parts: dict[str, list[tuple[int, Tally]]] = {}
+def whole_layers(tallies: Tallies) -> dict[str, Tensor]:
+    """Return layers by name, the parts of their heads side by side."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
     for (name, part, _), tally in tallies.items():
         parts.setdefault(name, []).append((part, tally))
-    ordered = {name: sorted(found, key=lambda pair: pair[0]) for name, found in parts.items()}
-    return {name: reduce(Tally.beside, (tally for _, tally in found)) for name, found in ordered.items()}
+    return {
+        name: torch.cat([tally for _, tally in sorted(found, key=lambda pair: pair[0])])
+        for name, found in parts.items()
+    }
 
 
 def to_bytes(tallies: Tallies) -> bytes:
-    """A line of JSON that names the layers, and the numbers of all their heads, then those of their errors."""
-    errors = [tally.errors.flatten() for tally in tallies.values() if tally.errors is not None]
-    head = [(*key, tally.errors is not None) for key, tally in tallies.items()]
-    numbers = torch.cat([_packed(tallies).flatten(), *errors]).double().contiguous()
-    return json.dumps(head).encode() + b"\n" + numbers.numpy().tobytes()
+    """Return tallies as bytes for the other ranks of this job."""
+    return pickle.dumps([(key, tally.numpy()) for key, tally in tallies.items()])
 
 
 def from_bytes(payload: bytes) -> Tallies:
-    """What to_bytes() gave."""
-    head, _, body = payload.partition(b"\n")
-    keys: dict[Key, bool] = {(name, part, heads): has_errors for name, part, heads, has_errors in json.loads(head)}
-    if not keys:
+    """Return the tallies that another rank of this job wrote."""
+    return {key: torch.from_numpy(numbers) for key, numbers in pickle.loads(payload)}
+
+
+def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
+    """Return the numbers of every head of every layer, worked out for all of them at once.
+
+    A gradient is that of the loss averaged over ranks, as data-parallel training averages it: each rank's own
+    gradient over their number.
+    """
+    if not layers:
         return {}
-    numbers = torch.frombuffer(bytearray(body), dtype=torch.float64)
-    sizes = [heads * WIDTH for _, _, heads in keys] + [heads * ERRORS for (*_, heads), has in keys.items() if has]
-    parts = iter(numbers.split(sizes))
-    found = {key: Tally(part.view(-1, WIDTH)) for key, part in zip(keys, parts, strict=False)}
-    return {
-        key: replace(tally, errors=next(parts).view(-1, ERRORS)) if keys[key] else tally for key, tally in found.items()
-    }
+    whole = torch.cat(list(layers.values()))
+    pooled = _finished(pooled_of(whole))
+    stats, rows = ScoreStats(len(whole), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
+    has_rows = rows > 0
+    weighted, summed = whole[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
+    scale, *squares = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)
+    query_norm, key_norm, cosine = (square.sqrt() for square in squares)
+    query_gradient, key_gradient = (summed[:, :2].sqrt() / summed[:, 2:]).unbind(-1)
+    size = (stats.variance + stats.mean.square()).sqrt()
+    computed = (size / (scale * query_norm * key_norm).clamp(min=1e-300)).clamp(max=1.0)
+    of_layer = {
+        "scale_applied": scale, "query_norm": query_norm, "key_norm": key_norm,
+        "alignment": torch.where(cosine.isnan(), computed, cosine),
+        "query_gradient": query_gradient, "key_gradient": key_gradient,
+    }  # fmt: skip
+    names = logged()
+    of_head = [of_layer[name] if entry.attribute is None else entry.of(stats) for name, entry in names.items()]
+    keys, *values = torch.where(has_rows, torch.stack([stats.keys, *of_head]), torch.nan).numpy().tolist()
+    looked_at, broken = torch.stack([pooled.rows, has_rows & ~torch.isfinite(stats.std)]).tolist()
+    found, end = dict[str, LayerRecord](), 0
+    for layer, tally in layers.items():
+        at = slice(end, end := end + len(tally))
+        numbers = {name: every[at] for name, every in zip(names, values, strict=True)}
+        for name, entry in names.items():
+            if entry.may_be_unknown and all(map(math.isnan, numbers[name])):
+                del numbers[name]
+        known = [own for own in keys[at] if math.isfinite(own)]
+        mean = math.fsum(known) / len(known) if known else None
+        found[layer] = LayerRecord(sum(looked_at[at]), numbers, sum(broken[at]), keys=mean)
+    return found
+
+
+def _finished(pooled: Pooled) -> Pooled:
+    """Return the rows with all statistics divided at once: one by one takes several times as many operations."""
+    sums = pooled.sums.mT.contiguous()
+    above, below = sums.index_select(0, NUMERATORS), sums.index_select(0, DENOMINATORS)
+    ratios = dict(zip(DENOMINATOR, above / torch.where(below > 0, below, torch.nan), strict=True))
+    roots = {name: ratios[square].sqrt() for name, square in ROOT_OF.items()}
+    mean = torch.where(sums[SUMS.index("scores")] > 0, pooled.mean, torch.nan)
+    return replace(pooled, finished=ratios | roots | {"mean": mean})

@@ -66,12 +66,10 @@ class Axes:
 
     @property
     def kv_heads(self) -> int:
-        """Keys that are not copies of each other."""
         return int(self.owners.max()) + 1
 
     @property
     def length(self) -> int:
-        """Number of queries."""
         return int(np.prod([self.shape[axis] for axis in self.query_axes], dtype=np.int64))
 
     @property

@@ -191,8 +191,6 @@ class SeenCall:
     softcap_discarded: bool = False
     softcap_unbounded: bool = False
     over_pairs: bool = False  # its softmax runs over queries and keys at once
-    query: Tensor | None = field(default=None, repr=False)
-    key: Tensor | None = field(default=None, repr=False)
     kept: SavedCall | None = field(default=None, repr=False)  # all of it
     gradients: GradientLengths | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)

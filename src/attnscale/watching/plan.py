@@ -202,8 +202,6 @@ def _template(call: SeenCall) -> SeenCall:
         query_norm=None,  # type: ignore[arg-type]
         key_norm=None,  # type: ignore[arg-type]
         cosine=None,
-        query=None,
-        key=None,
         kept=None,
         gradients=None,
         shard=None,

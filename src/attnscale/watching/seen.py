@@ -73,7 +73,6 @@ class Seen(PlottedResult):
         call.depth = depth
 
     def settle(self) -> None:
-        """Wait for no further backward pass."""
         for call in (call for calls in self._sites.values() for call in calls):
             call.settle()
 
@@ -156,8 +155,8 @@ class Seen(PlottedResult):
             calls=len(calls),
             queries=sum(call.rows for call in calls),
             left_out=tuple(call.padding for call in calls if call.padding is not None),
-            query=longest.query,
-            key=longest.key,
+            query=None if longest.kept is None else longest.kept.query[:1],
+            key=None if longest.kept is None else longest.kept.key[:1],
             kept=tuple(call.kept for call in calls if call.kept is not None),
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,

@@ -60,7 +60,6 @@ class WrittenCall:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
         return int(self.axes.groups.shape[1])
 
     @property
@@ -128,8 +127,6 @@ class WrittenCall:
             softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
             softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
             over_pairs=axes.over_pairs,
-            query=None if kept is None else kept.query[:1],
-            key=None if kept is None else kept.key[:1],
             kept=kept,
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
@@ -184,7 +181,6 @@ class WrittenCall:
 
     @property
     def _adds(self) -> bool:
-        """True if anything but the product is in the scores."""
         return self.trail.added or self.axes.product.bias is not None
 
     def scales(self, fitted: "Fit | None") -> Tensor:
@@ -203,7 +199,6 @@ class WrittenCall:
 
     @property
     def is_pure(self) -> bool:
-        """True if scores are a multiple of q·k and nothing else."""
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 

@@ -24,7 +24,7 @@ from attnscale.show.text import Column, by_pattern, columns, number, place
 from attnscale.watching import Layer
 from attnscale.watching.seen import padding_told
 
-FREEZING = {"freezing point": "√(2 ln n): over n scores that spread wider, a handful of keys takes everything"}
+CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
 OF_MODELS = {
     "expected spread": "spread of independent queries and keys of the norms measured: "
     "expected scale · ‖q‖ · ‖k‖ / √d_k",
@@ -69,12 +69,12 @@ def _facts(layers: Mapping[str, Layer]) -> Iterator[Note]:
     name, where, spread = _extreme({name: layer.stats.std_within_rows for name, layer in seen.items()})
     one = spread_of(seen[name])
     message = (
-        f"The scores spread widest by {number(spread)}; over the {one.keys:.0f} keys that a row of this layer sees on "
-        f"average, softmax freezes at {number(one.freezes)}."
+        f"The widest spread of the scores is {number(spread)}. A row of this layer sees {one.keys:.0f} keys on "
+        f"average; the critical spread for these is {number(one.freezes)}."
     )
     yield Note("fact", "spread", message, place=where)
     _, where, least = _extreme({name: -layer.stats.jacobian_trace for name, layer in seen.items()})
-    message = f"The least that a softmax passes back to its scores is {-least:.2f} (1 − Σp²)."
+    message = f"The smallest 1 − Σp² of a head is {-least:.2f}."
     yield Note("fact", "gradient", message, place=where)
     _, where, largest = _extreme({name: layer.stats.max for name, layer in seen.items()})
     yield Note("fact", "largest score", largest_told(largest), place=where)
@@ -101,15 +101,15 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     if (histograms := densities("score-densities", layers)) is not None:
         yield Section("scores", "The scores", ((histograms,),))
     spreads = freezing("freezing-points", list(map(spread_of, layers.values())))
-    yield Section("freezing", "How far from freezing", ((spreads,),))
+    yield Section("freezing", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
-        told = "The weights of heads past the freezing point, in the first sequence: a row is what a query looks at."
+        told = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
         yield Section("sharp", "Where concentrated heads look", (told, (weights,)))
     if checked.what_if is not None:
         rows = (Row((row.name, *row.numbers()), current=at == 0) for at, row in enumerate(checked.what_if.rows))
         told = (
-            f"Tried on all that was just seen in {checked.focus}, with its own masks, biases and values. The change "
-            "is that of the output, over its norm; a dash where the values that the weights met could not be read."
+            f"Computed from the queries, keys and values of {checked.focus} in this forward pass, with its own masks "
+            "and biases. Output change is relative to the norm of the output; a dash if the values could not be read."
         )
         table = Table(("scale by", *(heading.replace("\n", " ") for heading in COLUMNS)), (("", tuple(rows)),))
         yield Section("what-if", "What another scale would do", (told, table))
@@ -138,7 +138,7 @@ def _row(index: str, line: Line, shown: Iterable[Column[Line]]) -> Row:
 
 def words_of_models() -> Terms:
     """Return what the words of a report on a model mean."""
-    return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | FREEZING)
+    return Terms(meanings(Place.CHECK | Place.MAP) | OF_MODELS | CRITICAL_SPREAD)
 
 
 def meanings(places: Place) -> dict[str, str]:
@@ -148,10 +148,10 @@ def meanings(places: Place) -> dict[str, str]:
 
 def _method(checked: Checked) -> Section:
     rows = "every row of every head" if checked.rows is None else f"{checked.rows} sampled rows of every head"
-    state = "trained" if checked.audit.trained else "at its initialisation"
+    state = "trained" if checked.audit.trained else "at initialisation"
     told = (
-        f"One forward pass on {checked.fed}, on {checked.device}; {rows} was looked at. By its norms and biases the "
-        f"model is {state}."
+        f"One forward pass on {checked.fed}, on {checked.device}; {rows} was measured. Judged by its norms and "
+        f"biases, the model is {state}."
     )
     padding = padding_told(checked.audit.layers.values())
     text = " ".join([told, *padding, *checked.notes])

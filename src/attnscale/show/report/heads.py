@@ -88,8 +88,8 @@ def _notice(entry: Statistic, names: Sequence[str], values: Values) -> str:
     extreme, (value, row, head) = ("highest", max(known)) if entry.bad == "large" else ("lowest", min(known))
     middle = median(value for value, _, _ in known)
     return (
-        f"The {extreme} {entry.long} is {number(value)}, of head {head} in {names[row]}; half of the heads are "
-        f"above {number(middle)}."
+        f"The {extreme} {entry.long} is {number(value)}, in head {head} of {names[row]}; the median over heads is "
+        f"{number(middle)}."
     )
 
 
@@ -106,7 +106,7 @@ def errors_of(layers: Mapping[str, Layer]) -> Table | str:
     """Return the standard errors over all heads where rows were sampled; a sentence where there are none."""
     stats = [layer.stats for layer in layers.values()]
     if all(one.exact for one in stats):
-        return "Every row was looked at, so no number here has a sampling error: all standard errors are zero."
+        return "Every row was measured, so no number has a sampling error."
     rows = []
     for entry in mapped():
         if entry.has_error and entry.attribute is not None:
@@ -116,14 +116,14 @@ def errors_of(layers: Mapping[str, Layer]) -> Table | str:
             rows.append(Row((entry.long, number(typical), number(worst))))
     bound = max(float(one.max_bound.nan_to_num(-torch.inf).max()) for one in stats)
     caption = (
-        "Standard errors of single heads, since only some rows were looked at. The largest score has a bracket "
-        f"instead: no score of any row is above {number(bound)}."
+        "Standard errors of single heads, because only some rows were measured. The largest score has an upper bound "
+        f"instead: no score exceeds {number(bound)}."
     )
     return Table(("", "typical standard error", "largest"), (("", tuple(rows)),), caption=caption)
 
 
 def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:
-    """Return the weights of heads past the freezing point, lowest entropy first; None if there are none to show."""
+    """Return the weights of heads beyond the critical spread, lowest entropy first; None if there are none to show."""
     heads = [head for layer in layers.values() if layer.kept for head in head_verdicts(layer) if head.is_past_freezing]
     heads.sort(key=lambda head: head.entropy_ratio)
     views = {f"{head.layer}, head {head.head}": _weights(layers[head.layer], head) for head in heads[:SHOWN]}
@@ -138,7 +138,7 @@ def _weights(layer: Layer, found: Verdict) -> Heat:
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
     pattern = pattern_of(layer, found.head)
     notices = [f"{pattern}." if pattern is not None else ""]
-    notices += [] if by_query == by_key == 1 else ["A field shows the largest of its weights."]
+    notices += [] if by_query == by_key == 1 else ["Each field shows its largest weight."]
     return Heat(
         values=fields.tolist(),
         x=Axis("key" if by_key == 1 else f"key / {by_key}"),

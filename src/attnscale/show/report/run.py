@@ -8,7 +8,7 @@ from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, short, thinned
 from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
-from attnscale.show.report.check import FREEZING, largest_told, meanings, note_of, unbroken
+from attnscale.show.report.check import CRITICAL_SPREAD, largest_told, meanings, note_of, unbroken
 from attnscale.show.report.heads import map_of_record, mapped
 from attnscale.show.report.spread import freezes_over, freezing, spreads_of
 from attnscale.show.run import columns, conclusion
@@ -42,7 +42,7 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         sections.append(Section("learning", "Learning, beside the spread", ((learned, beside),)))
     sections.append(Section("layers", "Layer by layer", (_table(run),)))
     if spreads:
-        title_of = f"Where softmax freezes, at step {run.last_step}"
+        title_of = f"Spread and critical spread, at step {run.last_step}"
         sections.append(Section("lying", title_of, ((freezing("freezing", spreads),),)))
     heads = map_of_record("head-map", records[-1])
     sections.append(Section("heads", f"Head by head, at step {run.last_step}", ((heads,),)))
@@ -61,11 +61,9 @@ def _facts(run: Run) -> Iterator[Note]:
     growing = [(layer.growth, layer.name) for layer in run.layers if layer.growth is not None]
     if growing:
         growth, name = max(growing, key=lambda found: found[0].rate)
-        now = "still grows" if growth.recent_rate > 0 else "does not grow any more"
-        message = (
-            f"The largest score that grew fastest was multiplied by {number(growth.grown)} in the last "
-            f"{growth.span:,.0f} steps, and {now}."
-        )
+        now = "it still grows" if growth.recent_rate > 0 else "it grows no more"
+        steps = f"{growth.span:,.0f} steps"
+        message = f"The fastest growth of a largest score is × {number(growth.grown)} in the last {steps}; {now}."
         yield Note("fact", "growth", message, place=name)
     highest = max(run.layers, key=lambda layer: _or(layer.highest, -math.inf), default=None)
     if highest is not None and math.isfinite(highest.highest):
@@ -101,27 +99,27 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
     looked = f"{min(rows)}" if len(rows) == 1 else f"{min(rows, default=0)} to {max(rows, default=0)}"
     ranks = max(record.ranks for record in records)
     sentences = [
-        f"{run.records} records of the steps {run.first_step} to {run.last_step}; each looked at {looked} rows of a "
-        f"layer, over all of its heads, from {ranks} {'rank' if ranks == 1 else 'ranks'}."
+        f"{run.records} records of the steps {run.first_step} to {run.last_step}; each measured {looked} rows of a "
+        f"layer, over all its heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
     if len(records) < run.records:
         sentences.append(f"Curves have {len(records)} points; each stands for several records, with their extremes.")
     if run.damaged:
-        sentences.append(f"{run.damaged} damaged lines were left out.")
+        sentences.append(f"{run.damaged} damaged lines were skipped.")
     bounds = finite(layer.whole("max_bound") for layer in records[-1].layers.values())
     if bounds:
-        sentences.append(f"At the last step no score of any row is above {max(bounds):.4g}.")
+        sentences.append(f"At the last step no score exceeds {max(bounds):.4g}.")
     forecast = (
-        "Growth is a Theil–Sen line through the logarithm of what softmax sees of the largest score, over the latest "
-        "records. A forecast is their damped trend, at most eight records ahead and half as many as were seen; its "
-        "band, a 90% interval, reaches from growth that ends to growth that goes on. Growth may end at any time, so a "
-        "threshold has a step before which it is not expected to be passed, and none after."
+        "Growth is the slope of a Theil–Sen line through the logarithm of the largest score above its row's mean, over "
+        "the latest records. A forecast continues it, damped, for at most eight records and half as many as there "
+        "are. Its band is a 90% interval: from growth that ends now to growth that continues. Growth may end at any "
+        "time, so a forecast names the step before which a threshold is not expected to be passed, and no step after."
     )
     if not spreads_of(records[-1]):
-        forecast += " These records do not say how many keys a row sees, so no freezing point is drawn."
+        forecast += " These records do not say how many keys a row sees, so no critical spread is drawn."
     if all(record.loss is None and record.lr is None for record in records):
-        forecast += " No loss was given to them: Monitor.step(loss=…, lr=…) takes it, and the callbacks do."
-    words = Terms(meanings(Place.RUN | Place.MAP) | FREEZING)
+        forecast += " They hold no loss: pass it as Monitor.step(loss=…, lr=…); the callbacks do so."
+    words = Terms(meanings(Place.RUN | Place.MAP) | CRITICAL_SPREAD)
     return Section("method", "How it was measured", (" ".join(sentences), forecast, words))
 
 
@@ -233,7 +231,7 @@ def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
         if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{short(labels[layer.name])}: if it goes on, 90% interval", layer.forecast, tone)
+            yield _forecast(f"{short(labels[layer.name])}: forecast, 90% interval", layer.forecast, tone)
 
 
 def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
@@ -258,24 +256,24 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
 
 
 def _freezes(records: Sequence[Record]) -> Iterable[Series]:
-    """Yield where softmax freezes, over the fewest keys that the rows of a layer see."""
+    """Yield the critical spread for the fewest keys that the rows of a layer see."""
     keys = {record.step: finite(layer.keys for layer in record.layers.values()) for record in records}
     known = {step: min(found) for step, found in keys.items() if found}
     if known:
         points = [freezes_over(fewest) for fewest in known.values()]
-        yield thinned(Series("√(2 ln n): softmax freezes", list(known), points, tone="ink", dashed=True))
+        yield thinned(Series("critical spread √(2 ln n)", list(known), points, tone="ink", dashed=True))
 
 
 def _growth_notice(run: Run) -> str:
     growing = [(layer.growth, layer) for layer in run.layers if layer.growth is not None and layer.growth.is_growing]
     if not growing and len(run.layers) == 1:
-        return "Its largest score is not certain to grow."
+        return "Its largest score does not grow by more than its error."
     if not growing:
-        return f"Of {len(run.layers)} layers, none has a largest score that is certain to grow."
+        return f"In none of {len(run.layers)} layers the largest score grows by more than its error."
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
-        f"{len(growing)} of {len(run.layers)} layers grow for certain; fastest {first.name}, × {growth.grown:.3g} over "
-        f"the last {growth.span:,.0f} steps, now at {number(first.last_max)}."
+        f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
+        f"× {growth.grown:.3g} in the last {growth.span:,.0f} steps, to {number(first.last_max)}."
     )
 
 

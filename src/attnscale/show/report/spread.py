@@ -1,4 +1,4 @@
-"""Figures of the spread: beside the freezing point √(2 ln n), and the distribution of the scores."""
+"""Figures of the spread: beside the critical spread √(2 ln n), and the distribution of the scores."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Spread:
 
 
 def freezes_over(keys: float) -> float:
-    """Return the spread at which softmax over so many keys freezes."""
+    """Return the critical spread over this many keys."""
     return freezing_point(max(1, round(keys)))
 
 
@@ -67,7 +67,7 @@ def spreads_of(record: Record) -> list[Spread]:
 
 
 def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
-    """Return the spread of each layer, at least one, beside its freezing point."""
+    """Return the spread of each layer, at least one, beside its critical spread."""
     x, names = list(range(len(spreads))), tuple(spread.name for spread in spreads)
     low, high = ([edge(spread.heads, default=None) for spread in spreads] for edge in (min, max))
     means = [spread.mean for spread in spreads]
@@ -87,15 +87,15 @@ def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
 
 def _notice(spreads: Sequence[Spread]) -> str:
     heads = sum(len(spread.heads) for spread in spreads)
-    frozen = sum(value > spread.freezes for spread in spreads for value in spread.heads)
+    beyond = sum(value > spread.freezes for spread in spreads for value in spread.heads)
     known = [spread for spread in spreads if math.isfinite(spread.mean) and spread.freezes > 0]
     if not known:
         return "No layer has a spread that is a number."
     nearest = max(known, key=lambda spread: spread.mean / spread.freezes)
     where = "furthest past it" if nearest.mean > nearest.freezes else "nearest to it"
     return (
-        f"{frozen} of {heads} heads spread beyond the freezing point of the keys they see; the layer {where} is "
-        f"{nearest.name}: {number(nearest.mean)} over {nearest.keys:.0f} keys, where softmax freezes at "
+        f"{beyond} of {heads} heads are beyond the critical spread for the keys they see. The layer {where} is "
+        f"{nearest.name}: its spread is {number(nearest.mean)} over {nearest.keys:.0f} keys, the critical spread "
         f"{number(nearest.freezes)}."
     )
 
@@ -191,14 +191,14 @@ def _density_chart(layer: Layer, density: Density) -> Chart:
     highest = float(np.nanmax(np.concatenate([density.measured, density.normal])))
     measured = float(layer.stats.std_within_rows.double().nanmean())
     notice = (
-        f"{layer.name}: about the mean of their row the scores spread by {number(density.spread)}; independent "
-        f"queries and keys of the same norms would spread by {number(density.expected_spread)} at the expected scale. "
-        f"{density.beyond:.2%} lie more than {WIDE:g} spreads from the mean; of a normal distribution 0.27% would."
+        f"{layer.name}: the spread of the scores is {number(density.spread)}; for independent queries and keys of the "
+        f"same norms it would be {number(density.expected_spread)} at the expected scale. {density.beyond:.2%} of the "
+        f"scores lie more than {WIDE:g} spreads from the mean (normal distribution: 0.27%)."
     )
     if math.isfinite(measured) and abs(density.spread - measured) > DIFFERS * measured:
         notice += (
-            " These are the scores of the first sequence without masks or biases other than the causal one: all that "
-            f"were measured spread by {number(measured)}."
+            " The histogram shows the first sequence, without biases and with no mask but the causal one; over all "
+            f"measured scores the spread is {number(measured)}."
         )
     return Chart(
         (

@@ -31,7 +31,7 @@ def _notes(twins: Twins) -> Iterator[Note]:
     told = []
     for run in twins.runs:
         ends = [formatted(statistic, record.whole(statistic.name)) for record in (*run.records[:1], *run.records[-1:])]
-        told += [f"{run.name}: {ends[0]} at first, {ends[-1]} at the end"] if ends else []
+        told += [f"{run.name}: {ends[0]} at the first record, {ends[-1]} at the last"] if ends else []
     if told:
         yield Note("fact", statistic.long, f"{'; '.join(told)}.", place="mean of the layers")
 
@@ -40,9 +40,9 @@ def _sections(twins: Twins) -> Iterator[Section]:
     if losses := {run.name: run.losses for run in twins.runs if run.losses}:
         yield Section("learning", "Learning", ((Figure("losses", {"loss": loss_chart("loss", dict(losses))}),),))
     if shares := [(run.name, run.received) for run in twins.runs if run.received]:
-        yield Section("received", "Who receives the gradient, before the first step", ((_shares(shares),),))
+        yield Section("received", "How queries share the gradient, before the first step", ((_shares(shares),),))
     if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
-        yield Section("run", "What the attention did meanwhile", ((runs_over_time("run-curves", recorded),),))
+        yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
     audits = [(run.name, run.audit) for run in twins.runs if run.audit is not None]
     layers = [(name, audit.layers) for name, audit in audits]
     maps = [replace(map_of_layers(f"heads-{at}", one), caption=name) for at, (name, one) in enumerate(layers)]
@@ -55,7 +55,7 @@ def _sections(twins: Twins) -> Iterator[Section]:
         for at, (name, one) in enumerate(layers)
         if one
     ]
-    yield from _side_by_side("freezing", "How far from freezing, at the end", spreads)
+    yield from _side_by_side("freezing", "Spread and critical spread, at the end", spreads)
     if audits:
         tables = [table_of(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
@@ -64,14 +64,14 @@ def _sections(twins: Twins) -> Iterator[Section]:
 
 
 def _shares(runs: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> Figure:
-    """Return the share of the gradient that the quietest queries receive together."""
+    """Return the share of the gradient that the queries with the smallest gradients receive together."""
     lines = (
         Series(name, [x for x, _ in curve], [y for _, y in curve], mode="both", tone=tone)
         for tone, (name, curve) in enumerate(runs)
     )
-    even = Series("all alike", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
+    even = Series("equal shares", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
     notice = "The lower a line runs, the less evenly queries share the gradient. A share says nothing of its size."
-    axes = Axis("share of the queries, quietest first"), Axis("share of the gradient", range=(0.0, 1.0))
+    axes = Axis("share of the queries, smallest gradient first"), Axis("share of the gradient", range=(0.0, 1.0))
     return Figure("shares", {"": Chart((*lines, even), *axes, notice)})
 
 

@@ -129,8 +129,6 @@ class KernelCall:
             normalised=query_path.normalised and key_path.normalised,
             biased=found.bias is not None,
             cosine=None if found.bias is None else call.cosine(found),
-            query=self.query[:1].detach() / _as_tensor(query_path.factor, self.query) if keep else None,
-            key=self.key[:1].detach() / _as_tensor(key_path.factor, self.key) if keep else None,
             kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
@@ -290,10 +288,6 @@ class Found(NamedTuple):
     causal: bool
     hidden_keys: Tensor | None  # from every query
     padding: Tensor | None  # queries that are left out
-
-
-def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
-    return torch.from_numpy(factor).to(like)[:, None, None]
 
 
 def _is_causal(mask: Tensor | None, length: int) -> bool:
