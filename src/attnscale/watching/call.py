@@ -22,6 +22,7 @@ Factors = NDArray[np.float64]  # a value a head
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TAIL = 8  # queries
 ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd number with bits all over it: Knuth's multiplier, 2^64 over the golden ratio
+COMPUTED = "its multiplier is computed from activations"
 ROW_TO_ROW = 0.01  # relative: more than a multiplier of all rows is rounded by
 
 
@@ -64,6 +65,8 @@ def lost_on_the_way(query: ProjectionPath, key: ProjectionPath) -> str:
     lost, mixed = ([name for name, path in sides if getattr(path, why)] for why in ("lost", "shared_out"))
     if lost:
         return f"its {' and '.join(lost)} were not followed to a projection"
+    if query.computed_factor or key.computed_factor:
+        return COMPUTED
     return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
 
 

@@ -22,6 +22,7 @@ from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, Operands, arrive, channels_of
 from attnscale.watching.call import (
+    COMPUTED,
     TAIL,
     Reading,
     SeenCall,
@@ -369,6 +370,8 @@ def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
         return "an operation between its product and its softmax was not understood"
     if call.trail.shared_out:
         return "q·k is one of several terms, by a learned share"
+    if call.trail.computed_factor:
+        return COMPUTED
     why = lost_on_the_way(*call.paths) or differs_by_row(call.stated)
     if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
