@@ -35,7 +35,7 @@ inputs               1    190
 attending           10  1,230   1,100 with operator
 operator             1    180
 modules              1    250
-measure             45  6,100   4,000
+measure             32  5,640   4,000
 declared             5    550
 tracing             10  2,250   2,000
 watching            20  4,000   2,900
