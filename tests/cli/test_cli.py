@@ -51,14 +51,16 @@ def test_rules_lists_every_rule_with_formula_source_and_use():
 def test_claims_prints_the_ledger_and_what_is_refuted(known_claims):
     result = run("claims")
     assert result.returncode == 0
-    assert re.search(r"\d+ claims: \d+ confirmed, \d+ qualified, \d+ refuted\.", result.stdout)
+    assert re.search(r"\d+ statements: \d+ confirmed, \d+ qualified, \d+ refuted\.", result.stdout)
+    assert re.search(r"\d+ numbers by plain arithmetic: \d+ confirmed, \d+ refuted\.", result.stdout)
     assert "1000 times too small" in " ".join(result.stdout.split())
 
 
-def test_claims_json_is_a_list_of_objects_with_the_seven_fields(claims_file):
+def test_claims_json_is_a_list_of_objects_with_the_fields_of_a_claim(claims_file):
     claims = json.loads(claims_file.read_text(encoding="utf-8"))
     assert len(claims) >= 40
-    assert all(list(c) == ["id", "source", "claim", "claimed", "computed", "verdict", "note"] for c in claims)
+    expected = ["id", "source", "section", "kind", "claim", "claimed", "computed", "verdict", "note"]
+    assert all(list(claim) == expected for claim in claims)
     asked = ["exp-5", "exp-10", "exp-50"]
     refuted = json.loads(run("claims", *asked, "--json", "--verdict", "refuted").stdout)
     assert refuted == [claim for claim in claims if claim["id"] in asked and claim["verdict"] == "refuted"] != []

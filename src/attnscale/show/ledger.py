@@ -58,7 +58,7 @@ def _claims(claims: Sequence[Claim]) -> Table:
         column.ratio, column.overflow = ratio, "fold"
     for claim in claims:
         rest = f" {claim.note}" if claim.note else ""
-        stated = Text.assemble((f"{claim.id} ", "cyan"), claim.claim, (f"{rest} [{claim.section}]", "dim"))
+        stated = Text.assemble((f"{claim.id}\n", "cyan"), claim.claim, (f"{rest} [{claim.section}]", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
         table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
     return table
