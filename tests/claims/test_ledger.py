@@ -82,7 +82,9 @@ def test_the_terminal_prints_ids_and_arithmetic_apart(claims, monkeypatch):
     monkeypatch.setattr(attnscale.claims, "ledger", lambda ids: claims)
     shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "140"}).output
     assert "gradient-flow" in shown
-    assert shown.index("real-head-dims") < shown.index("Plain arithmetic:") < shown.index("exp-50")
+    of_the_tutorial = shown[shown.index("real-head-dims") :]
+    assert of_the_tutorial.index("wider-is-worse") < of_the_tutorial.index("Plain arithmetic:")
+    assert of_the_tutorial.index("Plain arithmetic:") < of_the_tutorial.index("exp-50")
 
 
 def test_whatever_is_not_confirmed_says_why(claims):
