@@ -300,7 +300,10 @@ def _trained_indifferent() -> Evidence:
 def _scale_healthy() -> Evidence:
     spread = compute.drawn_spread(DIM)
     raw, scaled = regime(spread.std, KEYS), regime(spread.over(math.sqrt(DIM)).std, KEYS)
-    return Evidence((raw, scaled) == ("sharp", "healthy"), f"drawn at d_k = {DIM}: {raw} without, {scaled} with")
+    shown = (
+        f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {spread.over(math.sqrt(DIM)):.2f} with {scaled}"
+    )
+    return Evidence((raw, scaled) == ("sharp", "healthy"), shown)
 
 
 def _scale_t5() -> Evidence:

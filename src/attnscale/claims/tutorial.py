@@ -114,7 +114,9 @@ def _mean_square() -> Evidence:
 def _exact_anyway() -> Evidence:
     shifted, drawn = compute.drawn_spread(DIM, shift=0.5), compute.head_spread("GPT-2").mean ** 2
     holds = shifted.is_(DIM) and abs(drawn / DIM - 1) < LITTLE
-    return Evidence(holds, f"{shifted.variance:.0f} with means of 0.5; {drawn:.1f} at GPT-2's initialisation")
+    margin = 1.96 * shifted.error
+    shown = f"{shifted.variance:.0f} ± {margin:.1g} with means of 0.5; {drawn:.1f} at GPT-2's initialisation"
+    return Evidence(holds, shown)
 
 
 @SOURCE.claim(
