@@ -23,7 +23,6 @@ OF_OBJECTS = {
     "_local_tensor",
     "_version",
     "_schema",
-    "_sequence_nr",
     "_qkv_same_embed_dim",
     "_call_impl",
 }

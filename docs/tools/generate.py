@@ -109,8 +109,11 @@ def _results() -> str:
 def _result(result: dict[str, Any]) -> str:
     name, checks = result["experiment"], result["checks"]
     parts = [f"## {text_of(name)}", f"*{text_of(result['question'])}*", text_of(result["conclusion"])]
-    rows = ([text_of(c["statement"]), "yes" if c["holds"] else "**no**", text_of(c["evidence"])] for c in checks)
-    holding = sum(check["holds"] for check in checks)
+    rows = (
+        [text_of(c["statement"]), {True: "yes", False: "**no**", None: "undecided"}[c["holds"]], text_of(c["evidence"])]
+        for c in checks
+    )
+    holding = sum(check["holds"] is True for check in checks)
     parts.append(_folded(f"{holding} of {len(checks)} checks hold", table(["statement", "holds", "measured"], rows)))
     for number, plot in enumerate(result["plots"], 1):
         title = text_of(plot["title"])

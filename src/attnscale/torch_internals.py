@@ -72,12 +72,6 @@ _keeps_graph = Internal(
     "_get_current_graph_task_keep_graph",
     "gradients of two backwards through a graph are not added",
 )
-_current_node = Internal(
-    "torch._C", "_current_autograd_node", "gradients of two backwards through a compiled graph are not added"
-)
-_sequence_number = Internal(
-    "torch.autograd", "_get_sequence_nr", "gradients of two backwards through a compiled graph are not added"
-)
 _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
@@ -189,30 +183,9 @@ def in_backward() -> bool:
     return number is not None and number() != -1
 
 
-def backward_number() -> int:
-    """Return the id of the backward pass that is running on this thread; -1 if none is."""
-    return int(_graph_task(otherwise=-1))
-
-
 def graph_is_kept() -> bool:
     """Return True if the running backward pass keeps its graph (retain_graph), so that another may follow."""
     return in_backward() and bool(_keeps_graph(otherwise=False))
-
-
-def node_in_backward() -> int:
-    """Return the sequence number of the autograd node whose backward is running; -1 if unknown."""
-    return recorded_as(_current_node())
-
-
-def recorded_operations() -> int:
-    """Return the number of operations that autograd has recorded on this thread; 0 if unknown."""
-    return int(_sequence_number(otherwise=0))
-
-
-def recorded_as(node: Any) -> int:
-    """Return the sequence number of an autograd node; -1 if unknown."""
-    number = getattr(node, "_sequence_nr", None)
-    return -1 if number is None else int(number())
 
 
 def local_part(parameter: Tensor) -> Tensor | None:

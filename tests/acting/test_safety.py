@@ -9,8 +9,9 @@ from torch import nn
 
 import attnscale
 from attnscale.acting import head_rows
-from attnscale.errors import NotFollowedWarning, SettingError
+from attnscale.errors import AttnscaleWarning, NotFollowedWarning, SettingError
 
+from ..train.clip_runs import LatentKeys
 from .models import Attention, assert_changed_as_told, before_and, sharpened, watched
 
 D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
@@ -28,10 +29,9 @@ def misread(monkeypatch):
     plain = head_rows.HeadRows._uses
 
     def uses(self, name, layer, sources, origin):
-        found = plain(self, name, layer, sources, origin)
-        block, row = divmod(found.row, HEADS * HEAD_DIM)
-        row = block * HEADS * HEAD_DIM + (row + HEAD_DIM) % (HEADS * HEAD_DIM)
-        return head_rows.Uses(row, found.head, found.feature)
+        found, first = plain(self, name, layer, sources, origin), self.number_of[name, 0]
+        head = first + (found.head - first + 1) % layer.heads
+        return head_rows.Uses(found.row, head, found.feature + (head - found.head) * self._widest)
 
     monkeypatch.setattr(head_rows.HeadRows, "_uses", uses)
 
@@ -53,10 +53,14 @@ def with_qk_clip(model, x, threshold, steps, after=lambda step: None):
 WAYS = {"clip_qk_": with_clip_qk, "QKClip": with_qk_clip}
 
 
+KINDS = {"plain": {}, "one key": {"kv_heads": 1}, "latent keys": {"kind": LatentKeys}}
+
+
 @pytest.mark.parametrize("threshold", [3.0, 30.0], ids=["far over", "less far over"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_clip_without_effect_is_undone_and_stops_and_says_so_once(way, threshold, misread):
-    model, x = made()
+def test_a_clip_without_effect_is_undone_and_stops_and_says_so_once(way, kind, threshold, misread):
+    model, x = made(**KINDS[kind])
     before = before_and(model)
     with pytest.warns(NotFollowedWarning, match="stops at .*: its scores did not follow") as warned:
         reports = list(WAYS[way](model, x, threshold, 40))
@@ -310,6 +314,16 @@ class TalkingHeads(Attention):
         query, key = self.make(x)
         scores = torch.einsum("bhqk,hg->bgqk", query @ key.mT * self.head_dim**-0.5, self.mix)
         return scores.softmax(-1) @ self.value(x)
+
+
+def test_qk_clip_leaves_heads_whose_scores_are_mixed_at_every_step():
+    model, x = made(kind=TalkingHeads)
+    before = before_and(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttnscaleWarning)
+        reports = list(with_qk_clip(model, x, 1.0, 4))
+    assert all(report.left and not report.heads for report in reports)
+    assert_changed_as_told(before, model, [])
 
 
 def test_heads_whose_scores_are_mixed_are_not_clipped():

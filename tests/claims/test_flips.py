@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from attnscale.claims import SOURCES, computations, ledger, post, practice, trained, tutorial, worked_numbers
+from attnscale.claims import SOURCES, computations, ledger, post, textbook, tutorial
 from attnscale.claims.computations import Spread, WithoutScale
 from attnscale.claims.judging import judge
 from attnscale.claims.ledger import recorded
@@ -85,25 +85,25 @@ FLIPS = [
     ("saturates-at-64", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
     ("random-init-normal", computations, "head_spread", lambda name: exact(8.0), "confirmed"),
     ("random-init-normal", computations, "drawn_spread", wide, "refuted"),
-    ("trained-controlled", practice, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
-    ("trained-less-critical", practice, "bundled", (BUNDLED | {"none": exact(5.0)}).get, "refuted"),
-    ("trained-less-critical", practice, "bundled", BUNDLED.get, "confirmed"),
-    ("learned-temperature", practice, "LEARNED", (), "refuted"),
-    ("efficient-learn-temperature", practice, "LEARNED", practice.LEARNED[:1], "refuted"),
-    ("stable-training-any-dim", practice, "final_loss", lambda dim, scale="", rate=1.0: exact(0.5), "confirmed"),
-    ("stable-training-any-dim", practice, "final_loss", lambda dim, scale="", rate=1.0: exact(3.0), "refuted"),
+    ("trained-controlled", textbook, "bundled_scores", lambda: {"std": 9.0, "max": 500.0}, "refuted"),
+    ("trained-less-critical", textbook, "bundled", (BUNDLED | {"none": exact(5.0)}).get, "refuted"),
+    ("trained-less-critical", textbook, "bundled", BUNDLED.get, "confirmed"),
+    ("learned-temperature", textbook, "LEARNED", (), "refuted"),
+    ("efficient-learn-temperature", textbook, "LEARNED", textbook.LEARNED[:1], "refuted"),
+    ("stable-training-any-dim", textbook, "final_loss", lambda dim, scale="", rate=1.0: exact(0.5), "confirmed"),
+    ("stable-training-any-dim", textbook, "final_loss", lambda dim, scale="", rate=1.0: exact(3.0), "refuted"),
     ("high-dim-critical", computations, "drawn_spread", lambda dim: Spread(1.0, 0.01), "refuted"),
-    ("small-temperature-sharper", practice, "_entropy_at", lambda tau: exact(-tau), "refuted"),
-    ("large-temperature-softer", practice, "_entropy_at", lambda tau: exact(-tau), "refuted"),
-    ("modern-llms-universal", practice, "language_models", lambda **_: [practice.find("GPT-2")], "confirmed"),
+    ("small-temperature-sharper", textbook, "_entropy_at", lambda tau: exact(-tau), "refuted"),
+    ("large-temperature-softer", textbook, "_entropy_at", lambda tau: exact(-tau), "refuted"),
+    ("modern-llms-universal", textbook, "language_models", lambda **_: [textbook.find("GPT-2")], "confirmed"),
     ("score-std-root-dim", computations, "drawn_spread", wide, "refuted"),
     ("initialisation-dependent", computations, "head_spread", lambda name: exact(8.0), "refuted"),
     ("xavier-unit-variance", computations, "head_std", lambda name: exact(1.0), "confirmed"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: by), "refuted"),
     ("small-dim-hardly-matters", computations, "drawn_rows", rows(jacobian_trace=lambda d, by: 0.9), "confirmed"),
     ("always-scale", computations, "t5_spread", lambda: 8.0, "confirmed"),
-    ("own-terms-64", worked_numbers, "sampled_terms", lambda dim: np.ones((dim, dim)), "refuted"),
-    ("variance-64", worked_numbers, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
+    ("own-terms-64", computations, "sampled_terms", lambda dim: np.ones((dim, dim)), "refuted"),
+    ("variance-64", computations, "enumerated_variance", lambda values, dim: dim + 1.0, "refuted"),
 ]
 
 
@@ -138,6 +138,6 @@ def test_low_precision_loses_nothing_where_nothing_is_small():
 
 
 def test_a_model_that_guesses_has_learned_nothing():
-    assert not trained.has_learned(exact(trained.TASK.chance))
-    assert not trained.has_learned(exact(math.nan))
-    assert trained.has_learned(exact(0.5))
+    assert not computations.has_learned(exact(computations.TASK.chance))
+    assert not computations.has_learned(exact(math.nan))
+    assert computations.has_learned(exact(0.5))

@@ -169,7 +169,7 @@ def test_bad_input_leaves_no_traceback_from_a_process_either(arguments):
         ["check", "--length", "100000000"],
         ["check", "org/name", "--rows", "0"],
         ["check", "--text", os.devnull],
-        ["check", "--tokens", os.devnull],
+        ["check", "--data", os.devnull],
         ["check", "--html", "."],
         ["compare", "bundled", "bundled", "--length", "100000000"],
     ],

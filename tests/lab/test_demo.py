@@ -63,7 +63,7 @@ def test_the_explanation_states_the_measured_spread_and_no_number_twice(shown):
 
 def test_without_the_scale_more_gradient_reaches_the_queries_less_evenly(shown):
     scaled, unscaled = (dict(run["received"]) for run in shown[0]["runs"])
-    assert unscaled[0.5] < 0.02 < 0.05 < scaled[0.5]  # share of the half that receives least
+    assert 20 * unscaled[0.5] < scaled[0.5]  # share of the half that receives least
     assert unscaled[0.9] < scaled[0.9]
     assert "larger without the scale, but shared less evenly" in shown[0]["explanation"][1]
 

@@ -31,7 +31,6 @@ def test_every_exercise_has_its_time_and_its_solution(page):
         assert "minutes" in part[:800], number
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom_and_prints_what_it_shows():
     names = {"__name__": "__main__"}
     for cell in CODE:

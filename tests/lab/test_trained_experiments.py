@@ -6,7 +6,6 @@ import pytest
 
 from attnscale.lab.experiments import EXPERIMENTS, ablation
 from attnscale.lab.experiments.ablation import REFERENCE, VARIANTS, WITHOUT
-from attnscale.lab.experiments.growth import CLIP, NORM, PLAIN, THRESHOLD
 from attnscale.lab.experiments.temperature import MULTIPLES
 from attnscale.lab.experiments.trained import BUNDLED, OTHERS, bundled_loss
 from attnscale.lab.outcomes import Outcomes
@@ -14,13 +13,12 @@ from attnscale.lab.result import Heatmap
 from tests.lab.conclusions import concluded, failed, made_up, quick, sketch
 
 
-@pytest.mark.parametrize("name", ["ablation", "temperature", "growth"])
+@pytest.mark.parametrize("name", ["ablation", "temperature"])
 def test_the_full_grid_covers_its_question(name):
     settings = [cell.settings for cell in EXPERIMENTS[name].cells()]
     asked = {
         "ablation": {"head_dim": {8, 32, 128, 256}, "task": {"characters", "recall"}, "variant": set(VARIANTS)},
         "temperature": {"multiple": {0.25, 0.5, 1.0, 2.0, 4.0}, "task": {"characters", "recall"}},
-        "growth": {"fix": {"plain", "QK-norm", "QK-Clip"}, "rate": {3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1}},
     }
     assert all({own[setting] for own in settings} == values for setting, values in asked[name].items())
     assert len({own["seed"] for own in settings}) >= 5
@@ -133,56 +131,6 @@ def test_a_better_temperature_is_named():
     assert "the lowest mean loss is at τ = 2√d_k." in conclusion.text
     assert "better at 2√d_k (-0.3" in conclusion.text
     assert any("no temperature is better" in statement for statement in failed(conclusion))
-
-
-# growth
-
-
-@pytest.mark.slow
-def test_scores_grow_with_the_rate_by_norms_and_both_fixes_limit_them():
-    found = quick("growth")
-    low, high = (found.samples("max_score", fix=PLAIN, rate=rate) for rate in (0.003, 0.3))
-    assert min(high) > 100 * max(low)
-    assert max(found.samples("max_score", fix=NORM, rate=0.3)) < THRESHOLD
-    assert max(found.samples("max_score", fix=CLIP, rate=0.3)) < 5 * THRESHOLD  # before a clip, a step overshoots
-    assert not {
-        "the largest score grows with the rate",
-        "QK-norm keeps scores below those of the plain model at the highest rate",
-        "scores grow by norms, not alignment",
-    } & set(failed(concluded("growth")))
-
-
-def test_a_clip_below_the_threshold_changes_nothing():
-    found = sketch("growth").where(rate=0.003)
-    assert found.samples("final", fix=CLIP) == found.samples("final", fix=PLAIN)
-    assert found.samples("max_score", fix=CLIP) == found.samples("max_score", fix=PLAIN)
-
-
-def test_sensitivity_is_the_mean_loss_above_the_best():
-    def losses(own, found):
-        above = {PLAIN: 1.0, NORM: 0.2, CLIP: 1.0}[own["fix"]]
-        return {"start": 5.0, "final": 2.0 + above * (own["rate"] == 0.3) + 0.01 * own["seed"]}
-
-    conclusion = concluded("growth", made_up(sketch("growth"), losses))
-    rows = {row[0]: row[1:] for row in conclusion.tables[1].rows}
-    assert rows[PLAIN][0] == pytest.approx(0.5)
-    assert rows[NORM][0] == pytest.approx(0.1)
-    assert "QK-norm lowers that (-0.4" in conclusion.text
-    assert "QK-Clip makes no difference to that (+0 " in conclusion.text
-
-
-@pytest.mark.parametrize("diverged", [True, False])
-def test_the_published_limit_is_compared_with_the_runs_that_passed_it(diverged):
-    def past(own, found):
-        return {"max_score": 2e4 if own["fix"] == PLAIN and own["rate"] == 0.3 else 10.0, "diverged": diverged}
-
-    conclusion = concluded("growth", made_up(sketch("growth"), past))
-    assert ("every run whose scores pass 10,000 diverges" in failed(conclusion)) is not diverged
-
-
-def test_growth_by_alignment_fails_the_check_on_norms():
-    changed = made_up(sketch("growth"), lambda own, found: {"norm_growth": 1.0, "alignment_growth": 4.0})
-    assert "scores grow by norms, not alignment" in failed(concluded("growth", changed))
 
 
 # trained

@@ -7,7 +7,7 @@ import torch
 
 from attnscale.errors import ModelError, SettingError
 from attnscale.loading import Request, load_model
-from attnscale.loading.request import read_examples, read_tokens
+from attnscale.loading.request import read_examples
 
 TRUNK = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
 TEXT = TRUNK | {"vocab_size": 103}
@@ -115,14 +115,11 @@ def test_token_ids_are_run_as_they_are_and_shorter_ones_padded(tmp_path):
         load_model(Request(folder, sequences=([5, 10**6],)))
 
 
-@pytest.mark.parametrize("text", ["", "7", "[1, -2]", "[1.5, 2]", "[true, false]", "{}", "a b", "[[1, 2], 3]"])
-def test_what_is_no_list_of_token_ids_is_refused(text):
-    with pytest.raises(SettingError, match=r"--tokens"):
-        read_tokens(text)
-
-
 def test_examples_are_texts_or_token_ids():
     assert read_examples('{"text": "why"}\n\n{"input_ids": [1, 2]}\n') == ("why", [1, 2])
+    for ids in ("7", "[1, -2]", "[1.5, 2]", "[true, false]", "{}", "[[1, 2], 3]"):
+        with pytest.raises(SettingError, match=r"Expected at least two token ids, .* in line 1 of --data"):
+            read_examples(f'{{"input_ids": {ids}}}')
     for line in ("", "{", "[1, 2]", '{"texts": 1}', '{"input_ids": [1]}', '{"text": ""}', r'{"text": "a \ud800 b"}'):
         with pytest.raises(SettingError, match="--data"):
             read_examples(line)

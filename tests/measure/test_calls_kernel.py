@@ -17,7 +17,7 @@ from .oracle import assert_stats
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import attention, probe, sampled
+from attnscale.measure.cuda import attention, probe, sampled, sdpa
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
 
@@ -121,3 +121,18 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
 def test_a_probe_leaves_to_others_what_has_few_rows():
     call = call_of(Visibility(), 5)
     assert probe.probe(call.query, call.key, None, None, None, 0.3, False, 64) is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_attend_to_themselves(is_causal):
+    call = call_of(Visibility(), kv_len)
+    query, key, value = (tensor[:1] for tensor in (call.query, call.key, call.value))
+    packing = sdpa.Packing(torch.tensor([0, 17, 17, kv_len]), 0)
+    output, stats = attention.attend_planned(0.3, is_causal, None, query, key, value, packing)
+    for begin, end in ((0, 17), (17, kv_len)):
+        own = (tensor[:, :, begin:end] for tensor in (query, key, value))
+        alone = F.scaled_dot_product_attention(*own, scale=0.3, is_causal=is_causal, enable_gqa=True)
+        torch.testing.assert_close(output[begin:end].transpose(0, 1), alone[0], rtol=1e-5, atol=1e-5)
+    document = torch.arange(kv_len) >= 17
+    seen = Visibility(last=0 if is_causal else None, documents=(document, document))
+    assert_stats(stats, scores_of(Call(query, key, value, seen, 0.0, 0.3, None)), rtol=2e-5, atol=2e-5)

@@ -268,35 +268,6 @@ def test_two_forwards_of_reentrant_checkpoints_may_come_before_a_backward():
     assert all("query_gradient" in layer.numbers for record in records[1:] for layer in record.layers.values())
 
 
-@pytest.mark.parametrize("compiled", [lambda model: model, whole("aot_eager"), each_block("aot_eager"), whole("eager")])
-def test_what_two_backwards_through_one_graph_bring_is_added(compiled):
-    """As autograd adds it: ‖g₁ + g₂‖, which of two equal ones is twice the length of one."""
-
-    def run(backward):
-        model, records = small_model(layers=1), []
-        call, monitor = compiled(model), Monitor(model, 1, None, [records.append])
-        for step in range(3):
-            first, second = (call(tokens(step + shift)).square().mean() for shift in (0, 7))
-            backward(first, second)
-            model.zero_grad()
-            monitor.step()
-        monitor.close()
-        return [record.layers["blocks.0.attention"].numbers for record in records]
-
-    def at_once(first, second):
-        (first + first + 3 * second).backward()
-
-    def in_turns(first, second):
-        first.backward(retain_graph=True)
-        second.backward(retain_graph=True)
-        first.backward()
-        (2 * second).backward()
-
-    for found, expected in zip(run(in_turns), run(at_once), strict=True):
-        for name in ("query_gradient", "key_gradient"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-5)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("make", [one_layer, made(Checkpointed, False, 1), made(Encoder)])
 def test_a_forward_that_no_backward_follows_is_counted_without_gradients(make, when):

@@ -1,4 +1,4 @@
-"""Computations that several articles' claims share: enumerations, seeded draws, and heads of real modules."""
+"""Computations that claims share: enumerations, seeded draws, heads of real modules, and trained models."""
 
 import itertools
 import math
@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from attnscale.claims.judging import Evidence, Limit
 from attnscale.claims.settings import T5
+from attnscale.lab.experiment import Cell, Settings
+from attnscale.lab.experiments import divisors
+from attnscale.lab.experiments.gradients import MODEL
+from attnscale.lab.experiments.trained import PARTS, bundled_loss
 from attnscale.lab.outcomes import Band, band
+from attnscale.lab.sweep import run_cell
+from attnscale.lab.tasks import TASKS, Characters
+from attnscale.lab.training import SCALES, Schedule, one_thread, score_summary, seeded_model, trained
+from attnscale.models import load_bundled
 from attnscale.reference import Array, RowStatistics, row_statistics
 from attnscale.theory import regime, saturation_point
 from attnscale.theory.limits import SATURATED_TOP1
@@ -27,10 +35,17 @@ NEAR_ONE = 0.05  # a spread within this of one counts as one
 PAIRS = 2**14  # drawn pairs of q and k, for a variance within about 2%
 ERRORS = 4.0  # standard errors: one sample in 16,000 is further off
 ROWS = 1000  # of drawn scores, each with keys of its own
-TABLES, QUERIES = 16, 256  # whose gradients are compared, each table with keys of its own
+SEEDS = 8  # of the gradients that are compared
 SIGN_PAIRS = 8192  # average products of signs within 0.05
 SAMPLED_ROWS = 2000
 D_MODEL, HEADS = 768, 12  # GPT-2's
+TASK = TASKS["easy recall"]
+HEAD_DIMS = (4, 16, 64, 256)
+STEPS, RATE, RUNS = 80, 0.005, 8
+HOT = 100  # times that rate
+LEARNED = 0.1  # nats below guessing
+DEEP, WIDE = 8, 256  # layers and d_k of the model whose gradients are measured
+TEXT = math.log(256)  # nats, for guessing a byte
 # Two distributions of mean 0 and variance 1, as lists of equally likely values.
 SIGNS = (-1.0, 1.0)
 SKEWED = (2.0, -0.5, -0.5, -0.5, -0.5)
@@ -167,24 +182,14 @@ class WithoutScale:
 
 @cache
 def gradient_without_scale(dim: int, keys: int) -> WithoutScale:
-    """Compare gradients for random q, k, v and a random gradient at the output, with errors over tables."""
-    rng = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(TABLES):
-        query, key, value, upstream = (
-            torch.randn(rows, dim, generator=rng, dtype=torch.float64) for rows in (QUERIES, keys, keys, QUERIES)
-        )
-        medians, halves = [], []
-        for scale in (1.0, dim**-0.5):
-            q = query.clone().requires_grad_()
-            scores = scale * q @ key.mT
-            gradients = torch.autograd.grad(scores.softmax(-1) @ value, (scores, q), upstream)
-            on_scores, on_query = (gradient.norm(dim=-1) for gradient in gradients)
-            medians.append((on_scores.median().item(), on_query.median().item()))
-            halves.append((on_query.sort().values[: QUERIES // 2].sum() / on_query.sum()).item())
-        (raw_scores, raw_query), (scores_scaled, query_scaled) = medians
-        found.append((raw_scores / scores_scaled, raw_query / query_scaled, *halves))
-    return WithoutScale(*map(band, zip(*found, strict=True)))
+    """Compare gradients for random q, k, v and a random gradient at the output, as `attnscale lab divisors` does."""
+    settings: Settings = {"part": divisors.SHAPES, "head_dim": dim, "keys": keys}
+    cells = {
+        divisor: [run_cell(Cell("divisors", 2, {**settings, "divisor": divisor, "seed": seed})).outcome
+                  for seed in range(SEEDS)]
+        for divisor in ("none", "√d_k")
+    }  # fmt: skip
+    return WithoutScale(*map(band, divisors.without_over_with(cells).values()))
 
 
 # Heads as modules initialise them
@@ -230,6 +235,59 @@ def t5_spread() -> float:
 def layer_norm(x: Array) -> Array:
     """Apply LayerNorm without gain and bias."""
     return np.asarray((x - x.mean()) / x.std())
+
+
+# Trained models: small ones at several head sizes, the bundled one, and a deep one before training
+
+
+@cache
+def final_losses(head_dim: int, scale: str, rate: float, steps: int) -> list[float]:
+    """Train small models to recall pairs, with one of SCALES, and return the loss on unseen sequences of each seed."""
+    losses = []
+    for seed in range(RUNS):
+        model = seeded_model(TASK.vocabulary, seed, d_model=32, heads=1, head_dim=head_dim, scale=SCALES[scale])
+        with one_thread():
+            losses.append(trained(model, TASK, Schedule(steps, rate, seed)).end)
+    return losses
+
+
+def final_loss(head_dim: int, scale: str = "1/√d_k", rate: float = RATE) -> Band:
+    """Return the loss of such models over seeds."""
+    return band(final_losses(head_dim, scale, rate, STEPS))
+
+
+def extra_loss(head_dim: int, scale: str, steps: int = 2 * STEPS) -> Band:
+    """Return how much more a scale loses than 1/√d_k, paired by seed."""
+    pairs = zip(*(final_losses(head_dim, each, RATE, steps) for each in (scale, "1/√d_k")), strict=True)
+    return band(own - root for own, root in pairs)
+
+
+def has_learned(loss: Band) -> bool:
+    """Return True if a loss is a number below that of guessing."""
+    return loss.high < TASK.chance - LEARNED
+
+
+@cache
+def bundled(scale: str) -> Band:
+    """Return the loss of the bundled model, trained with 1/√d_k, under one of SCALES, over parts of held-out text."""
+    with one_thread():
+        return band(bundled_loss(scale, part) for part in range(PARTS))
+
+
+@cache
+def bundled_scores() -> dict[str, float]:
+    """Return spread and largest score of the bundled model on held-out text."""
+    model, _ = load_bundled()
+    with one_thread():
+        return score_summary(model, Characters(model.context), size=1)
+
+
+@cache
+def gradients(scale: str) -> dict[str, Band]:
+    """Measure the gradient on W_q of deep models with wide heads before training, as the lab does."""
+    settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
+    found = [run_cell(Cell("gradients", 4, {**settings, "seed": seed})).outcome for seed in range(RUNS)]
+    return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
 
 
 # Evidence that several articles need

@@ -9,10 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from attnscale.claims import computations as compute
-from attnscale.claims.computations import DIM, DIMS, KEYS, NEAR_ONE, SIGNS, SKEWED, TINY_GAIN
+from attnscale.claims.computations import (
+    DIM,
+    DIMS,
+    HEAD_DIMS,
+    KEYS,
+    NEAR_ONE,
+    SIGNS,
+    SKEWED,
+    TINY_GAIN,
+    WIDE,
+    extra_loss,
+    final_loss,
+    gradients,
+    has_learned,
+)
 from attnscale.claims.judging import Evidence, Limit, Source
 from attnscale.claims.settings import MUP_ATTENTION, SETTINGS, language_models
-from attnscale.claims.trained import HEAD_DIMS, WIDE, extra_loss, final_loss, gradients, has_learned
 from attnscale.lab.outcomes import Band, band
 from attnscale.reference import softmax
 from attnscale.theory import regime

@@ -20,7 +20,6 @@ UsageError: Any = typer.BadParameter.__base__  # of typer's own click, or of the
 Html = Annotated[Path | None, typer.Option(help="Write a report to this file, as one self-contained page.")]
 Rows = Annotated[int | None, typer.Option(help="Sample this many rows per head; by default all rows.")]
 Text = Annotated[Path | None, typer.Option(help="Run the model on the text in this file.")]
-Tokens = Annotated[Path | None, typer.Option(help="Run it on the token ids in this file: JSON lists, or numbers.")]
 Data = Annotated[
     Path | None,
     typer.Option(help='Run it on one batch of examples in this file: JSON lines with "text" or "input_ids".'),
@@ -34,20 +33,18 @@ Base = Annotated[str | None, typer.Option(help="The base model of an adapter: a 
 
 
 def read_input(
-    rows: int | None, text: Path | None, tokens: Path | None, data: Path | None, length: int | None
+    rows: int | None, text: Path | None, data: Path | None, length: int | None
 ) -> "tuple[str | None, tuple[Tokens_, ...]]":
     """Check the options above, and return the user's text and sequences. Imports no torch."""
-    from attnscale.loading.request import read_examples, read_tokens, require_length, require_text
+    from attnscale.loading.request import Request, read_examples
 
     if rows is not None and rows < 1:
         raise SettingError(f"Expected --rows of at least 1, got {rows}.")
-    require_length(length)
-    if sum(path is not None for path in (text, tokens, data)) > 1:
-        raise SettingError("Expected one of --text, --tokens and --data, got several.")
-    sequences = read_tokens(_read_text(tokens)) if tokens is not None else ()
-    sequences = read_examples(_read_text(data)) if data is not None else sequences
+    if text is not None and data is not None:
+        raise SettingError("Expected --text or --data, got both.")
+    sequences = () if data is None else read_examples(_read_text(data))
     words = None if text is None else _read_text(text)
-    require_text(words)
+    Request(text=words, length=length)  # refuses what no model can run on
     return words, sequences
 
 

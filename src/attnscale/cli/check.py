@@ -31,7 +31,6 @@ def check(
     html: arguments.Html = None,
     rows: arguments.Rows = None,
     text: arguments.Text = None,
-    tokens: arguments.Tokens = None,
     data: arguments.Data = None,
     length: arguments.Length = None,
     device: arguments.Device = "cpu",
@@ -39,14 +38,6 @@ def check(
         bool, typer.Option("--random-init", help="Initialise the model at random instead of loading its weights.")
     ] = False,
     model_type: arguments.ModelType = None,
-    factory: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODULE:CALLABLE",
-            help="The function that makes the model, if MODEL is a file of weights.",
-        ),
-    ] = None,
     base: arguments.Base = None,
     download: Annotated[
         bool,
@@ -79,7 +70,7 @@ def check(
 
     Example: attnscale check path/to/model --html report.html
     """
-    words, sequences = arguments.read_input(rows, text, tokens, data, length)
+    words, sequences = arguments.read_input(rows, text, data, length)
     if html is not None:
         require_extra("report", "A report")
     for path in (html, save):
@@ -91,7 +82,7 @@ def check(
         from attnscale.loading import Request
 
         request = Request(model, words, length, device, random_init, sequences, report)
-        request = replace(request, model_type=model_type, factory=factory, base=base, download=download)
+        request = replace(request, model_type=model_type, base=base, download=download)
         comparison = None
         if save is None and against is None:
             checked = check_model(request, rows, what_if)

@@ -32,7 +32,6 @@ def compare(
     html: arguments.Html = None,
     rows: arguments.Rows = None,
     text: arguments.Text = None,
-    tokens: arguments.Tokens = None,
     data: arguments.Data = None,
     length: arguments.Length = None,
     device: arguments.Device = "cpu",
@@ -57,7 +56,7 @@ def compare(
     """
     if (b is None) == (backends is None):
         raise SettingError("Expected two models to compare, or one and --backends, as in --backends eager,sdpa.")
-    words, sequences = arguments.read_input(rows, text, tokens, data, length)
+    words, sequences = arguments.read_input(rows, text, data, length)
     if html is not None:
         require_extra("report", "A report")
         arguments.require_writable(html)

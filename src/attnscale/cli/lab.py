@@ -99,7 +99,7 @@ def lab(
 
 
 def as_json(result: "Result") -> str:
-    """The result as a file holds it."""
+    """Return the result as the text of a JSON file."""
     import json
 
     return json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -126,7 +126,7 @@ def _list(experiments: "list[Experiment]", json: bool) -> None:
 
 @contextmanager
 def _progress(name: str, cells: Path) -> "Iterator[Progress]":
-    """A bar of cells done, on stderr; Ctrl-C says what is kept."""
+    """Show a bar of finished cells on stderr; Ctrl-C says what is kept."""
     import warnings
 
     from rich.console import Console

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from attnscale.lab.experiment import Outcome, Setting, Settings
-from attnscale.lab.result import Check, Curve, Table, column, expected_curve
+from attnscale.lab.result import Check, Curve, Table, Value, column, expected_curve
+from attnscale.plain import finite
 from attnscale.theory.significance import student_quantile
 
 LEVEL = 0.95
 # Chance that a check of several curves fails although the theory is right. With 5% for each of ten experiments, one
 # in three complete runs would report a false failure.
 CHANCE = 0.01
-NEGLIGIBLE = 0.1  # nats: about what a factor of three in the learning rate costs near the best one (growth)
+NEGLIGIBLE = 0.1  # nats
 WORSE, BETTER, ALIKE, UNDECIDED = "worse", "better", "no difference", "undecided"
 
 
@@ -143,12 +144,21 @@ class Outcomes:
         return tuple(found)
 
     def table(self, title: str, settings: Mapping[str, str], measures: Mapping[str, str]) -> Table:
-        """Return the means of measures, a row for each combination of settings; both map names to headings."""
+        """Return the means of measures, a row for each combination of settings; both map names to headings.
+
+        After a heading that ends in ±, a second column has the margin. What is true or false is counted.
+        """
         rows = []
         for combination in dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self):
             own = self.where(**dict(zip(settings, combination, strict=True)))
-            rows.append((*combination, *(own.band(name).mean for name in measures)))
-        return Table(title, (*settings.values(), *measures.values()), tuple(rows))
+            row: list[Value] = [*combination]
+            for name, heading in measures.items():
+                found = own.band(name)
+                mean = own.count(name) if isinstance(own.cells[0][1][name], bool) else finite(found.mean)
+                row += [mean, finite(found.margin)] if heading.endswith("±") else [mean]
+            rows.append(tuple(row))
+        headings = [part for heading in measures.values() for part in heading.rsplit(" ", heading.endswith("±"))]
+        return Table(title, (*settings.values(), *headings), tuple(rows))
 
     def series(self, name: str, x: Sequence[float], measure: str, **settings: Setting) -> Curve:
         """Return a list of numbers that every cell has, against x, with intervals over seeds."""

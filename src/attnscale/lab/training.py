@@ -219,7 +219,10 @@ def without_alarms() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GradientShares:
-    """Size of the gradient that queries receive, and how evenly it is shared among them."""
+    """Size of the gradient that queries receive, and how evenly it is shared among them.
+
+    A share is one of the sum of the squared norms, which is the squared norm of the whole gradient.
+    """
 
     root_mean_square: float
     curve: tuple[float, ...]  # share of the gradient that the lowest 0%, 5%, …, 100% of the queries receive
@@ -246,12 +249,12 @@ def gradient_shares(sizes: Tensor) -> GradientShares:
     >>> gradient_shares(torch.ones(40)).lower_half, gradient_shares(torch.tensor([0.0] * 39 + [1.0])).top_tenth
     (0.5, 1.0)
     """
-    sizes = sizes.detach().double().flatten()
-    summed = torch.cat([sizes.new_zeros(1), sizes.sort().values.cumsum(0)])
-    at = torch.linspace(0, len(sizes), CURVE_POINTS + 1, dtype=torch.float64)
+    squares = sizes.detach().double().flatten().square()
+    summed = torch.cat([squares.new_zeros(1), squares.sort().values.cumsum(0)])
+    at = torch.linspace(0, len(squares), CURVE_POINTS + 1, dtype=torch.float64)
     below, above = at.floor().long(), at.ceil().long()
     curve = torch.lerp(summed[below], summed[above], at - below) / summed[-1].clamp(min=torch.finfo(torch.float64).tiny)
-    return GradientShares(sizes.square().mean().sqrt().item(), tuple(curve.tolist()))
+    return GradientShares(squares.mean().sqrt().item(), tuple(curve.tolist()))
 
 
 def mean_shares(layers: Sequence[GradientShares]) -> GradientShares:

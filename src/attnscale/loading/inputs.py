@@ -79,7 +79,7 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
             kwargs |= {name: mask for name, of in MASKS.items() if name in accepted and of in text_names}
         parts.append(description)
     elif request.user_sequences:
-        raise SettingError(f"{type(model).__name__} takes no text; leave --text, --tokens and --data out.")
+        raise SettingError(f"{type(model).__name__} takes no text; leave --text and --data out.")
     if hasattr(config, "vision_config") and "pixel_values" not in kwargs:
         notes.append("Only the text part of this model was run.")
     kwargs = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in kwargs.items()}

@@ -3,7 +3,7 @@
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from attnscale.loading.hub import cached_folder, is_name
 from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
 from attnscale.loading.inputs import make_inputs, texts_of
 from attnscale.loading.model_errors import as_model_error
-from attnscale.loading.request import Request, require_length, require_text
+from attnscale.loading.request import Request
 from attnscale.loading.weights import READABLE, find_weights, read_weights
 from attnscale.models import CausalTransformer, encode, load_bundled
 from attnscale.models.text import VOCABULARY
 
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable; no path looks like it
-PARALLEL = "module."  # before every name that DistributedDataParallel saved
 SEED = 0  # of a random initialisation, and of random inputs
 NO_MODEL = "Expected a model's folder, a config.json, org/name or package.module:callable"
 
@@ -43,14 +42,14 @@ class Loaded:
 
 def load_model(request: Request) -> Loaded:
     """Load the requested model in eval mode on its device, with inputs for it."""
-    _check(request)
+    if request.model is not None and not request.model.strip():
+        raise SettingError("Expected a model, got an empty name. Without MODEL, the bundled model is checked.")
+    require_device(request.device)
     request.report("loading the model")
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         if request.model is None:
             loaded = _bundled(request)
-        elif request.factory is not None:
-            loaded = _from_weights(Path(request.model), request)
         elif (path := Path(request.model)).exists():
             loaded = _from_path(path, request)
         elif is_factory(request.model):
@@ -86,16 +85,6 @@ def is_factory(spec: str) -> bool:
     (True, False)
     """
     return FACTORY.fullmatch(spec) is not None
-
-
-def _check(request: Request) -> None:
-    if request.model is not None and not request.model.strip():
-        raise SettingError("Expected a model, got an empty name. Without MODEL, the bundled model is checked.")
-    require_length(request.length)
-    require_text(request.text)
-    if request.factory is not None and (request.model is None or not is_factory(request.factory)):
-        raise SettingError("Expected --model package.module:callable together with a file of weights.")
-    require_device(request.device)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -143,9 +132,15 @@ def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
         if path.is_dir() and weights is None and not request.random_init:
             notes.append("The folder holds no weights, so the model is at random initialisation.")
         model = load_huggingface(config, None if is_random else weights, request)
-    inputs = make_inputs(model, request, path if path.is_dir() else path.parent)
     title = f"{type(model).__name__} from {name or path}{', at random initialisation' if is_random else ''}"
-    return Loaded(model, title, inputs.description, (), inputs.kwargs, (*notes, *inputs.notes), inputs.unknown_share)
+    return _on_made_inputs(model, title, request, path if path.is_dir() else path.parent, notes)
+
+
+def _on_made_inputs(
+    model: nn.Module, title: str, request: Request, folder: Path | None = None, notes: Sequence[str] = ()
+) -> Loaded:
+    made = make_inputs(model, request, folder)
+    return Loaded(model, title, made.description, (), made.kwargs, (*notes, *made.notes), made.unknown_share)
 
 
 def _find_files(path: Path) -> tuple[Path, Path | None]:
@@ -163,8 +158,8 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
     if not (path.parent / "config.json").is_file():
         read_weights(path)  # a damaged or refused file is reported first
         raise ModelError(
-            f"{path} holds weights alone. Expected a config.json beside it, or --model package.module:callable, a "
-            "function that makes the model."
+            f"{path} holds weights alone. Expected a config.json beside it, or package.module:callable, which "
+            "makes the model and loads its weights."
         )
     return path.parent / "config.json", path
 
@@ -183,25 +178,6 @@ def _from_adapter(folder: Path, request: Request, name: str | None) -> Loaded:
     return replace(loaded, model=apply_adapter(loaded.model, folder), title=title)
 
 
-def _from_weights(path: Path, request: Request) -> Loaded:
-    """Load a file of weights into a model that the user's own code makes."""
-    assert request.factory is not None
-    if path.suffix not in READABLE or not path.is_file():
-        raise ModelError(f"Expected a file of weights with --model, as safetensors or as a torch file, got {path}.")
-    loaded = _from_factory(request.factory, request)
-    weights = read_weights(path)
-    if weights and all(name.startswith(PARALLEL) for name in weights):
-        weights = {name.removeprefix(PARALLEL): tensor for name, tensor in weights.items()}
-    with as_model_error(f"load the weights {path} into {request.factory}"):
-        keys = loaded.model.load_state_dict(weights, strict=False)
-    faults = [f"{name!r} is missing" for name in keys.missing_keys]
-    faults += [f"{name!r} is unknown to the model" for name in keys.unexpected_keys]
-    if faults:
-        more = f", and {len(faults) - 1} more faults" if len(faults) > 1 else ""
-        raise ModelError(f"The weights {path} do not fit {request.factory}: {faults[0]}{more}.")
-    return replace(loaded, title=f"{request.factory} with {path}")
-
-
 def _from_factory(spec: str, request: Request) -> Loaded:
     if request.random_init:
         raise SettingError(f"--random-init is for a folder or the bundled model; {spec} makes its own weights.")
@@ -218,17 +194,14 @@ def _from_factory(spec: str, request: Request) -> Loaded:
                 f"Expected the inputs of {spec} as a tensor, a tuple or a dict of them, got {type(inputs).__name__}."
             )
         if request.user_sequences or request.length is not None:
-            raise SettingError(f"{spec} brings its own inputs; leave --text, --tokens, --data and --length out.")
+            raise SettingError(f"{spec} brings its own inputs; leave --text, --data and --length out.")
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = (inputs,) if isinstance(inputs, Tensor) else () if kwargs else tuple(inputs)
         return Loaded(model, spec, "the inputs it came with", args, kwargs)
     if isinstance(model, CausalTransformer):
         return _on_bytes(model, spec, request)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        made_inputs = make_inputs(model, request)
-        return Loaded(
-            model, spec, made_inputs.description, (), made_inputs.kwargs, made_inputs.notes, made_inputs.unknown_share
-        )
+        return _on_made_inputs(model, spec, request)
     raise ModelError(f"{spec} returns a {type(model).__name__} without inputs; return (model, inputs) instead.")
 
 

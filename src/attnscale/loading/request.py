@@ -25,10 +25,15 @@ class Request:
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=lambda stage: None, repr=False)  # called with each stage
     model_type: str | None = None  # for a config.json without one
-    factory: str | None = None  # package.module:callable that makes the model for a file of weights
     base: str | None = None  # the model to put an adapter on, if not the one that the adapter names
     download: bool = False  # fetch a model by its name first
     samples: int = 1  # sequences to cut a text into, or to draw
+
+    def __post_init__(self) -> None:
+        if self.length is not None and not 2 <= self.length <= MAX_LENGTH:
+            raise SettingError(f"Expected --length from 2 to {MAX_LENGTH:,}, got {self.length}.")
+        if self.text is not None and len(self.text.encode("utf-8")) < 2:
+            raise SettingError("Expected a text of at least two characters, got a shorter one.")
 
     @property
     def user_sequences(self) -> tuple[Sequence, ...]:
@@ -44,18 +49,6 @@ class Request:
         return {0: "English text", 1: "the sequence given"}.get(number, f"the {number} sequences given")
 
 
-def require_length(length: int | None) -> None:
-    """Refuse a number of tokens that no model can run on."""
-    if length is not None and not 2 <= length <= MAX_LENGTH:
-        raise SettingError(f"Expected --length from 2 to {MAX_LENGTH:,}, got {length}.")
-
-
-def require_text(text: str | None) -> None:
-    """Refuse a text that is too short for two tokens."""
-    if text is not None and len(text.encode("utf-8")) < 2:
-        raise SettingError("Expected a text of at least two characters, got a shorter one.")
-
-
 def split_text(text: str, parts: int) -> tuple[str, ...]:
     """Split a text into parts of equal length; into fewer if the text is short.
 
@@ -65,20 +58,6 @@ def split_text(text: str, parts: int) -> tuple[str, ...]:
     number = max(1, min(parts, len(text) // MIN_PART))
     length = len(text) // number
     return tuple(text[start : start + length] for start in range(0, number * length, length))
-
-
-def read_tokens(text: str) -> tuple[Sequence, ...]:
-    """Parse token ids: JSON, one list or a list of lists, or numbers with blanks between them.
-
-    >>> read_tokens("5 6 7"), read_tokens("[[1, 2], [3, 4]]")
-    (([5, 6, 7],), ([1, 2], [3, 4]))
-    """
-    try:
-        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except (ValueError, RecursionError):
-        raise SettingError("Expected --tokens as JSON, [1, 2, 3] or a list of lists, or as numbers.") from None
-    sequences = found if found and all(isinstance(each, list) for each in found) else [found]
-    return tuple(_token_ids(each, "--tokens") for each in sequences[:MAX_SEQUENCES])
 
 
 def read_examples(text: str) -> tuple[Sequence, ...]:
@@ -99,7 +78,7 @@ def _examples(text: str) -> Iterator[Sequence]:
         if not isinstance(example, dict) or not ("input_ids" in example or isinstance(example.get("text"), str)):
             raise SettingError(f'Expected an object with "text" or "input_ids" in line {number} of --data.')
         if "text" not in example:
-            yield _token_ids(example["input_ids"], f"line {number} of --data")
+            yield _token_ids(example["input_ids"], number)
             continue
         words = example["text"]
         encoded = words.encode("utf-8", "ignore") if isinstance(words, str) else b""
@@ -108,8 +87,8 @@ def _examples(text: str) -> Iterator[Sequence]:
         yield words
 
 
-def _token_ids(found: Any, where: str) -> list[int]:
+def _token_ids(found: Any, line: int) -> list[int]:
     are_numbers = isinstance(found, list) and all(type(each) is int for each in found)
     if not are_numbers or len(found) < 2 or min(found) < 0:
-        raise SettingError(f"Expected at least two token ids, whole numbers from 0 on, in {where}.")
+        raise SettingError(f"Expected at least two token ids, whole numbers from 0 on, in line {line} of --data.")
     return list(found)

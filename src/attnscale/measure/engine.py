@@ -125,7 +125,9 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            way = partial(on_cuda.attend_planned, call.scale, is_causal, on_cuda.choice_of(call))
+            way = partial(
+                on_cuda.attend_planned, call.scale, is_causal, on_cuda.choice_of(call.query, call.key, call.value)
+            )
     elif rows is not None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
         way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)

@@ -12,10 +12,7 @@ def head_lengths(vectors: Tensor) -> Tensor:
     >>> head_lengths(torch.ones(2, 3, 8, 4)).tolist()
     [8.0, 8.0, 8.0]
     """
-    dtype = wide_dtype(vectors)
-    if vectors.is_cuda:  # which adds up in pairs; a CPU, where features are not in a row, one by one
-        return torch.linalg.vector_norm(vectors, dim=(0, 2, 3), dtype=dtype)  # type: ignore[no-any-return]
-    each = torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype)
+    each = torch.linalg.vector_norm(vectors, dim=-1, dtype=wide_dtype(vectors))
     return torch.linalg.vector_norm(each, dim=(0, 2), dtype=torch.float64)  # type: ignore[no-any-return]
 
 

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.cuda.probe import Probed
-from attnscale.measure.lengths import lengths_of_both
 from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
-from attnscale.torch_internals import copy_each_, graph_is_kept
-from attnscale.watching.call import Factors, SeenCall, Shard
-from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
+from attnscale.torch_internals import copy_each_
+from attnscale.watching.call import Factors, SeenCall
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
@@ -142,13 +141,9 @@ class ProbedCall:
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
-    shard: Shard | None = None
-    lengths: GradientLengths | None = None  # of gradients that are not in the buffer yet
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
     has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not
-    node: int = -1  # of autograd, for the compiled graph that the call is in
-    backward: int | None = None  # the one that brought gradients to a compiled call
     host: HostNumbers | None = None  # once the step is over
 
     @property
@@ -198,43 +193,22 @@ class ProbedCall:
             return  # the next step writes to this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
-        owners, is_first = self.planned.template.key_owners, self.lengths is None and not any(self.has_gradients)
-        if (
-            is_first
-            and query.is_cuda
-            and not graph_is_kept()
-            and shares_as_kernels_do(self.heads, key.shape[1], owners)
+        found = GradientLengths()
+        found.add_both(query, key, self.planned.template.key_owners)
+        for row, lengths, is_more in zip(
+            self.buffer.gradients, (found.query, found.key), self.has_gradients, strict=True
         ):
-            self.has_gradients = (True, True)
-            for row, lengths in zip(self.buffer.gradients, lengths_of_both(query, key), strict=True):
-                row.copy_(lengths)
-            return
-        if self.lengths is None:
-            known = self.buffer.gradients.clone() if all(self.has_gradients) else (None, None)
-            self.lengths = GradientLengths(*known)
-        self.lengths.add_both(query, key, owners)
+            if lengths is not None:
+                row.copy_(torch.hypot(row, lengths) if is_more else lengths)
+        self.has_gradients = (True, found.key is not None)
 
     def settle(self) -> None:
-        """Write to the buffer what is known of gradients; no other backward is waited for."""
-        if self.lengths is None:
-            return
-        self.lengths.settle()
-        found = self.lengths.query, self.lengths.key
-        self.has_gradients = found[0] is not None, found[1] is not None
-        for row, lengths in zip(self.buffer.gradients, found, strict=True):
-            if lengths is not None:
-                row.copy_(lengths)
-        self.lengths = None
+        """Do nothing: gradients are in the buffer as soon as they have passed."""
 
     @cached_property
     def seen(self) -> SeenCall:
         """The call as a trace would have seen it."""
         return self._seen(self.numbers, self.statistics)
-
-    def seen_at_once(self) -> SeenCall:
-        """Return it before the step is over, for ranks that share out keys."""
-        assert self.stats is not None  # those are never measured by the fast path
-        return self._seen(CallNumbers(*(each.clone() for each in self.buffer)), self.stats)
 
     def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> SeenCall:
         seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
@@ -244,7 +218,7 @@ class ProbedCall:
         seen.causal, seen.softcap, seen.highest_bias = self.causal, self.softcap, self.highest_bias
         seen.stats, seen.scales = stats, scales
         seen.padding = None if self.padding is None else self.padding.to(numbers.lengths.device)
-        seen.query_norm, seen.key_norm, seen.depth, seen.shard = query_norm, key_norm, self.depth, self.shard
+        seen.query_norm, seen.key_norm, seen.depth = query_norm, key_norm, self.depth
         seen.cosine = numbers.cosine if self.has_cosine else None
         query, key = (row if known else None for row, known in zip(numbers.gradients, self.has_gradients, strict=True))
         seen.gradients = GradientLengths(query, key)
@@ -253,8 +227,6 @@ class ProbedCall:
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:
     """Pool what is not pooled yet, alike calls at once, and have the buffers copied to the host."""
-    for call in calls:
-        call.settle()
     unpooled = [(call, call.stats) for call in calls if call.stats is not None]
     pooled = pooled_together([stats for _, stats in unpooled])
     hosts = []

@@ -11,7 +11,6 @@ from attnscale.numerics import constant_on, wide_dtype
 from attnscale.probes.calls import ProbedCall
 from attnscale.probes.intercept import MODIFICATIONS, AttentionCall, WrittenScores
 from attnscale.visibility import NEVER_A_SCORE, Visibility
-from attnscale.watching.call import TAIL
 from attnscale.watching.kernels import KernelCall
 from attnscale.watching.kernels.kernel_call import Found, measured_lengths
 from attnscale.watching.kernels.sdpa import modification
@@ -26,7 +25,7 @@ def measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Settings
 
     That a mask is causal was found out by the trace: reading it here would wait for the GPU.
     """
-    if not given.query.is_cuda or settings.rows is None or settings.seed is not None or given.modification is not None:
+    if not given.query.is_cuda or settings.rows is None or given.modification is not None:
         return False
     mask, hidden, padding, is_causal = given.mask, given.hidden_keys, None, given.is_causal
     if mask is not None:
@@ -44,8 +43,8 @@ def measure_by_kernel(call: ProbedCall, given: AttentionCall, settings: Settings
     return True
 
 
-def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) -> KernelCall:
-    """Measure a call by its rows, whatever it is; return it as a trace would have read it."""
+def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
+    """Measure a call by its rows, whatever it is, as a trace would have."""
     kernel, template = _kernel_call(given, call.planned.template.attends_itself), call.planned.template
     if kernel.score_mod is not None:
         found = kernel.modified(kernel.score_mod, settings.rows)
@@ -62,7 +61,6 @@ def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) 
     if template.biased:  # FlexAttention; other biased calls are not planned
         call.buffer.cosine.copy_(kernel.cosine(found))
         call.has_cosine = True
-    return kernel
 
 
 def _kernel_call(given: AttentionCall, attends_itself: bool) -> KernelCall:
@@ -103,13 +101,6 @@ def measure_by_scores(call: ProbedCall, given: WrittenScores, settings: Settings
     every = rows is None or rows_are_shared()
     call.buffer.lengths[0].copy_(_norm(query, padding, every))
     call.buffer.lengths[1].copy_(_norm(key, hidden, every))
-
-
-def some_of_operands(given: WrittenScores) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys spread over their positions, and the last queries."""
-    query, key = given.layout.operands(given.left, given.right)
-    spread = (each[:, :, _spread(each, NORMED_ROWS)] for each in (query, key))
-    return (*spread, query[:, :, -TAIL:])  # type: ignore[return-value]
 
 
 def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:

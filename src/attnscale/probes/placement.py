@@ -5,7 +5,7 @@ Fallback modules run under the tracer. Late modules did not run in the trace.
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import chain
@@ -170,10 +170,9 @@ KINDS[KIND] = _Runs()
 class LateModules:
     """Counts runs of the modules that may attend and did not run in the trace, until it is closed."""
 
-    def __init__(self, placement: Placement | None, known: Collection[str] = ()) -> None:
-        """`known` are modules that need no counting any more."""
+    def __init__(self, placement: Placement | None) -> None:
         modules = {} if placement is None else placement.late_modules
-        self._runs = {path: torch.tensor([0]) for path in modules if path not in known}
+        self._runs = {path: torch.tensor([0]) for path in modules}
         self._stack = ExitStack()
         for path, runs in self._runs.items():
             self._stack.callback(remove, modules[path], install(modules[path], KIND, runs))

@@ -123,19 +123,6 @@ probe_gradient = define_op(
 )
 
 
-class _WithGradientProbe(torch.autograd.Function):
-    """Queries and keys as they are; their gradients are measured as they pass."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.slot = slot
-        return query.view_as(query), key.view_as(key)
-
-    @staticmethod
-    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None]:
-        return query + probe_gradient(query, key, ctx.slot), key, None
-
-
 class _Stats(ProbeKind):
     def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
         slot, runs = carried
@@ -154,8 +141,7 @@ class _Stats(ProbeKind):
             own = len(modified.score_buffers)
             probe_flex(query, key, buffers, slot, runs, scale, modified.functions, own, number, learns)
         if learns:
-            query, key = _WithGradientProbe.apply(call.query, call.key, slot)  # type: ignore[no-untyped-call]
-            return call._replace(query=query, key=key)
+            _follow((call.query, call.key), lambda query, key: probe_gradient(query, key, slot))
         return call
 
     def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:

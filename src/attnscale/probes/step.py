@@ -4,7 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -12,21 +12,13 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.sampling import same_rows
 from attnscale.numerics import without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
 from attnscale.probes.intercept import AttentionCall, WrittenScores
-from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores, some_of_operands
+from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores
 from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
-from attnscale.torch_internals import (
-    backward_number,
-    called_module,
-    in_backward,
-    node_in_backward,
-    recorded_operations,
-)
-from attnscale.watching.call import Shard
+from attnscale.torch_internals import called_module, in_backward
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
@@ -97,15 +89,11 @@ class _ProbedStep:
         settings = self.settings
         if not isinstance(given, AttentionCall) or not measure_by_kernel(call, given, settings):
             first = given.query if isinstance(given, AttentionCall) else given.left
-            shared = nullcontext() if settings.seed is None else same_rows(settings.seed)
-            with torch.no_grad(), without_autocast(first), shared:
+            with torch.no_grad(), without_autocast(first):
                 if isinstance(given, AttentionCall):
-                    some = measure_by_rows(call, given, settings).some
+                    measure_by_rows(call, given, settings)
                 else:
                     measure_by_scores(call, given, settings)
-                    some = partial(some_of_operands, given)
-                if settings.seed is not None:  # ranks that share out keys look at the same rows
-                    call.shard = Shard.of(call.seen_at_once(), *some())
         self.calls.append(call)
         self.seen.note(call.planned.module, call.planned.line, call, call.depth)
 
@@ -160,7 +148,7 @@ class ModuleProbe:
 
         self.runs = 0  # of the module, in this step
         self._waiting: list[ProbedCall] = []  # compiled calls whose gradients are to come
-        self._recomputed: list[ProbedCall] = []  # whose gradients come from another run of the same
+        self._without: list[ProbedCall] = []  # calls without gradients, which a recomputed run of theirs may bring
 
     def begin(self, step: _ProbedStep) -> None:
         """Measure for a step."""
@@ -170,7 +158,7 @@ class ModuleProbe:
         """Measure no longer, and keep nothing of the step."""
         self.step = None
         self._waiting.clear()
-        self._recomputed.clear()
+        self._without.clear()
 
     def measure(
         self, number: int, given: AttentionCall | WrittenScores, learns: bool, is_compiled: bool
@@ -193,9 +181,8 @@ class ModuleProbe:
             step.failures.append(f"{self.path}: {type(error).__name__}: {error}")
             return None
         if not learns:
-            self._recomputed.append(call)
+            self._without.append(call)
         elif is_compiled:
-            call.node = recorded_operations() - 1  # that of the graph, which autograd makes before it runs
             self._waiting.append(call)
         return call.add_gradients if learns else None
 
@@ -217,15 +204,10 @@ class ModuleProbe:
         return ProbedCall(planned, depth, batch, query_len, key_len, first.dtype, key_heads, place, numbers)
 
     def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
-        """Add gradients to the last call of the graph whose backward runs that has none of it.
+        """Add gradients to the last call that has none: a backward pass goes through calls from the last to the first.
 
-        A graph that is kept may have several backwards. Where no call of the graph waits, they are of a call that never
-        had any, or of one that ran before without gradients.
+        What a second backward pass through one graph brings is not counted.
         """
-        backward, node = backward_number(), node_in_backward()
-        own = (each for each in reversed(self._waiting) if each.node == node and each.backward != backward)
-        others = (each for each in reversed(self._waiting) if each.backward is None)
-        call = next(own, None) or next(others, None) or (self._recomputed.pop() if self._recomputed else None)
-        if call is not None:
-            call.backward = backward
-            call.add_gradients(first, second)
+        waiting = self._waiting or self._without
+        if waiting:
+            waiting.pop().add_gradients(first, second)

@@ -82,12 +82,12 @@ def show_twins(twins: Twins, console: Console) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Running means."""
+    """Return running means."""
     return [statistics.fmean(losses[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(losses))]
 
 
 def curve(values: Sequence[float], top: float) -> str:
-    """A course as bars of eight heights, the newest to the right.
+    """Draw a curve as bars of eight heights, the newest to the right.
 
     >>> curve([0.0, 0.5, 1.0], 1.0)
     '▁▅█'

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attnscale import __version__
 from attnscale.claims.discussion import LOGITS
 from attnscale.claims.textbook import FIVE
-from attnscale.claims.worked_numbers import RAW
+from attnscale.claims.tutorial import RAW
 from attnscale.errors import SettingError
 from attnscale.lab.training import attentions_of
 from attnscale.models import load_bundled

@@ -49,6 +49,8 @@ def show_result(result: Result) -> None:
     console.print(checks)
     console.print()
     console.print(Text(result.conclusion))
+    if (margin := result.settings.get("±")) is not None:
+        console.print(Text(f"±: {margin}.", style="dim"))
 
 
 def _grid(table: Table, width: int) -> Grid:

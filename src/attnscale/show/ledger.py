@@ -16,7 +16,7 @@ LARGE = 1e9  # a float from here on has an exponent
 
 
 def show_ledger(claims: Sequence[Claim]) -> None:
-    """Print the claims of each source, plain arithmetic apart, then how many hold."""
+    """Print the claims of each source with their sections, plain arithmetic apart, and how many hold."""
     console = Console()
     for source in SOURCES:
         own = [claim for claim in claims if claim.source == source.name]
@@ -57,7 +57,8 @@ def _claims(claims: Sequence[Claim]) -> Table:
     for column, ratio in zip(table.columns[1:], (5, 3, 5), strict=True):
         column.ratio, column.overflow = ratio, "fold"
     for claim in claims:
-        stated = Text.assemble((f"{claim.id} ", "cyan"), claim.claim, (f" {claim.note}" if claim.note else "", "dim"))
+        rest = f" {claim.note}" if claim.note else ""
+        stated = Text.assemble((f"{claim.id} ", "cyan"), claim.claim, (f"{rest} [{claim.section}]", "dim"))
         verdict = Text(claim.verdict, style=STYLES[claim.verdict])
         table.add_row(verdict, stated, shown_value(claim.claimed), shown_value(claim.computed))
     return table
@@ -67,8 +68,9 @@ def _sentences(claims: Sequence[Claim]) -> Table:
     table = _grid()
     for claim in claims:
         claimed, computed = shown_value(claim.claimed), shown_value(claim.computed)
-        sentence = f"{claim.id}: {claim.claim} Claimed {claimed}, computed {computed}. {claim.note}"
-        table.add_row(Text(claim.verdict, style=STYLES[claim.verdict]), Text(sentence.strip()))
+        note = f"{claim.note} " if claim.note else ""
+        sentence = f"{claim.id}: {claim.claim} Claimed {claimed}, computed {computed}. {note}[{claim.section}]"
+        table.add_row(Text(claim.verdict, style=STYLES[claim.verdict]), Text(sentence))
     return table
 
 

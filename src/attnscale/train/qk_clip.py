@@ -18,11 +18,13 @@ from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
 from attnscale.probes.placement import LateModules, Placement
 from attnscale.torch_internals import never_compiled
-from attnscale.train.probed_clip import Coverage, ProbedClip, why_not_probed
+from attnscale.train.probed_clip import ProbedClip, why_not_probed
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
+
+MOST_INCOMPLETE = 6  # plans that did not have all that attends; after that every step is traced
 
 
 class _InterruptedError(Exception):
@@ -81,7 +83,7 @@ class QKClip:
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
-        self._coverage, self._late = Coverage(), LateModules(None)
+        self._late, self._incomplete = LateModules(None), 0
         self._told: set[str] = set()
         self._may_probe, self._is_closed = True, False
         clip_state(model).fetch = WeakMethod(self.flush)
@@ -170,7 +172,7 @@ class QKClip:
         self._trace = trace, trace.__enter__()
 
     def _remove(self) -> None:
-        """Take everything out of the model but the counts of late modules."""
+        """Remove trace and probes from the model, but not the counts of late modules."""
         (trace, probed), self._trace, self._probed = (self._trace, self._probed), None, None
         if trace is not None:
             trace[0].__exit__(_InterruptedError, _InterruptedError(), None)
@@ -182,14 +184,13 @@ class QKClip:
         self._remove()
         self._late.close()
         self._check.forget()
-        self._coverage = Coverage()
+        self._incomplete = 0
 
     def _trace_late_modules(self, probed: ProbedClip) -> None:
         """Trace the model again where modules attend that did not in the trace, or attend more often."""
         ran = self._late.ran()
         if not ran and not probed.has_unplanned:
             return
-        self._coverage.await_(ran)
         if probed.axes:  # other ranks do not know of it
             which = ", ".join(map(printable, sorted(ran))) or "a module attends more often than in the trace"
             self._warn_once(
@@ -199,8 +200,10 @@ class QKClip:
             return
         self.flush()
         self._remove()
-        if probed.has_unplanned and self._coverage.exceeds_again():
-            self._stay_traced("some attentions are called more often at some steps")
+        self._late.close()
+        self._incomplete += 1
+        if self._incomplete == MOST_INCOMPLETE:
+            self._stay_traced("some of its attentions run, or run more often, at some steps only")
         self._begin_trace()
 
     def _clip_traced(self) -> ClipReport | None:
@@ -227,9 +230,6 @@ class QKClip:
         why, ran, differs = seen.obstacle, bool(layers), False
         if placement is not None:
             why = why_not_probed(placement, layers, axes)
-        if placement is not None and self._coverage.is_incomplete(self._late.ran(), placement.plan.attending):
-            why = why or self._coverage.why_not_probed
-            ran = bool(why)
         heads = {name: layer.heads for name, layer in layers.items()}
         for axis in axes:
             told = axis.gathered((why, heads, ran))
@@ -241,9 +241,8 @@ class QKClip:
         if why or placement is None:
             self._stay_traced(why)
             return False
-        self._coverage.begin()
         self._late.close()
-        self._late = LateModules(placement, self._coverage.known)
+        self._late = LateModules(placement)
         self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
         if placement.fallbacks:
             which = "; ".join(f"{printable(path)}: {placement.reason(path)}" for path in placement.fallbacks)

@@ -6,7 +6,6 @@ from attnscale.lab.experiments import (
     divisors,
     entropy_bound,
     gradients,
-    growth,
     initialisation,
     kappa,
     length,
@@ -18,6 +17,6 @@ from attnscale.lab.experiments import (
 
 FILES = (
     variance, saturation, divisors, gradients, initialisation, length, entropy_bound, ablation, kappa, temperature,
-    growth, trained,
+    trained,
 )  # fmt: skip
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in FILES}

@@ -83,7 +83,6 @@ def run(scheme: str, d_model: int, seed: int) -> Outcome:
     unit = score_stats(query, key, scale="calibrated")
     return {
         "variance": stats.variance.mean().item(),
-        "entropy_ratio": stats.entropy_ratio.mean().item(),
         "uncalibrated": factor.pow(-2).mean().item(),  # variance of q·k that the rule found
         "off_unit": (unit.std - 1).abs().max().item(),
     }
@@ -110,7 +109,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
     text = (
         f"At widths from {widths[0]} to {widths[-1]}, with d_k a quarter of the width, scores start with a spread of "
         f"one for {', '.join(right) or 'no scheme'}"
-        + (f", and not for {'; '.join(_other(name, spreads[name], widths) for name in others)}" if others else "")
+        + (f", and not for {'; '.join(f'{name} ({ranging(spreads[name])})' for name in others)}" if others else "")
         + f". {tally(checks)}"
     )
     return Conclusion(text, tuple(checks), (_table(outcomes),), _plots(outcomes))
@@ -120,12 +119,6 @@ def _spread(outcomes: Outcomes, scheme: str, d_model: int) -> tuple[float, float
     found = outcomes.band("variance", scheme=scheme, d_model=d_model)
     spread = math.sqrt(found.mean)
     return spread, found.margin / (2 * spread)
-
-
-def _other(name: str, spreads: Sequence[float], widths: Sequence[int]) -> str:
-    if max(spreads) / min(spreads) < 1 + NEAR_ONE:
-        return f"{name} ({ranging(spreads)})"
-    return f"{name} ({spreads[0]:.3g} at {widths[0]}, {spreads[-1]:.3g} at {widths[-1]})"
 
 
 def _unit(outcomes: Outcomes) -> Check:
@@ -160,9 +153,6 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
     return (
         Plot("Spread at initialisation", "d_model", "spread of the scores", tuple(curves),
              "1/√d_k is right for the schemes on the line at one.", log_x=True, log_y=True),
-        Plot("Entropy at initialisation", "d_model", "entropy / ln n",
-             outcomes.curves("d_model", "entropy_ratio", "scheme"),
-             f"Near 1 all {LENGTH} keys have the same weight.", log_x=True),
     )  # fmt: skip
 
 

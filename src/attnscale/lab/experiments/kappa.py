@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
 from attnscale.lab.outcomes import NEGLIGIBLE, Band, Outcomes, diverged_sentence, tally
-from attnscale.lab.result import Check, Plot, Table, column
+from attnscale.lab.result import Check, Plot
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
 from attnscale.rules.rule import Rule, Scaled, Visible
@@ -71,7 +71,12 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         )
         checks += _checks(own, head_dim, best)
     text = " ".join([*sentences, tally(checks), diverged_sentence(outcomes)])
-    return Conclusion(text, tuple(checks), (_table(outcomes),), _plots(outcomes))
+    table = outcomes.table(
+        "Loss against κ", {"head_dim": "d_k", "kappa": "κ"},
+        {"final": "final loss ±", "spread": "spread at the start", "entropy": "entropy at the start (share of max)",
+         "diverged": "diverged"},
+    )  # fmt: skip
+    return Conclusion(text, tuple(checks), (table,), _plots(outcomes))
 
 
 def _checks(own: Outcomes, head_dim: int, best: float) -> list[Check]:
@@ -92,17 +97,6 @@ def _checks(own: Outcomes, head_dim: int, best: float) -> list[Check]:
     ]  # fmt: skip
 
 
-def _table(outcomes: Outcomes) -> Table:
-    rows = []
-    for head_dim in sorted(outcomes.values("head_dim")):
-        for kappa in outcomes.values("kappa"):
-            at = outcomes.where(head_dim=head_dim, kappa=kappa)
-            final, starts = at.band("final"), (at.band(name).mean for name in ("spread", "entropy"))
-            rows.append((head_dim, kappa, *column([final.mean, final.margin, *starts]), at.count("diverged")))
-    columns = ("d_k", "κ", "final loss", "±", "spread at the start", "entropy at the start (share of max)", "diverged")
-    return Table("Loss against κ", columns, tuple(rows))
-
-
 def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
     names = {head_dim: f"d_k = {head_dim}" for head_dim in outcomes.values("head_dim")}
     return (
@@ -114,5 +108,5 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
 
 EXPERIMENT = Experiment(
     "kappa", "With normalised q and k, which multiplier of their cosine trains best?",
-    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=12,
+    grid, run, conclude, seeds=3, quick_seeds=2, trains=True, core_minutes=36,
 )  # fmt: skip

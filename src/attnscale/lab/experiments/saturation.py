@@ -18,7 +18,6 @@ ONE, MANY = "one large score", "Gaussian scores"
 SATURATED = 0.99
 SCORES = np.linspace(0.0, 20.0, 81)  # of the one large score
 TITLES = {"entropy_ratio": "entropy", "top1": "the largest weight", "jacobian_trace": "1 − Σp²"}
-UNSCALED_64 = 8.0  # spread of q·k at d_k = 64
 
 
 def grid(quick: bool) -> Sequence[Settings]:
@@ -48,7 +47,7 @@ def _one_large_score(keys: int) -> Outcome:
     weight = (attention_weights(torch.from_numpy(SCORES)[:, None], key, scale=1.0) @ key)[:, 0]
     # ln(p/(1 − p)) is linear in the score, so interpolation finds where the weight passes 0.99
     passes = np.interp(math.log(SATURATED / (1 - SATURATED)), torch.logit(weight).numpy(), SCORES)
-    return {"weight": weight.tolist(), "gradient": (weight * (1 - weight)).tolist(), "saturates": float(passes)}
+    return {"weight": weight.tolist(), "saturates": float(passes)}
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -65,7 +64,7 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         f"Gaussian scores 1 − Σp² falls to half at a spread of {halves[few].mean:.2f} ({few} keys) to "
         f"{halves[most].mean:.2f} ({most} keys), "
         f"{ranging((halves[keys].mean / freezing_point(keys) for keys in lengths), 2)} times the critical spread "
-        f"√(2 ln n). {_unscaled(many, lengths)}{tally(checks)}"
+        f"√(2 ln n). {tally(checks)}"
     )
     tables = (
         Table("Where softmax saturates", ("keys", "x at 99%", "critical spread", "1 − Σp² halved at spread", "±"),
@@ -84,18 +83,6 @@ def _halved(many: Outcomes, keys: int) -> Band:
         falling = [-gain for gain in own.samples("jacobian_trace", seed=seed)]
         found.append(math.exp(np.interp(-level, falling, np.log(own.values("spread")))))
     return band(found)
-
-
-def _unscaled(many: Outcomes, lengths: Sequence[int]) -> str:
-    keys = 1024 if 1024 in lengths else lengths[-1]
-    gain, top1, saturated = (
-        many.band(name, keys=keys, spread=UNSCALED_64).mean for name in ("jacobian_trace", "top1", "saturated")
-    )
-    return (
-        f"At a spread of {UNSCALED_64:g}, as without a scale at d_k = 64, over {keys} keys: 1 − Σp² is {gain:.2f}, the "
-        f"largest weight {top1:.2f} on average and above {SATURATED:g} in {saturated:.0%} of rows, so "
-        f"{'most rows are' if saturated > 0.5 else 'most rows are not'} one-hot. "
-    )
 
 
 def _checks_of_one(one: Outcomes) -> list[Check]:
@@ -123,9 +110,8 @@ def _checks_of_many(many: Outcomes) -> list[Check]:
 def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot, ...]:
     names = {keys: f"{keys} keys" for keys in many.values("keys")}
 
-    def single(measure: str) -> tuple[Curve, ...]:
-        first = {own["keys"]: found[measure] for own, found in reversed(one.cells)}
-        return tuple(Curve(names[keys], tuple(SCORES.tolist()), column(first[keys])) for keys in names)
+    first = {own["keys"]: found["weight"] for own, found in reversed(one.cells)}
+    single = tuple(Curve(names[keys], tuple(SCORES.tolist()), column(first[keys])) for keys in names)
 
     def many_curves(measure: str) -> tuple[Curve, ...]:
         def theory(keys: int, spread: float) -> float:
@@ -134,13 +120,10 @@ def _plots(one: Outcomes, many: Outcomes) -> tuple[Plot, ...]:
         return many.curves("spread", measure, "keys", names=names, theory=theory)
 
     return (
-        Plot("softmax([x, 0, …, 0])", "x", "weight of the first key", single("weight"),
+        Plot("softmax([x, 0, …, 0])", "x", "weight of the first key", single,
              "The same curve, moved to the right by ln n."),
-        Plot("Its derivative", "x", "p (1 − p)", single("gradient"), "Large only where x competes with the others."),
         Plot("Entropy against spread", "spread σ of the scores", "entropy / ln n", many_curves("entropy_ratio"),
              "1: all keys have the same weight. 0: one key has all of it.", log_x=True),
-        Plot("Largest weight against spread", "spread σ of the scores", "top-1", many_curves("top1"),
-             "The more keys, the larger the spread that saturates.", log_x=True),
         Plot("1 − Σp² against spread", "spread σ of the scores", "1 − Σp²", many_curves("jacobian_trace"),
              "Mean over rows; it is 0 in a row where one key has all the weight.", log_x=True),
     )  # fmt: skip

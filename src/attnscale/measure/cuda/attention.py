@@ -24,7 +24,15 @@ from attnscale.measure.cuda.layout import (
     on_hopper,
 )
 from attnscale.measure.cuda.sampled import SampledRows, measure_rows, own_logits
-from attnscale.measure.cuda.sdpa import attend_with_lse, attention_gradients, attention_rows_backward, is_cast
+from attnscale.measure.cuda.sdpa import (
+    Packing,
+    Pass,
+    attend_with_lse,
+    attention_gradients,
+    attention_rows_backward,
+    is_cast,
+    packed_gradients,
+)
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
 from attnscale.measure.row_sums import RowSums
@@ -44,7 +52,7 @@ class KernelChoice(Enum):
 
 
 class Attended(NamedTuple):
-    """What the kernels return."""
+    """Result of an attention with exact statistics."""
 
     output: Tensor
     lse: Tensor
@@ -84,13 +92,19 @@ def attend(call: Call) -> tuple[Tensor, ScoreStats]:
 
 
 def attend_planned(
-    scale: float, is_causal: bool, choice: KernelChoice | None, query: Tensor, key: Tensor, value: Tensor
+    scale: float,
+    is_causal: bool,
+    choice: KernelChoice | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, ScoreStats]:
     """Return the same without the operator, where the kernel was chosen for tensors of these layouts."""
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        output, table = _Attention.apply(query, key, value, scale, is_causal)  # type: ignore[no-untyped-call]
+        output, table = _Attention.apply(query, key, value, scale, is_causal, packing)  # type: ignore[no-untyped-call]
     else:
-        output, _, table = _attended(query, key, value, scale, is_causal, choice)
+        output, _, table = _attended(query, key, value, scale, is_causal, choice, packing)
     return output, ScoreStats(query.shape[1], exact=True, pool=Table(table))
 
 
@@ -156,15 +170,15 @@ def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor |
     return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing(), exact=True)
 
 
-def choice_of(call: Call) -> KernelChoice:
-    """Return the kernels that serve a call of attend()."""
-    return _choice(layout_key(call.query), layout_key(call.key), layout_key(call.value))
+def choice_of(query: Tensor, key: Tensor, value: Tensor, is_packed: bool = False) -> KernelChoice:
+    """Return the kernels that attend with these tensors."""
+    return _choice(layout_key(query), layout_key(key), layout_key(value), is_packed)
 
 
 @lru_cache(maxsize=4096)
-def _choice(query: Layout, key: Layout, value: Layout) -> KernelChoice:
+def _choice(query: Layout, key: Layout, value: Layout, is_packed: bool) -> KernelChoice:
     (_, _, q_len, _), *_, device, _ = query
-    if q_len == 1:
+    if q_len == 1 and not is_packed:
         return KernelChoice.DECODING
     if on_hopper(device):
         from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
@@ -175,25 +189,32 @@ def _choice(query: Layout, key: Layout, value: Layout) -> KernelChoice:
 
 
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, choice: KernelChoice | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    choice: KernelChoice | None = None,
+    packing: Packing | None = None,
 ) -> Attended:
     """Return softmax(scale · QKᵀ) V, the lse, and the table of the heads."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
-    choice = choice or _choice(layout_key(query), layout_key(key), layout_key(value))
+    choice = choice or choice_of(query, key, value, packing is not None)
+    starts = None if packing is None else packing.starts
     if choice is KernelChoice.HOPPER:
         from attnscale.measure.cuda import hopper
 
-        output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal)
+        output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal, starts)
     elif choice is KernelChoice.TRITON:
-        output, lse, sums = rows.attend_rows(query, key, value, scale, is_causal)
+        output, lse, sums = rows.attend_rows(query, key, value, scale, is_causal, starts)
     else:
         if is_causal:  # the query sees the first key alone
             key, value = key[:, :, :1], value[:, :, :1]
         output, lse, sums = rows.attend_rows(_heads_as_rows(query, key), key, value, scale, False)
         output, lse = output.view(query.shape), lse.view(query.shape[:3])
         sums = sums.view(-1, *query.shape[:3])
-    return Attended(output, lse, finish.finish_rows(sums, key.shape[2], is_causal))
+    return Attended(output, lse, finish.finish_rows(sums, key.shape[2], is_causal and packing is None))
 
 
 def _heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
@@ -206,19 +227,22 @@ class _Attention(torch.autograd.Function):
     """The operator without its dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Any:
-        output, lse, table = _attended(query, key, value, scale, is_causal)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, packing: Packing | None
+    ) -> Any:
+        output, lse, table = _attended(query, key, value, scale, is_causal, packing=packing)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mark_non_differentiable(table)
-        ctx.scale, ctx.is_causal = scale, is_causal
+        ctx.scale, ctx.is_causal, ctx.packing = scale, is_causal, packing
         return output, table
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        gradients = attention_gradients(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
-        return *gradients, None, None
+        back = Pass(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
+        gradients = attention_gradients(back) if ctx.packing is None else packed_gradients(back, ctx.packing)
+        return *gradients, None, None, None
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")

@@ -202,7 +202,7 @@ def _merge_spans(
     GIVEN_VISIBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The sums of rows over all their keys, from those over each span of them, as RowSums.over_shards()."""
+    """Return the sums of rows over all their keys from those over each span of them, as RowSums.over_shards() does."""
     largest = tl.full([BLOCK], float("-inf"), tl.float64)
     for number in range(spans):
         here = at + number * step
@@ -244,7 +244,7 @@ def _merge_spans(
 def _visible_in(
     at: tl.tensor, left: tl.tensor, span: tl.tensor, kept: tl.tensor, GIVEN_VISIBLE: tl.constexpr
 ) -> tl.tensor:
-    """How many keys of a span each row sees: as the pass has counted them, or of those left from its begin on."""
+    """Return how many keys of a span each row sees: as the pass counted them, or as the position of the span says."""
     if GIVEN_VISIBLE:
         return tl.load(at, mask=kept, other=0.0).to(tl.int32)
     return tl.minimum(left, span)
@@ -254,7 +254,7 @@ def _visible_in(
 def _bound(
     at: tl.tensor, batch_stride: tl.tensor, place_stride: tl.tensor, batch: tl.tensor, places: tl.tensor
 ) -> tl.tensor:
-    """The largest of the upper bounds of a head's scores, lifted by what rounding may take."""
+    """Return the largest upper bound of a head's scores, raised by the slack for rounding."""
     bound = tl.full([BOUNDS], float("-inf"), tl.float32)
     for entry in range(batch):
         for start in range(0, places, BOUNDS):
@@ -268,7 +268,7 @@ def _bound(
 
 @triton.jit
 def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.tensor, above: tl.tensor) -> None:
-    """The row of a head: numbers, sums, and the statistics as they are read."""
+    """Write the row of a head: numbers, sums, and the statistics as they are read."""
     field = tl.arange(0, FIELDS)
     looked_rows, looked_scores = _value(sums, LOOKED), _value(sums, LOOKED + 1)
     scores, rows, several = _value(sums, 0), _value(sums, ROWS), _value(sums, SEVERAL)
@@ -299,7 +299,7 @@ def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.ten
 
 @triton.jit
 def _field(number: tl.constexpr, values: tl.tensor) -> tl.tensor:
-    """The sum of values in the place of a field, zeros in the others."""
+    """Return the sum of values in the place of a field, and zeros in the others."""
     return tl.where(tl.arange(0, FIELDS) == number, tl.sum(values, 0), 0.0)
 
 
@@ -310,7 +310,7 @@ def _value(sums: tl.tensor, field: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """The maximum of what the programs left in a column."""
+    """Return the maximum of a column that every program wrote to."""
     highest = tl.full([AT_ONCE], float("-inf"), tl.float64)
     for start in range(0, slots, AT_ONCE):
         slot = start + tl.arange(0, AT_ONCE)
@@ -321,7 +321,7 @@ def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _largest(values: tl.tensor) -> tl.tensor:
-    """The maximum; NaN where there is one."""
+    """Return the maximum, or NaN if any value is NaN."""
     bad = tl.sum(tl.where(values != values, 1, 0), 0) > 0
     return tl.where(bad, float("nan"), tl.max(values, 0))
 

@@ -44,7 +44,7 @@ TMA_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)  # 128 bytes swizzled, 16-bit elem
 
 
 class Variant(NamedTuple):
-    """How the work is laid out: what won on an H200."""
+    """Sizes and schedule that won on an H200."""
 
     keys: int  # in a block
     stages: int  # blocks of keys, and of values, in flight
@@ -81,7 +81,7 @@ def attend(
     CAUSAL: gl.constexpr,
     SEQUENCES: gl.constexpr,
 ):
-    """Attention output, the lse and the sums of each row; scale in units of log 2.
+    """Compute the output, the lse and the sums of each row; the scale is in units of log 2.
 
     SEQUENCES: of those that are laid end to end, whose tiles lie at tiles_ptr; their sums end with the visible keys.
     """
@@ -126,7 +126,7 @@ def attend(
 
 @gluon.jit
 def tiles_in(sizes, tiles_ptr, SEQUENCES: gl.constexpr):
-    """How many tiles there are: of sequences that are laid end to end the device alone knows it."""
+    """Return how many tiles there are; the number of tiles of packed sequences is in device memory."""
     if SEQUENCES:
         return gl.load(tiles_ptr) * sizes[2]
     return sizes[6]
@@ -136,7 +136,7 @@ def tiles_in(sizes, tiles_ptr, SEQUENCES: gl.constexpr):
 def tile_at(
     index, sizes, tiles_ptr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SEQUENCES: gl.constexpr
 ):
-    """Batch, head, first row and number of key blocks of a tile; where its rows begin, and how many rows and keys.
+    """Return batch, head, first row and number of key blocks of a tile, where its rows begin, and how many there are.
 
     Sequences that are laid end to end are one batch entry; each sees itself.
     """
@@ -371,7 +371,7 @@ def consume(
 
 @gluon.jit
 def _write(output, to, begin, row, length, stride, width):
-    """Rows of a sequence, up to its end, into tokens that lie this far apart."""
+    """Write rows of a sequence, up to its end, to tokens that lie `stride` elements apart."""
     layout: gl.constexpr = output.type.layout
     rows = row + gl.arange(0, output.shape[0], gl.SliceLayout(1, layout))
     columns = gl.arange(0, output.shape[1], gl.SliceLayout(0, layout))
@@ -381,7 +381,7 @@ def _write(output, to, begin, row, length, stride, width):
 
 @gluon.jit
 def partial_sum(values):
-    """Row sums (rows, lanes, pair) that stay inside each thread: no shuffles until the tile is done."""
+    """Return row sums (rows, lanes, pair) that stay inside each thread: no shuffles until the tile is done."""
     rows: gl.constexpr = values.shape[0]
     steps: gl.constexpr = values.shape[1] // (LANES * PAIR)
     return gl.sum(values.reshape([rows, steps, LANES, PAIR]), 1)
@@ -389,20 +389,20 @@ def partial_sum(values):
 
 @gluon.jit
 def full_sum(partial):
-    """The row sums of a (rows, lanes, pair) tensor of partial ones."""
+    """Return row sums from a (rows, lanes, pair) tensor of partial sums."""
     return gl.sum(gl.sum(partial, 2), 1)
 
 
 @gluon.jit
 def beside_lanes(row, partial):
-    """A row vector shaped to multiply a (rows, lanes, pair) tensor."""
+    """Return a row vector shaped to multiply a (rows, lanes, pair) tensor."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, partial.type.layout))
     return gl.convert_layout(row, layout, assert_trivial=True).expand_dims(1).expand_dims(2)
 
 
 @gluon.jit
 def blank_from(tile, row):
-    """Zeros in the place of a tile's rows from this one on; those before are written as they were."""
+    """Overwrite the rows of a tile from this one on with zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     kept = tile.load(layout)
@@ -411,7 +411,7 @@ def blank_from(tile, row):
 
 @gluon.constexpr_function
 def _rescale_assembly(elements):
-    """PTX that multiplies by the factors, and jumps over that in warps whose factors are all 1."""
+    """Return PTX that multiplies by the factors, and skips that in warps whose factors are all 1."""
     tests = " ".join(
         f"setp.neu.f32 one, ${2 * elements + element}, 0f3F800000; or.pred any, any, one;"
         for element in (0, PAIR.value)  # a thread holds two rows: its first pair of elements, then its second
@@ -428,7 +428,7 @@ def _rescale_assembly(elements):
 
 @gluon.constexpr_function
 def _rescale_constraints(elements):
-    """Outputs tied to the first operand, then the factors."""
+    """Return constraints that tie the outputs to the first operand, then the factors."""
     return ",".join(["=f"] * elements + [str(i) for i in range(elements)] + ["f"] * elements)
 
 
@@ -448,7 +448,7 @@ def rescale_if_moved(output, keep):
 
 @gluon.jit
 def _beside(row, output):
-    """A row vector shaped to multiply the output."""
+    """Return a row vector shaped to multiply the output."""
     return gl.convert_layout(row, gl.SliceLayout(1, output.type.layout), assert_trivial=True)[:, None]
 
 

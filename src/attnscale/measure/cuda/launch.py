@@ -1,4 +1,4 @@
-"""How the Triton kernels are cut and launched.
+"""Tile sizes and launches of the Triton kernels.
 
 Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
 what a kernel was compiled for is not looked up again.
@@ -20,7 +20,7 @@ SAMPLED_ROWS = 64  # at most, of one tile: a head's sample by default
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: query rows and keys a tile, and how a GPU runs one."""
+    """Query rows and keys of a tile, and the warps and pipeline stages that run it."""
 
     rows: int
     keys: int
@@ -43,6 +43,17 @@ LEAST_ROWS = 16  # what a tile of tensor cores holds at least
 def padded_width(head_dim: int, least: int) -> int:
     """Return the power of two that a tile is wide."""
     return max(1 << (head_dim - 1).bit_length(), least)
+
+
+def tile_constants(cut: Tiles, head_dim: int, dtype: torch.dtype, device: int | None) -> dict[str, object]:
+    """Return what every pass over tiles of rows and keys is compiled for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
+        "TILE_ROWS": cut.rows,
+        "TILE_KEYS": cut.keys,
+        "PRECISION": precision(dtype, device),
+    }
 
 
 def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:

@@ -1,4 +1,4 @@
-"""What the kernels take, and what their compilation depends on."""
+"""Checks of what the kernels take, and the layout of tensors that their compilation depends on."""
 
 from functools import cache
 from importlib.util import find_spec

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import (
-    LEAST_WIDTH,
     Launch,
     capability,
     largest_tiles,
     masked_sample_tiles,
     masked_tiles,
-    padded_width,
-    precision,
+    tile_constants,
     unit_stride,
 )
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key
@@ -89,9 +87,9 @@ def masked_kernel(
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A tile of rows against one span of a head's keys: the sums of each row, and how many keys it sees there.
+    """Write the sums of a tile of rows over one span of a head's keys, and how many keys each row sees there.
 
-    With LARGEST, the largest score of the head instead, if one can be above the limit; one that is no number is ∞.
+    With LARGEST, raise the largest score of the head instead, if one can be above the limit; NaN counts as ∞.
     """
     row_tiles = tl.cdiv(count, TILE_ROWS)
     spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
@@ -216,7 +214,7 @@ def masked_kernel(
 
 @triton.jit
 def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Scores with what a mask adds to them, and which of them it shows."""
+    """Return scores with the mask added, and which of them are visible."""
     if MASK == BOOLEAN:
         return scores, visible & (inside != 0)
     return scores + inside.to(tl.float32), visible & (inside != float("-inf"))
@@ -224,7 +222,7 @@ def masked(scores: tl.tensor, visible: tl.tensor, inside: tl.tensor, MASK: tl.co
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
+    """Return 1 − 2/(1 + e^{2x}); near zero, where that is mostly rounding, the series."""
     squared = x * x
     near = x * (1.0 - squared * (1.0 / 3.0 - squared * (2.0 / 15.0 - squared * (17.0 / 315.0))))
     return tl.where(squared < 0.01, near, 1.0 - 2.0 / (1.0 + tl.exp2(2.0 * LOG2_E * x)))
@@ -297,10 +295,7 @@ def _launch(
     else:
         cut = masked_tiles(*known, by_row) if sampled is None else masked_sample_tiles(sampled, *known, has_first)
     constants = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
-        "TILE_ROWS": cut.rows,
-        "TILE_KEYS": cut.keys,
+        **tile_constants(cut, head_dim, dtype, device),
         "GIVEN_ROWS": sampled is not None,
         "MASK": (NO_MASK if mask is None else ADDED if is_bias else BOOLEAN).value,
         "MASK_BY_ROW": by_row,
@@ -309,7 +304,6 @@ def _launch(
         "DOCUMENTS": own_documents is not None,
         "CAPPED": is_capped,
         "LARGEST": is_largest,
-        "PRECISION": precision(dtype, device),
     }
     return Launch(masked_kernel, device, constants, cut)
 

@@ -18,14 +18,14 @@ from attnscale.visibility import Visibility
 
 
 class Probed(NamedTuple):
-    """What measuring a call has left on its device."""
+    """Statistics of a probed call, on its device."""
 
     found: SampledRows
     lengths: Tensor  # (2, heads): mean lengths of queries, and of the key of each head
 
     @property
     def stats(self) -> ScoreStats:
-        """The statistics, on the device."""
+        """Statistics, on the device."""
         return self.found.stats(capturing())
 
     def on_host(self, table: Tensor) -> Pooled:

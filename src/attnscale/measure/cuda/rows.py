@@ -11,12 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import (
-    LEAST_WIDTH,
     Launch,
     capability,
-    padded_width,
     positive_scale,
-    precision,
+    tile_constants,
     tiles,
     unit_stride,
 )
@@ -31,7 +29,7 @@ VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key
 
 
 class AttendedRows(NamedTuple):
-    """What a pass over every row returns."""
+    """Output, lse and sums of every row."""
 
     output: Tensor
     lse: Tensor
@@ -71,7 +69,7 @@ def rows_kernel(
     SEQUENCES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One tile of query rows against all the keys they see; with SEQUENCES, those of the sequence that it is in."""
+    """Compute one tile of query rows against all visible keys; with SEQUENCES, those of the tile's own sequence."""
     planes_apart = tl.cast(count, tl.int64) * heads  # one statistic behind the other, as in RowSums
     if SEQUENCES:
         row_tiles = tl.load(tiles_at)
@@ -256,13 +254,9 @@ def _launch(query: Layout, key: Layout, value: Layout | None, is_causal: bool, i
     (*_, rows, head_dim), _, dtype, device, _ = query
     cut = tiles(MANY_ROWS if in_sequences else rows, head_dim, dtype, capability(device))
     constants = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
-        "TILE_ROWS": cut.rows,
-        "TILE_KEYS": cut.keys,
+        **tile_constants(cut, head_dim, dtype, device),
         "CAUSAL": is_causal,
         "ATTENDS": value is not None,
         "SEQUENCES": in_sequences,
-        "PRECISION": precision(dtype, device),
     }
     return Launch(rows_kernel, device, constants, cut)

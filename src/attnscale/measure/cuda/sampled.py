@@ -22,7 +22,7 @@ DRAWS_AHEAD = 256  # at most
 
 
 class SampledRows(NamedTuple):
-    """What a pass over sampled rows leaves: their sums over each span of keys, and the table of their heads."""
+    """Result of a pass over sampled rows: their sums over each span of keys, and the table of their heads."""
 
     sample: Sample
     sums: Tensor  # (7 or SUMS_AND_VISIBLE, spans, batch, heads, rows)

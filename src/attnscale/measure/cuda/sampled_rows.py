@@ -14,13 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import (
-    LEAST_WIDTH,
     Launch,
     capability,
-    padded_width,
     positive_scale,
-    precision,
     sample_tiles,
+    tile_constants,
     unit_stride,
 )
 from attnscale.measure.cuda.layout import SUMS, Layout, layout_key
@@ -56,7 +54,7 @@ def sample_kernel(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A tile of sampled rows against one span of a head's keys."""
+    """Write the sums of a tile of sampled rows over one span of a head's keys."""
     span, both = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # what was read last is still in the L2
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head
@@ -155,11 +153,7 @@ def _launch(query: Layout, key: Layout, count: int, is_causal: bool) -> Launch:
     (*_, head_dim), _, dtype, device, _ = query
     cut = sample_tiles(count, head_dim, dtype, capability(device))
     constants = {
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim, LEAST_WIDTH),
-        "TILE_ROWS": cut.rows,
-        "TILE_KEYS": cut.keys,
+        **tile_constants(cut, head_dim, dtype, device),
         "CAUSAL": is_causal,
-        "PRECISION": precision(dtype, device),
     }
     return Launch(sample_kernel, device, constants, cut)

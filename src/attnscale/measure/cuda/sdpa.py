@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call, padded
+from attnscale.attending.ragged import as_one_row, as_tokens
 from attnscale.attending.running import run
-from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward
+from attnscale.torch_internals import sdpa_backend, sdpa_backward, sdpa_forward, sequences_backward
 
 ALIGNMENT = 8  # head dimensions that torch's CUDA kernels take are multiples of this
 LSE_ALIGNMENT = 32  # the memory-efficient one reads its lse in rows padded to a multiple of this
@@ -64,50 +65,8 @@ def _choice(call: Call) -> SDPBackend | None:
     )
 
 
-@torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=(), device_types="cuda")
-def attention_rows_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    """Return the gradients of query, key and value."""
-    return attention_gradients(grad, query, key, value, output, lse, scale, is_causal)
-
-
-def attention_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    """Return them on a GPU, by the backward of the kernel that SDPA would choose."""
-    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
-        of_value = grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
-        return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
-    width = -(-query.shape[-1] // ALIGNMENT) * ALIGNMENT
-    back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
-    if width != query.shape[-1]:
-        back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
-    backend = _sdpa_backend(back)
-    backend = backend if backend in BACKWARDS else SDPBackend.EFFICIENT_ATTENTION
-    kernel = sdpa_backward(backend, "cuda")
-    gradients = _recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back)
-    return _laid_out(gradients, (query, key, value))
-
-
-@attention_rows_backward.register_kernel("cpu")
-def _backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    back, kernel = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal), sdpa_backward(None, "cpu")
-    gradients = _recomputed(back) if kernel is None else kernel(*back[:6], 0.0, is_causal, scale=scale)
-    return _laid_out(gradients, (query, key, value))
-
-
-@attention_rows_backward.register_fake
-def _backward_fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
-) -> Gradients:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 class Pass(NamedTuple):
-    """What a backward starts from."""
+    """Tensors and settings that a backward starts from."""
 
     grad: Tensor
     query: Tensor
@@ -117,6 +76,61 @@ class Pass(NamedTuple):
     lse: Tensor
     scale: float
     is_causal: bool
+
+
+class Packing(NamedTuple):
+    """Layout of sequences that are packed end to end."""
+
+    starts: Tensor  # where each begins, and where the last one ends
+    longest: int  # which the backward asks for
+
+
+@torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=())
+def attention_rows_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    """Return the gradients of query, key and value."""
+    back = Pass(grad.contiguous(), query, key, value, output, lse, scale, is_causal)
+    if query.is_cuda:
+        return attention_gradients(back)
+    kernel = sdpa_backward(None, "cpu")
+    return _laid_out(_recomputed(back) if kernel is None else kernel(*back[:6], 0.0, is_causal, scale=scale), back)
+
+
+@attention_rows_backward.register_fake
+def _backward_fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> Gradients:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def attention_gradients(back: Pass) -> Gradients:
+    """Return the gradients on a GPU, by the backward of the kernel that SDPA would choose."""
+    given, (_, query, key, value, *_) = back, back
+    if key.shape[2] == 1:  # its weight is 1 whatever its score; torch's backwards return NaN for some such shapes
+        of_value = back.grad.sum(2, keepdim=True).unflatten(1, (value.shape[1], -1)).sum(2)
+        return torch.zeros_like(query), torch.zeros_like(key), _like(of_value, value)
+    back = back._replace(grad=back.grad.contiguous())
+    width = -(-query.shape[-1] // ALIGNMENT) * ALIGNMENT
+    if width != query.shape[-1]:
+        back = Pass(*(padded(x, width) for x in back[:5]), *back[5:])  # type: ignore[arg-type, call-arg]
+    backend = _sdpa_backend(back)
+    backend = backend if backend in BACKWARDS else SDPBackend.EFFICIENT_ATTENTION
+    kernel = sdpa_backward(backend, "cuda")
+    return _laid_out(_recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back), given)
+
+
+def packed_gradients(back: Pass, packing: Packing) -> Gradients:
+    """Return the gradients of packed sequences, (1, heads, total, head_dim), by torch's kernel for them."""
+    kernel, starts = sequences_backward(), packing.starts.to(torch.int32)
+    assert kernel is not None  # or nothing that learns comes here
+    state, unused = (torch.empty(size, dtype=torch.uint64, device=back.grad.device) for size in ((2,), ()))
+    of_query, of_key, of_value = kernel(
+        *(back.grad.contiguous(), *map(as_tokens, back[1:4]), back.output, back.lse.squeeze(0), starts, starts),
+        *(packing.longest, packing.longest, 0.0, back.is_causal, state, unused),
+        scale=back.scale,
+    )
+    return as_one_row(of_query), as_one_row(of_key), as_one_row(of_value)
 
 
 def _sdpa_backend(back: Pass) -> SDPBackend | None:
@@ -186,9 +200,9 @@ BACKWARDS: dict[SDPBackend | None, Callable[[Kernel, Pass], Gradients]] = {
 }
 
 
-def _laid_out(gradients: Gradients, tensors: Gradients) -> Gradients:
+def _laid_out(gradients: Gradients, back: Pass) -> Gradients:
     # without padding, in the memory layout of the tensors they belong to, as the fake promises
-    of_query, of_key, of_value = map(_like, gradients, tensors)
+    of_query, of_key, of_value = map(_like, gradients, (back.query, back.key, back.value))
     return of_query, of_key, of_value
 
 

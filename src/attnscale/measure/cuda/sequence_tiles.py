@@ -22,7 +22,7 @@ MOST_SORTED = 1024  # sequences: where there are more, each program has many til
 def tiles_kernel(
     starts_at: tl.tensor, tiles_at: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr, SORTED: tl.constexpr
 ) -> None:
-    """The tiles of one sequence, those of its last rows first; the last program tells how many there are.
+    """Write the tiles of one sequence, the last rows first; the last program writes the number of all tiles.
 
     They lie behind those of the sequences before it, or, sorted, behind all that begin further along their sequence:
     causal rows that see most then come first, and programs that take every so many-th tile have as much to do.
@@ -50,7 +50,7 @@ def tiles_kernel(
 
 @triton.jit
 def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr) -> tl.tensor:
-    """How many tiles each of these sequences has; those from `count` on have none."""
+    """Return how many tiles each of these sequences has; those from `count` on have none."""
     begins = tl.load(starts_at + each, mask=each < count, other=0)
     ends = tl.load(starts_at + each + 1, mask=each < count, other=0)
     return ((ends - begins + TILE_ROWS - 1) // TILE_ROWS).to(tl.int32)
@@ -60,7 +60,7 @@ def _tiles_in(starts_at: tl.tensor, each: tl.tensor, count: tl.tensor, TILE_ROWS
 def _further_along(
     starts_at: tl.tensor, tile: tl.tensor, number: tl.tensor, count: tl.tensor, TILE_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """How many tiles of all sequences come before these of one: further along, or as far in a sequence before it."""
+    """Return how many tiles come before these: further along their sequence, or as far in an earlier sequence."""
     place = tl.zeros_like(tile)
     for start in range(0, count, SEQUENCES_BESIDE):
         each = start + tl.arange(0, SEQUENCES_BESIDE)

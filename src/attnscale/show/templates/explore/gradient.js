@@ -58,8 +58,8 @@ function gradientOf(column, { d, k, n, seed }) {
     const own = (drawn) => drawn.subarray(i * KEYS_A_QUERY, i * KEYS_A_QUERY + keys);
     return passedBack(softmax(own(z).map((each) => column.spread * each)), own(pulls));
   }).sort();
-  const total = onScores.reduce((a, b) => a + b, 0), curve = [0];
-  for (const size of onScores) curve.push(curve.at(-1) + (total ? size / total : 0));
+  const total = onScores.reduce((sum, size) => sum + size ** 2, 0), curve = [0]; // shares of the squared norm, which adds up
+  for (const size of onScores) curve.push(curve.at(-1) + (total ? size ** 2 / total : 0));
   const median = onScores[DRAWN_QUERIES >> 1];
   return { curve, half: curve[DRAWN_QUERIES >> 1], onScores: median, onQuery: median * column.scale * k * Math.sqrt(d) };
 }

@@ -138,7 +138,7 @@ function drawModel({ settings }) {
   show("head-entropy-kept", meanOfRows([kept.maps[layer][head]], "entropy_ratio"));
   const slot = { inverse_dim: "third" }[name] || name;
   byId("map-swatch").className = `swatch ${slot}`;
-  byId("map-title").textContent = { inverse_sqrt: "As trained", unscaled: "No scale", inverse_dim: "÷ dₖ", temperature: `τ = ${figure(tau)} √dₖ` }[name];
+  byId("map-title").textContent = { inverse_sqrt: "Now: the same", unscaled: "Now: no scale", inverse_dim: "Now: ÷ dₖ", temperature: `Now: τ = ${figure(tau)} √dₖ` }[name];
   byId("heads").replaceChildren(...now.maps.flatMap((heads, i) => heads.map((rows, j) => {
     const button = html("button", { type: "button", "data-head": `${i} ${j}`, "aria-label": `layer ${i}, head ${j}`, "aria-pressed": i === layer && j === head });
     button.append(weightMap(rows, slot, 60));

@@ -4,7 +4,7 @@ const SECONDS = 6; // to play the runs
 
 function drawKappa({ data }) {
   const { curves } = data.recorded.kappa, every = curves.flatMap((curve) => curve.high), host = byId("kappa-plot");
-  const { svg, px, py, top, bottom, right } = plot(host, {
+  const { svg, px, py, top, bottom, left } = plot(host, {
     label: "Held-out loss against κ", height: 260, left: 44,
     x: { domain: [curves[0].x[0], curves[0].x.at(-1)], log: true, ticks: [0.01, 1, 100, 10000], format: (value) => (value > 1000 ? "10k" : plain(value)), label: "κ" },
     y: { domain: [0, 1.05 * Math.max(...every)], ticks: roundTicks(0, Math.max(...every), 4), format: plain },
@@ -12,10 +12,11 @@ function drawKappa({ data }) {
   curves.forEach((curve, i) => {
     const style = i ? "line dashed ink" : "line ink", root = Math.sqrt(curve.head_dim);
     svg.append(element("line", { class: "chosen", x1: px(root), x2: px(root), y1: top, y2: bottom }));
-    svg.append(element("text", { class: "tick", x: px(root) + 4, y: bottom - 6 - 14 * i }, `√${curve.head_dim}`));
+    svg.append(element("text", { class: i ? "tick end" : "tick", x: px(root) + (i ? -4 : 4), y: top + 12 }, `κ = √${curve.head_dim}`));
     curve.x.forEach((x, j) => svg.append(element("line", { class: "error", x1: px(x), x2: px(x), y1: py(curve.low[j]), y2: py(curve.high[j]) })));
     svg.append(element("path", { class: style, d: path(curve.x.map((x, j) => [px(x), py(curve.y[j])])) }));
-    svg.append(element("text", { class: "tick end", x: right - 4, y: py(curve.y.at(-1)) + (i ? 16 : -8) }, `dₖ = ${curve.head_dim}`));
+    const isUpper = curve.y[0] === Math.max(...curves.map((each) => each.y[0]));
+    svg.append(element("text", { class: "tick", x: left + 8, y: py(curve.y[0]) + (isUpper ? -8 : 18) }, `dₖ = ${curve.head_dim}`));
   });
 }
 
