@@ -42,7 +42,7 @@ watching            20  4,010   2,900
 probes              11  1,690
 diagnose            14  2,690   2,200
 acting               8  1,740
-train              17  3,250   2,500
+train              17  3,210   2,500
 models               4    260
 loading             10  1,220   1,300 with checking
 checking             2    240

@@ -268,9 +268,9 @@ class Monitor(PlottedResult):
         at, clipped = (self.steps, time.time()), self._clips.since()
         learning, self._learning = self._learning, {}
         audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
-        facts = {} if seen is None else seen.facts()
-        arriving = None if seen is None else Arriving.of(seen, self._merging.part)
-        if self._merging.is_needed:  # at once: ranks wait for each other
+        facts = {} if seen is None else self._try(seen.facts) or {}
+        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._merging.part))
+        if self._merging.is_needed:  # at once, and whatever failed here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
             merged = self._merging.merged(self._moment, own, _values(learning))
             self._layers = partial(self._merged_layers, seen, merged)
