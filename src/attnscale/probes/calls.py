@@ -17,15 +17,9 @@ from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
-<<<<<<< ours
 from attnscale.torch_internals import copy_each_
 from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import GradientLengths
-=======
-from attnscale.torch_internals import copy_each_, graph_is_kept
-from attnscale.watching.call import Factors, SeenCall
-from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
->>>>>>> theirs
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
@@ -147,10 +141,6 @@ class ProbedCall:
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
-<<<<<<< ours
-=======
-    lengths: GradientLengths | None = None  # of gradients that are not in the buffer yet
->>>>>>> theirs
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
     has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not

@@ -18,17 +18,7 @@ from attnscale.probes.intercept import AttentionCall, WrittenScores
 from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores
 from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
-<<<<<<< ours
 from attnscale.torch_internals import called_module, in_backward
-=======
-from attnscale.torch_internals import (
-    backward_number,
-    called_module,
-    in_backward,
-    node_in_backward,
-    recorded_operations,
-)
->>>>>>> theirs
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.sdpa_names import STATE
 from attnscale.watching.seen import Seen
