@@ -1,6 +1,4 @@
-import math
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnscale import Monitor, audit, watch
-from attnscale.diagnose import cause, compare
+from attnscale.diagnose import cause
 from attnscale.errors import NotInsideWarning
 
 from .layers import layer_of, random_layer
@@ -47,25 +45,6 @@ def test_the_factors_of_one_head_are_its_own():
     layer = random_layer(heads=3, head_dim=32, query_std=torch.tensor([1.0, 9.0, 1.0]).view(3, 1, 1))
     assert cause(layer, 1).norms == pytest.approx(9.0, rel=0.1)
     assert cause(layer, 0).norms == pytest.approx(1.0, rel=0.1)
-
-
-def test_the_change_between_checkpoints_adds_up():
-    before, after = random_layer(head_dim=16), random_layer(head_dim=16, scale=0.5, query_std=3.0, key_std=0.7)
-    change = compare(before, after)
-
-    def log_rms(layer):
-        return float((layer.stats.variance + layer.stats.mean.square()).sqrt().log().mean())
-
-    assert change.total == pytest.approx(log_rms(after) - log_rms(before), abs=1e-9)
-    assert change.multiplier == pytest.approx(math.log(2))
-    assert change.query_norm == pytest.approx(math.log(3), abs=0.1)
-    assert change.factor == "norms"
-    assert "scale × 2" in str(change)
-
-
-def test_nothing_changed_is_all_ones():
-    layer = random_layer()
-    assert compare(layer, replace(layer)).total == 0.0
 
 
 class Around(nn.Module):

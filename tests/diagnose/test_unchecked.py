@@ -155,3 +155,22 @@ def test_a_model_that_was_not_run_is_an_error():
 def test_weights_that_are_more_than_a_softmax_are_said_not_to_be_checked():
     model, inputs = ENTRIES["designs_of_weights.Differential"].build()
     assert any("It was not checked that the weights" in sentence for sentence in audit(model, *inputs).unchecked)
+
+
+class ComputedTemperature(Projected):
+    def attend(self, query, key, value):
+        return (query @ key.mT / (query.abs().mean() + 1.5)).softmax(-1) @ value
+
+
+class ComputedForAKernel(Projected):
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(query * (query.abs().mean() + 1.5), key, value)
+
+
+@pytest.mark.parametrize("kind", [ComputedTemperature, ComputedForAKernel])
+def test_a_multiplier_that_is_computed_from_activations_is_not_judged_and_nothing_found_is_not_said(kind):
+    torch.manual_seed(0)
+    found = audit(kind(), torch.randn(2, 13, 22))
+    assert found.findings == []
+    assert "its multiplier is computed from activations" in " ".join(found.unchecked)
+    assert "Nothing found" not in str(found)

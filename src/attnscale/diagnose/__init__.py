@@ -2,7 +2,7 @@
 
 from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm, next_threshold
 from attnscale.diagnose.audit import Audit, diagnose
-from attnscale.diagnose.cause import Cause, Change, cause, compare
+from attnscale.diagnose.cause import Cause, Change, cause
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
 from attnscale.diagnose.forecast import Crossing, Growth, Outlook, growth, outlook
 from attnscale.diagnose.run_audit import audit, audited
@@ -29,7 +29,6 @@ __all__ = [
     "audit",
     "audited",
     "cause",
-    "compare",
     "diagnose",
     "growth",
     "head_verdicts",

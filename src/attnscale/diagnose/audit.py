@@ -79,7 +79,9 @@ class Audit(PlottedResult):
         words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
         shown = [table(self.layers.values(), words), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
-        checked = f"Nothing found in what was checked of {where}." if self.unchecked else f"Nothing found in {where}."
+        checked = (
+            f"Not all was checked of {where}; the rest is fine." if self.unchecked else f"Nothing found in {where}."
+        )
         found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]
         unsaid = [self.unjudged] if self.unjudged else []
         return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])

@@ -80,15 +80,6 @@ def cause(layer: Layer, head: int | None = None) -> Cause:
     return Cause(**ratios, sentence=sentences[dominant(ratios)])
 
 
-def compare(before: Layer, after: Layer, head: int | None = None) -> Change:
-    """Return the change of a layer between two checkpoints: Δ ln|s| = Δ ln a + Δ ln‖q‖ + Δ ln‖k‖ + Δ ln|cos|."""
-
-    def moved(name: str) -> float:
-        return _log(getattr(after, name), head) - _log(getattr(before, name), head)
-
-    return Change(moved("scales"), moved("query_norm"), moved("key_norm"), moved("alignment"))
-
-
 def dominant(ratios: dict[str, float]) -> str:
     """Return the factor furthest from one, up or down, of those that are known."""
     distances = {name: abs(math.log(max(ratio, LEAST))) for name, ratio in ratios.items() if math.isfinite(ratio)}

@@ -43,7 +43,6 @@ class Growth:
 
     step: float
     level: float  # ln of the value, on the line
-    noise: float  # standard deviation about the line, by the median
     rate: float  # of the logarithm, a step
     low: float
     high: float
@@ -87,7 +86,7 @@ def growth(steps: Sequence[float], values: Sequence[float]) -> Growth | None:
         return None
     line, recent = _robust_line(x, y), _robust_line(x[-RECENT:], y[-RECENT:])
     low, high = _interval(line)
-    numbers = line.level, _deviation(line.residuals), line.rate, low, high
+    numbers = line.level, line.rate, low, high
     span, recent_span = float(x[-1] - x[0]), float(x[-1] - x[-RECENT:][0])
     return Growth(float(x[-1]), *numbers, len(x), span, recent.rate, recent_span)
 

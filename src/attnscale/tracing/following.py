@@ -37,6 +37,7 @@ class Trail:
     detached: bool = False  # no gradient goes further
     kept: bool = False  # passed a cache
     learned_factor: bool = False  # a parameter of the model is among the factors
+    computed_factor: bool = False  # a number that was computed from activations is among them
     learned_terms: int = 0  # terms that were added and are neither numbers nor tables
     shared_out: bool = False  # a parameter is the share of these values in a sum of several
     after_caps: tuple[float, ...] = ()  # factors that follow a tanh, one by one
@@ -96,6 +97,7 @@ def _walk(trail: Trail, step: Step) -> None:
         trail.constant = trail.constant and not isinstance(step.operand, Tensor)
         is_learned = step.multiplied is not None and step.multiplied.parameter
         trail.learned_factor |= is_learned
+        trail.computed_factor |= step.multiplied is not None and step.multiplied.learned
         trail.shared_out |= is_learned and trail.learned_terms > 0
         trail.factor = trail.factor * factor
         if not trail.caps:
@@ -189,6 +191,7 @@ class ProjectionPath(NamedTuple):
     source: object = None  # the token of what was projected
     shared_out: bool = False  # they are one of several terms, and a parameter says how much of it
     is_signed: bool = True  # the sign of the factor is known
+    computed_factor: bool = False  # a number that was computed from activations is among them
 
     @property
     def signed_factor(self) -> NDArray[np.float64]:
@@ -214,6 +217,7 @@ def projection_path(trails: list[Trail], count: int) -> ProjectionPath:
         sources.pop() if len(sources) == 1 else None,
         any(trail.shared_out for trail in trails),
         all(trail.signed for trail in trails),
+        any(trail.computed_factor for trail in trails),
     )
 
 

@@ -18,6 +18,7 @@ from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.saved_call import SavedCall
 
 Factors = NDArray[np.float64]  # a value a head
+COMPUTED = "its multiplier is computed from activations"
 ROW_TO_ROW = 0.01  # relative: more than a multiplier of all rows is rounded by
 
 
@@ -60,6 +61,8 @@ def lost_on_the_way(query: ProjectionPath, key: ProjectionPath) -> str:
     lost, mixed = ([name for name, path in sides if getattr(path, why)] for why in ("lost", "shared_out"))
     if lost:
         return f"its {' and '.join(lost)} were not followed to a projection"
+    if query.computed_factor or key.computed_factor:
+        return COMPUTED
     return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
 
 

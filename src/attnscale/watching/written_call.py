@@ -21,6 +21,7 @@ from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, Operands, arrive, channels_of
 from attnscale.watching.call import (
+    COMPUTED,
     Reading,
     SeenCall,
     detached_sides,
@@ -362,6 +363,8 @@ def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
         return "an operation between its product and its softmax was not understood"
     if call.trail.shared_out:
         return "q·k is one of several terms, by a learned share"
+    if call.trail.computed_factor:
+        return COMPUTED
     why = lost_on_the_way(*call.paths) or differs_by_row(call.stated)
     if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
