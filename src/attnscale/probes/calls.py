@@ -161,6 +161,11 @@ class ProbedCall:
         return self.planned.template.rescaled
 
     @property
+    def first_row(self) -> tuple[object, ...]:
+        """Row of a parameter that makes the query of the first head; empty where that is unknown."""
+        return self.planned.template.first_row
+
+    @property
     def factors(self) -> Factors:
         """Constants that multiplied queries and keys before the call, (2, heads)."""
         return self.planned.head_factors(self.key_heads)
