@@ -1,4 +1,4 @@
-"""How often ±1.96 standard errors of a sample cover the exact statistic: `python benchmarks/coverage.py [WORDS]`.
+"""Measure how often ±1.96 standard errors of a sample cover the exact value: `python benchmarks/coverage.py [WORDS]`.
 
 Of the samples that tell an error at all; how many do is the last column. `SAMPLES=200` draws fewer, and WORDS choose
 the cases that have them in their names.
@@ -7,16 +7,13 @@ the cases that have them in their names.
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnscale import ScoreStats, score_stats
-from attnscale.attending.call import Call
-from attnscale.measure.measuring import measured
-from attnscale.visibility import EVERYTHING
 
 SAMPLES = int(os.environ.get("SAMPLES", "1000"))
 HEADS = 4
@@ -80,11 +77,9 @@ class Case:
     rows: int = 64
     said: str = ""
     changed: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda query, key: (query, key)
-    by_lse: bool = False  # what is foreseen of rows is told by the lse that a kernel left
 
     def __str__(self) -> str:
         kind = ("causal" if self.is_causal else "full") + (f", {self.said}" if self.said else "")
-        kind += ", by lse" * self.by_lse
         return f"{kind}, spread {self.spread:g}, {self.batch} × {self.keys} × {self.head_dim}, {self.rows} rows"
 
     def operands(self) -> tuple[Tensor, Tensor]:
@@ -93,9 +88,6 @@ class Case:
 
     def sampled(self, query: Tensor, key: Tensor) -> ScoreStats:
         """Of some rows."""
-        if self.by_lse:
-            lse = (query @ key.mT * self.scale).logsumexp(-1)
-            return measured(Call(query, key, key, EVERYTHING, 0.0, self.scale, None), self.rows, lse)
         return score_stats(query, key, is_causal=self.is_causal, scale=self.scale, rows=self.rows)
 
     @property
@@ -133,7 +125,7 @@ NAMED = {  # by what is unlike in them
         Case(False, rows=12),
     ],
 }
-PLAIN = [
+CASES = [
     *(Case(causal, head_dim=16) for causal in BOTH),
     *(Case(causal, spread) for causal in BOTH for spread in (0.5, 1, 2, 3, 5, 8)),
     *(Case(causal, spread, rows=32) for causal in BOTH for spread in (1, 2)),
@@ -141,7 +133,6 @@ PLAIN = [
     *(Case(causal, batch=4, rows=rows) for causal in BOTH for rows in (32, 64, 128)),
     *(case for cases in NAMED.values() for case in cases),
 ]
-CASES = [*PLAIN, *(replace(case, by_lse=True) for case in PLAIN if not case.is_causal)]
 
 
 def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], float]:

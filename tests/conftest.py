@@ -54,13 +54,9 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _rows_drawn_anew():
     """The rows that are sampled follow from the test alone, not from which ones ran before it."""
-    sampling, ahead, drawn = (
-        sys.modules.get(f"attnscale.measure.{name}") for name in ("sampling", "ahead", "cuda.sampled")
-    )
+    sampling, drawn = (sys.modules.get(f"attnscale.measure.{name}") for name in ("sampling", "cuda.sampled"))
     if sampling is not None:
-        sampling.DRAW.seed(0)
         sampling.SOURCE.bit_generator.state = np.random.default_rng(0).bit_generator.state
-        ahead.of_design.cache_clear()
     if drawn is not None:
         drawn.drawn_ahead.cache_clear()
 

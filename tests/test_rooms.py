@@ -35,10 +35,10 @@ inputs               1    190
 attending           10  1,230   1,100 with operator
 operator             1    180
 modules              1    250
-measure             45  6,100   4,000
+measure             32  5,640   4,000
 declared             5    550
-tracing             10  2,290   2,000
-watching            20  4,010   2,900
+tracing             10  2,250   2,000
+watching            20  4,000   2,900
 probes              11  1,690
 diagnose            14  2,685   2,200
 acting               8  1,740

@@ -7,7 +7,7 @@ import torch
 from attnscale.attending import sdpa
 from attnscale.attending.call import Call
 from attnscale.attending.running import run
-from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.engine import measured
 from attnscale.reference import scaled_dot_product_attention
 from attnscale.visibility import Visibility

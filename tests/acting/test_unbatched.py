@@ -42,8 +42,30 @@ def test_every_head_is_calibrated(name):
     report = attnscale.calibrate_(model, inputs)
     spreads = watched(model, inputs).layers["attention"].stats.std
     assert len(report.heads) == len(spreads)
-    if name != "unbatched.GptOssReference":  # a sink is no score, and is not scaled
+    if "GptOss" not in name:  # a sink is no score, and is not scaled
         torch.testing.assert_close(spreads, torch.ones_like(spreads), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_head_is_seen_with_the_largest_score_that_its_own_rows_make(name):
+    entry = CORRECT[name]
+    model, inputs = entry.build()
+    layer, module = watched(model, inputs, rows=None).layers["attention"], model.attention
+    expected, (x,) = entry.layers["attention"], inputs
+    assert (layer.heads, layer.kv_heads) == (expected.heads, expected.kv_heads)
+    x = model.norm(x) if hasattr(model, "norm") else x
+    query, key = (
+        projection(x).unflatten(-1, (heads, module.head_dim)).transpose(-2, -3).double()
+        for projection, heads in ((module.q_proj, expected.heads), (module.k_proj, expected.kv_heads))
+    )
+    scores = query @ key.repeat_interleave(expected.heads // expected.kv_heads, -3).mT * module.head_dim**-0.5
+    hidden = (
+        torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        if expected.causal
+        else torch.zeros((), dtype=torch.bool)
+    )
+    highest = scores.masked_fill(hidden, -torch.inf).reshape(-1, *scores.shape[-3:]).amax((0, 2, 3))
+    torch.testing.assert_close(layer.stats.max.double(), highest.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -51,3 +73,23 @@ def test_what_if_runs_in_bfloat16(name):
     model, inputs = CORRECT[name].build()
     audit = attnscale.audit(model.bfloat16(), *(x.bfloat16() for x in inputs))
     assert audit.what_if("attention")["current"].spread > 0
+
+
+@pytest.mark.parametrize("name", ["structures.HeadLoop", "structures.HeadLoopOfSDPA", "structures.LayersInOneModule"])
+def test_heads_and_layers_in_a_loop_are_clipped_each_by_its_own_maximum(name):
+    def each(model):
+        return torch.cat([layer.stats.max for layer in watched(model, inputs).layers.values()])
+
+    model, inputs = CORRECT[name].build()
+    was = each(model)
+    threshold = float(was.sort().values[len(was) // 2])
+    with warnings.catch_warnings(), attnscale.QKClip(model, threshold) as clip:
+        warnings.simplefilter("ignore", NotInsideWarning)
+        for _ in range(4):
+            model(*inputs).sum().backward()
+            clip.step()
+    found = each(model)
+    if "Head" in name:
+        torch.testing.assert_close(found, was.clamp(max=threshold), rtol=1e-3, atol=1e-4)
+    else:  # later layers are given what earlier ones make
+        assert float(found.max()) < threshold * 1.01

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import MultiheadAttention, attention_with_stats, rules, score_stats
-from attnscale.measure.dense_op import measured_scores
+from attnscale.measure.graph_op import measured_scores
 from attnscale.operator import scaled_call
 from attnscale.visibility import EVERYTHING, Visibility
 from tests.measure.oracle import NAMES

@@ -1,7 +1,6 @@
 """Errors that know when they do not know: the cases of benchmarks/coverage.py, few draws of each."""
 
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 
 from attnscale import score_stats
 from attnscale.measure import sampling
-from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
+from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import CONCENTRATED, FEW, SKEWED
@@ -24,8 +23,6 @@ COVERED = {
     "one outlier row in 1,000": NAMED["one outlier row in 1,000"][0],
     "causal batches of few positions": NAMED["causal batches of few positions"][1],
     "effective keys": NAMED["effective keys"][2],
-    "one outlier row, told by the lse": replace(NAMED["one outlier row in 1,000"][0], by_lse=True),
-    "heads past freezing, told by the lse": replace(NAMED["effective keys"][1], by_lse=True),
 }
 
 
@@ -73,7 +70,7 @@ def test_doubts_of_few_rows_fade_as_rows_add_up():
 def test_positions_that_stand_for_a_whole_batch_are_few():
     # what is looked at of attention written out: 64 rows of 16 entries are four positions
     planned = design(64, 256, 16, uneven=True)
-    sample = planned.sample(torch.tensor(planned.draw()))
+    sample = planned.sample(planned.draw())
     rows = rows_of(torch.randn(16, 3, len(sample.positions), 256), None)
     stats = ScoreStats(3, exact=False, pool=Unpooled(lambda: rows, lambda: None, sample))
     assert stats.doubts() == [FEW] * 3
@@ -88,7 +85,7 @@ def test_positions_drawn_for_each_entry_tell_their_errors():
     planned = design(64, length, batch, uneven=True)
     covered = []
     for _ in range(60):
-        sample = planned.sample(torch.tensor(planned.draw_each(batch)))
+        sample = planned.sample(torch.from_numpy(planned.draws(batch)).long())
         at = sample.positions[:, None, :, None].expand(-1, heads, -1, scores.shape[-1])
         rows = rows_of(scores.gather(2, at), None)
         stats = ScoreStats(heads, exact=False, pool=Unpooled(lambda rows=rows: rows, sample=sample))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnscale import attention, attention_with_stats, score_moments, score_stats, watch
-from attnscale.measure.dense import rows_of
+from attnscale.measure.row_blocks import rows_of
 from attnscale.visibility import shown_by
 from attnscale.watching.rows import hiding_gap
 from tests.measure.oracle import NAMES
@@ -135,7 +135,7 @@ def test_scores_of_1e20_have_a_finite_spread(of_query, of_key, is_causal, rows):
     for stats in (score_stats(query, key, **options), attention_with_stats(query, key, value, **options)[1]):
         tolerance = 1e-5 if rows is None else 0.5
         torch.testing.assert_close(stats.std, expected.std, rtol=tolerance, atol=0.0)
-        assert stats.stderr("std").isfinite().all()
+        assert not stats.stderr("std").isinf().any()  # NaN where rows cannot tell it
         assert (stats.max <= stats.max_bound * (1 + 1e-5)).all()
         assert (expected.max <= stats.max_bound * (1 + 1e-5)).all()
         assert stats.max_bound.isfinite().all()

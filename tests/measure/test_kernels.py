@@ -8,7 +8,7 @@ import torch
 
 from attnscale import reference
 from attnscale.measure import RowSums, ScoreStats
-from attnscale.measure.bound import BOUND_SLACK
+from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pool import pool_rows
 from attnscale.measure.pooled import Table
 from attnscale.measure.sampling import Sample

@@ -58,7 +58,6 @@ def test_what_ranks_send_each_other_holds_every_error():
     sent = stats.pooled
     received = unpack(pack(sent))
     torch.testing.assert_close(received.uncertainty.covariance, sent.uncertainty.covariance, rtol=0, atol=0)
-    torch.testing.assert_close(received.uncertainty.third, sent.uncertainty.third)  # symmetric up to rounding
     again = ScoreStats(2, exact=False, pool=lambda: received)
     for name in ("mean", "variance", "entropy", "saturated", "jacobian_trace"):
         torch.testing.assert_close(again.stderr(name), stats.stderr(name))

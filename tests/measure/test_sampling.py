@@ -1,6 +1,5 @@
 """Sampled statistics: where the rows lie, what the standard errors promise, what the bracket holds."""
 
-import random
 from collections import Counter
 
 import numpy as np
@@ -8,10 +7,10 @@ import pytest
 import torch
 
 from attnscale import score_stats
-from attnscale.measure.chance import chance_of_participation
-from attnscale.measure.dense import rows_of
 from attnscale.measure.pooled import SUMS
-from attnscale.measure.sampling import _chosen, design, sample_positions
+from attnscale.measure.row_blocks import rows_of
+from attnscale.measure.sampling import Design, design, sample_positions
+from attnscale.measure.uncertainty import chance_of_participation
 
 SEEDS = 400  # samples, each drawn anew; benchmarks/coverage.py has more, of more heads
 
@@ -147,8 +146,8 @@ def test_many_draws_at_once_are_draws_of_the_same_design(rows, length, uneven):
 
 
 def test_a_stratum_gives_every_choice_of_its_rows_the_same_chance():
-    source = random.Random(0)
-    times = Counter(frozenset(_chosen(source, 3, 8, 2)) for _ in range(5000))
+    draws = Design(0, (3, 8), (2,)).draws(5000)
+    times = Counter(frozenset(each.tolist()) for each in draws)
     assert set().union(*times) == set(range(3, 8))
     assert len(times) == 10
     assert all(abs(each - 500) < 5 * 500**0.5 for each in times.values())

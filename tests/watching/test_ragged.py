@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 import attnscale
 from attnscale.attending.ragged import as_one_row, as_tokens
 from attnscale.diagnose.audit import diagnose
-from attnscale.errors import NotInsideWarning
+from attnscale.errors import NotFollowedWarning, NotInsideWarning
 from attnscale.tracing.lineage import Ledger
 from attnscale.watching import watcher
 from attnscale.watching.kernels import kernel_calls
@@ -81,13 +81,13 @@ class Model(nn.Module):
         return self.out_proj(self.attend(*heads).flatten(-2))
 
 
-def alone(scale, is_causal=True):
+def alone(scale):
     """Each sequence as a plain attention of its own."""
 
     def attend(*tokens):
         parts = zip(*(as_one_row(each).split(LENGTHS, -2) for each in tokens), strict=True)
         return as_tokens(
-            torch.cat([F.scaled_dot_product_attention(*p, is_causal=is_causal, scale=scale) for p in parts], -2)
+            torch.cat([F.scaled_dot_product_attention(*p, is_causal=True, scale=scale) for p in parts], -2)
         )
 
     return attend
@@ -166,14 +166,11 @@ def torch_efficient(scale):
         torch_varlen,
         torch_flash,
         torch_efficient,
-        plain_jagged,
-        plain_strided,
     ],
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_ragged_kernels_are_seen_as_their_sequences_one_by_one(attend, scale, mode):
-    is_causal = attend not in (plain_jagged, plain_strided)  # which torch has no causal ones of
-    model, plain = Model(attend(scale)).eval(), Model(alone(scale, is_causal)).eval()
+    model, plain = Model(attend(scale)).eval(), Model(alone(scale)).eval()
     plain.load_state_dict(model.state_dict())
     tokens = torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
     if mode is not torch.no_grad and attend in (torch_varlen, torch_flash, torch_efficient):
@@ -234,10 +231,8 @@ def test_products_of_nested_tensors_that_are_no_attention_are_none():
         model(strided)
 
 
-@pytest.mark.parametrize("attend", [nested, plain_jagged, plain_strided])
-def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one(attend):
-    is_causal = attend is nested
-    model, plain = Model(attend(None)), Model(alone(None, is_causal))
+def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one():
+    model, plain = Model(nested(None)), Model(alone(None))
     plain.load_state_dict(model.state_dict())
     monitors = [attnscale.Monitor(each, every=1, rows=None) for each in (model, plain)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
@@ -253,12 +248,6 @@ def test_a_monitor_records_nested_tensors_as_their_sequences_one_by_one(attend):
         (ours,), (theirs,) = (monitor.last.layers.values() for monitor in monitors)
         assert ours.rows == theirs.rows == sum(LENGTHS) * HEADS
         for name in theirs.numbers:
-            if attend is not nested and name in (
-                "query_gradient",
-                "key_gradient",
-            ):  # a CPU attends to sequences of theirs that autograd skips
-                assert name not in ours.numbers
-                continue
             found = [torch.tensor(layer.numbers[name], dtype=torch.float64) for layer in (ours, theirs)]
             torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5, msg=name)
     for monitor in monitors:
@@ -366,7 +355,7 @@ def test_a_training_step_on_packed_tokens_is_recorded():
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.sampled_from([None, 1.0, 6.0]),
-    st.sampled_from(["nested", "plain", "padded"]),
+    st.sampled_from(["nested", "padded"]),
     st.integers(0, 2**31),
 )
 def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, scale, way, seed):
@@ -376,8 +365,7 @@ def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, 
 
     def ragged(*tokens):
         q, k, v = (torch.nested.nested_tensor_from_jagged(each, starts).transpose(1, 2) for each in tokens)
-        attend = attnscale.attention if way == "nested" else F.scaled_dot_product_attention
-        return attend(q, k, v, scale=scale).transpose(1, 2).values()
+        return attnscale.attention(q, k, v, scale=scale).transpose(1, 2).values()
 
     def padded(q, k, v):
         mask = inside[:, None, None, :]
@@ -408,31 +396,19 @@ def test_ragged_batches_are_found_what_their_sequences_are_found_alone(lengths, 
     assert codes[0] == codes[1]
 
 
-class Strided(nn.Module):
-    """Self-attention on strided nested tensors, its projections and all."""
-
-    def __init__(self):
-        super().__init__()
-        width = HEADS * HEAD_DIM
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x):
-        batch, width = len(x.unbind()), HEADS * HEAD_DIM
-        heads = (
-            project(x).view(batch, -1, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(*heads, scale=HEAD_DIM**-1.0)
-        return self.out_proj(mixed.transpose(1, 2).contiguous().view(batch, -1, width))
-
-
-def test_projections_of_strided_nested_tensors_are_followed():
-    model = Strided()
-    parts = [torch.randn(length, HEADS * HEAD_DIM) for length in LENGTHS]
-    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
-        model(torch.nested.as_nested_tensor(parts))
-    (layer,) = seen.layers.values()
-    assert (layer.heads, layer.kv_heads, layer.stats.rows.tolist()) == (HEADS, HEADS, [sum(LENGTHS)] * HEADS)
-    audit = attnscale.audit(model, torch.nested.as_nested_tensor(parts))
-    assert "scaled_by_dim" in [each.code for each in audit.findings]
-    assert audit.unchecked == ()
+@pytest.mark.parametrize("attend", [plain_jagged, plain_strided])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_sdpa_on_nested_tensors_without_a_fused_kernel_says_what_to_do(attend, mode):
+    model, tokens = Model(attend(None)).eval(), torch.randn(sum(LENGTHS), HEADS * HEAD_DIM)
+    both = nn.Sequential(Model(nested(None)), model)
+    with mode():
+        expected = model(tokens)
+        with pytest.raises(attnscale.AttnscaleError, match="takes them everywhere"), attnscale.watch(model):
+            output = model(tokens)
+        assert torch.equal(output, expected)
+        with (
+            pytest.warns(NotFollowedWarning, match="left out: 1.*takes them everywhere"),
+            attnscale.watch(both) as seen,
+        ):
+            both(tokens)
+    assert [name.partition(".")[0] for name in seen.layers] == ["0"]

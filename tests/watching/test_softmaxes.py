@@ -139,6 +139,16 @@ def largest_two(x, logits, experts, weight):
     return best.softmax(-1).unsqueeze(-2) @ outputs.gather(-2, which[..., None].expand(*x.shape[:2], 2, 33))
 
 
+def dispatched(x, logits, experts, weight):
+    """GShard's: tokens go to places of experts, and come back by their weights."""
+    tokens, weights = x.flatten(0, 1), logits.flatten(0, 1).softmax(-1)
+    chosen = nn.functional.one_hot(weights.argmax(-1), 3)
+    place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
+    dispatch = (chosen[..., None] * nn.functional.one_hot(place, len(tokens))[:, None]).float()
+    outputs = torch.einsum("tec,td->ecd", dispatch, tokens) @ weight
+    return torch.einsum("tec,ecd->td", weights[..., None] * dispatch, outputs).view_as(x).unsqueeze(-2)
+
+
 class Routed(nn.Module):
     """An attention, experts by a router, and a loss over classes."""
 
@@ -155,13 +165,48 @@ class Routed(nn.Module):
         return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("mix", [stacked, stacked_last, in_one_weight, summed, largest_two])
+@pytest.mark.parametrize("mix", [stacked, stacked_last, in_one_weight, summed, largest_two, dispatched])
 def test_a_router_and_a_loss_are_not_told_of_as_attention(mix):
     model, x = Routed(mix), torch.randn(2, 7, 33)
     with attnscale.watch(model) as seen:
         model(x)
     assert list(seen.layers) == ["attention"]
     assert attnscale.audit(model, x).unchecked == ()
+
+
+def contrastive(x, head):
+    first, second = (nn.functional.normalize(each.mean(1), dim=-1) for each in (x, head(x)[..., : x.shape[-1]]))
+    return nn.functional.cross_entropy(first @ second.mT / 0.07, torch.arange(len(x)))
+
+
+def with_z_loss(x, head):
+    logits = head(x)
+    return -logits.log_softmax(-1)[..., 0].mean() + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def distilled(x, head):
+    return nn.functional.kl_div(head(x).log_softmax(-1), head(x.flip(0)).softmax(-1), reduction="batchmean")
+
+
+def of_entropy(x, head):
+    weights = head(x).softmax(-1)
+    return -(weights * weights.log()).sum()
+
+
+@pytest.mark.parametrize("loss", [contrastive, with_z_loss, distilled, of_entropy])
+def test_a_loss_is_not_told_of_as_attention(loss):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.head = Plain(33, 3), nn.Linear(33, 34)
+
+        def forward(self, x):
+            return loss(self.attention(x), self.head)
+
+    model, x = Model(), torch.randn(2, 7, 33)
+    audit = attnscale.audit(model, x)
+    assert list(audit.layers) == ["attention"]
+    assert audit.unchecked == ()
 
 
 class Synthesizer(nn.Module):

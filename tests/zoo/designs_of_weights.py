@@ -12,7 +12,7 @@ from torch import nn
 from .entry import UNREAD, SelfAttention, correct
 
 
-@correct(42, 3, scale=7**-0.5, calls=2, seen_dim=7, statistics="none")
+@correct(42, 3, scale=7**-0.5, layers=2, seen_dim=7, statistics="none")
 class Differential(SelfAttention):
     """Two softmaxes of half the features each, one taken off the other by a learned λ."""
 

@@ -54,10 +54,11 @@ def enter(entry: Entry) -> None:
 
 def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=..., causal=False, softcap=None,
             calls=1, shape=None, inputs=None, seen_heads=..., seen_dim=..., init=None, code=None, train=False,
-            statistics="all", tolerance=1e-3, gradients=True):  # fmt: skip
+            statistics="all", tolerance=1e-3, gradients=True, layers=1):  # fmt: skip
     """Enter the class as the attention of a residual block: `Block.attention`, built with (d_model, heads, …).
 
-    The scale is 1/√d_k where nothing else is said, and heads and head_dim are seen as they are built.
+    The scale is 1/√d_k where nothing else is said, and heads and head_dim are seen as they are built. One line that
+    attends by several rows of its parameters shows as many layers.
     """
     head_dim = head_dim or d_model // heads
     expected = Expected(
@@ -79,7 +80,8 @@ def correct(d_model: int, heads: int, *, head_dim=None, kv_heads=None, scale=...
 
         name = f"{cls.__module__.rsplit('.', 1)[-1]}.{cls.__name__}"
         name += "" if init is None else f"-init{init}"
-        enter(Entry(name, make, {"attention": expected}, code, train, statistics, tolerance, gradients))
+        paths = ["attention", *(f"attention#{number}" for number in range(2, layers + 1))]
+        enter(Entry(name, make, dict.fromkeys(paths, expected), code, train, statistics, tolerance, gradients))
         return cls
 
     return wrap

@@ -209,7 +209,7 @@ class TalkingHeads(SelfAttention):
         return self.merge(weights @ value)
 
 
-@correct(55, 5, calls=None, seen_heads=None)
+@correct(55, 5, seen_heads=1, layers=5, statistics="none")
 class HeadLoop(SelfAttention):
     """A loop over heads in Python."""
 
@@ -217,11 +217,44 @@ class HeadLoop(SelfAttention):
         mixed = []
         for head in range(self.heads):
             mine = slice(head * self.head_dim, (head + 1) * self.head_dim)
-            query, key, value = (p(x)[..., mine] for p in (self.q_proj, self.k_proj, self.v_proj))
-            scores = query @ key.mT / self.head_dim**0.5
-            note(self, scores, "bqk")
-            mixed.append(scores.softmax(-1) @ value)
+            mixed.append(self.attend(*(p(x)[..., mine] for p in (self.q_proj, self.k_proj, self.v_proj))))
         return self.out_proj(torch.cat(mixed, -1))
+
+    def attend(self, query, key, value):
+        return (query @ key.mT / self.head_dim**0.5).softmax(-1) @ value
+
+
+@correct(55, 5, seen_heads=1, layers=5, statistics="none")
+class HeadLoopOfSDPA(HeadLoop):
+    def attend(self, query, key, value):
+        return F.scaled_dot_product_attention(*(each.unsqueeze(1) for each in (query, key, value))).squeeze(1)
+
+
+class LayersInOneModule(nn.Module):
+    """Parameters in lists, and a loop over layers."""
+
+    def __init__(self, d_model, heads, layers=3):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.ParameterList(torch.randn(d_model, 3 * d_model) * d_model**-0.5 for _ in range(layers))
+        self.out = nn.ParameterList(torch.randn(d_model, d_model) * d_model**-0.5 for _ in range(layers))
+
+    def forward(self, x):
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            normed = F.layer_norm(x, x.shape[-1:])
+            query, key, value = (normed @ qkv).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2) @ out
+        return x
+
+
+enter(
+    Entry(
+        "structures.LayersInOneModule",
+        lambda: (LayersInOneModule(44, 4), (torch.randn(2, 13, 44),)),
+        {f"LayersInOneModule{number}": Expected(4, 11, 11**-0.5, 4) for number in ("", "#2", "#3")},
+        statistics="none",
+    )
+)
 
 
 @correct(65, 5, calls=None)

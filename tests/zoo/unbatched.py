@@ -59,6 +59,59 @@ class Unbatched(SelfAttention):
         return self.out_proj(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1))
 
 
+@correct(32, 4, kv_heads=2, causal=True, shape=(13, 32))
+class GptOssFourHeads(GptOssReference):
+    """As few heads as once were taken for two: the axis of key heads was taken for the batch."""
+
+
+@correct(44, 4, shape=(13, 44))
+class UnbatchedHeadsLast(SelfAttention):
+    """The heads stand behind the keys, and the softmax runs over the axis between."""
+
+    def forward(self, x):
+        query, key, value = (y.view(len(x), self.heads, -1) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        scores = torch.einsum("qhd,khd->qkh", query, key) * self.head_dim**-0.5
+        note(self, scores, "qkh")
+        return self.out_proj(torch.einsum("qkh,khd->qhd", scores.softmax(1), value).flatten(1))
+
+
+@correct(52, 4)
+class HeadsLast(SelfAttention):
+    """The same with a batch, from (batch, length, heads, d)."""
+
+    def forward(self, x):
+        query, key, value = (
+            y.unflatten(-1, (self.heads, -1)) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        scores = torch.einsum("bqhd,bkhd->bqkh", query, key) * self.head_dim**-0.5
+        note(self, scores, "bqkh")
+        return self.out_proj(torch.einsum("bqkh,bkhd->bqhd", scores.softmax(2), value).flatten(2))
+
+
+@correct(68, 4)
+class LengthBeforeHeads(SelfAttention):
+    """(batch, length, heads, d) all the way, heads before queries only in the scores."""
+
+    def forward(self, x):
+        query, key, value = (
+            y.unflatten(-1, (self.heads, -1)) for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * self.head_dim**-0.5
+        note(self, scores)
+        return self.out_proj(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).flatten(2))
+
+
+@correct(76, 4, shape=(13, 76))
+class UnbatchedSDPA(SelfAttention):
+    """SDPA on (heads, length, d)."""
+
+    def forward(self, x):
+        query, key, value = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        query, key, value = (y.view(len(x), self.heads, -1).transpose(0, 1) for y in (query, key, value))
+        note(self, lambda: dense(query[None], key[None]))
+        return self.out_proj(F.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(1))
+
+
 @correct(90, 6, kv_heads=2)
 class GroupedHeadsFirst(SelfAttention):
     """(key heads, group, batch, …)."""

@@ -85,6 +85,8 @@ INDEX = (
     Worked("post", EXAMPLE, "dividing by d_k instead: variance 1/d_k, weights alike", "attnscale lab divisors"),
     Worked("tutorial", EXAMPLE, "Without scaling one key has nearly all the weight", _explore(d=512)),
     Worked("tutorial", EXAMPLE, "dot products grow with d_k: 4 and 512", "attnscale lab variance"),
+    Worked("tutorial", EXAMPLE, "gradients without scaling: at the scores, at the queries, and how they are shared",
+           "attnscale lab divisors"),
     Worked("tutorial", EXAMPLE, "the nine terms of (q·k)² at d_k = 3", _explore(dim=3, step=3)),
     Worked("tutorial", EXAMPLE, "the d_k² terms at a larger d_k", _explore(dim=8, step=3)),
     Worked("tutorial", EXAMPLE, "exponentials of 1, 5, 10 and 20 as shares", _explore(scores="1, 5, 10, 20")),

@@ -1,7 +1,9 @@
-"""Chooses how scores are measured: torch in blocks of rows, a kernel, or a few sampled rows."""
+"""The public functions that measure: they choose blocks of rows, a kernel, or a few sampled rows."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +12,10 @@ from attnscale.attending.call import Call
 from attnscale.attending.nested import any_nested
 from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import dense_op, nested, plan
-from attnscale.measure.cpu import attention as on_cpu
+from attnscale.measure import graph_op, ragged
+from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda.layout import is_intercepted
+from attnscale.measure.cuda.layout import is_intercepted, layout_key
 from attnscale.measure.measuring import check_rows, moments_of
 from attnscale.measure.measuring import measured as measured  # watching asks here for it
 from attnscale.measure.moments import ScoreMoments
@@ -25,6 +27,12 @@ from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
 from attnscale.torch_internals import in_transform, unseen
 from attnscale.visibility import Mask, Visibility
+
+# On a GPU the host's time shows for short sequences: checks, scale and folding depend on the layouts of tensors and on
+# flags alone, where the scale is a number, so a call like one before goes straight to its kernels.
+Planned = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ScoreStats]]
+PLANS: dict[Hashable, Planned] = {}
+MOST_PLANS = 4096  # lengths that never come again would fill the memory
 
 
 def score_stats(
@@ -39,7 +47,7 @@ def score_stats(
     sinks: Tensor | None = None,
     rows: int | None = None,
 ) -> ScoreStats:
-    """Statistics of the scores that attention() would put into its softmax, one value a query head.
+    """Return statistics of the scores that attention() would put into its softmax, one value a query head.
 
     `rows=None` looks at every row, `rows=N` at about N rows a head, spread over position, with standard errors.
     `sinks` is one learned logit a head, (heads,), that joins the denominator of each of its rows.
@@ -52,7 +60,9 @@ def score_stats(
     """
     check_rows(rows)
     if any_nested(query, key):
-        return uncompiled(nested.score_stats)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks)
+        return uncompiled(ragged.nested_score_stats)(
+            query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks
+        )
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
@@ -71,7 +81,7 @@ def score_moments(
     attn_mask: Mask = None,
     softcap: float | None = None,
 ) -> ScoreMoments:
-    """Count, mean, variance and variance within rows of scale · q·k, over all visible pairs, in O((n + m) d²).
+    """Return count, mean, variance and variance within rows of scale · q·k, over all visible pairs, in O((n + m) d²).
 
     A mask, a bias or a soft-cap has no such identity: the scores are then passed over, and `method` says so.
 
@@ -80,7 +90,7 @@ def score_moments(
     True
     """
     if any_nested(query, key):
-        return uncompiled(nested.score_moments)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
+        return uncompiled(ragged.nested_score_moments)(query, key, attn_mask, is_causal, scale, enable_gqa, softcap)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         return moments_of(scaled_call(query, key, key, Visibility.of(attn_mask, is_causal), scale, enable_gqa, softcap))
@@ -104,11 +114,11 @@ def attention_with_stats(
     if any_nested(query, key, value):
         check_rows(rows)
         options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        return uncompiled(nested.attention_with_stats)(query, key, value, rows, sinks, *options)
+        return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, sinks, *options)
     kind = None
     if attn_mask is None and softcap is None and sinks is None:
-        kind = plan.kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
-        planned = plan.PLANS.get(kind)
+        kind = _kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
+        planned = PLANS.get(kind)
         if planned is not None:
             return planned(query, key, value)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
@@ -121,7 +131,7 @@ def attention_with_stats(
         output = run(call)
         with torch.no_grad(), without_autocast(call.query):
             return output.reshape(shape), _measured(replace(call, sinks=None), rows, sinks)
-    way: plan.Planned | None = None
+    way: Planned | None = None
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
@@ -139,11 +149,27 @@ def attention_with_stats(
         with torch.no_grad(), without_autocast(call.query):
             stats = _measured(call, rows)
     if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
-        plan.keep(kind, way)  # nothing was folded
+        _keep(kind, way)  # nothing was folded
     return output.reshape(shape), stats
 
 
 def _measured(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """By an operator where nothing can be looked at and no kernel is one."""
+    """Measure by an op where nothing can be read and no kernel is an op."""
     hidden = unseen(call.query) or in_transform() or (call.query.is_cuda and is_intercepted(call.query, call.key))
-    return dense_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)
+    return graph_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)
+
+
+def _kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:
+    if not isinstance(query, Tensor):
+        return None  # and told so by the checks
+    plain = query.is_cuda and key.is_cuda and value.is_cuda and query.dim() == key.dim() == value.dim() == 4
+    if not plain or not (scale is None or type(scale) is float) or is_intercepted(query, key, value):
+        return None
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return *layout_key(query), *layout_key(key), *layout_key(value), scale, cast, *flags
+
+
+def _keep(kind: Hashable, planned: Planned) -> None:
+    if len(PLANS) >= MOST_PLANS:
+        PLANS.clear()
+    PLANS[kind] = planned

@@ -1,4 +1,4 @@
-"""The largest score of each head where it passes a limit, and nothing else: what QK-Clip asks of every step.
+"""The largest score of each head where it passes a limit, and nothing else, for QK-Clip at every step.
 
 No score of a row can be above ‖q‖ · max‖k‖ · scale. Rows for which that is within the limit are passed over, so a model
 whose scores are in range pays for reading its queries and keys once.
@@ -42,13 +42,13 @@ def raise_largest_(largest: Tensor, limit: Tensor, calls: Tensor, call: Call) ->
 
 
 def _highest_added(call: Call) -> Tensor | None:
-    """The most that is added to a score, never below 0; None where nothing is."""
+    """Return the most that is added to a score, never below 0; None where nothing is."""
     bias = call.visibility.bias
     return None if bias is None else bias.amax().float().clamp(min=0.0)
 
 
 def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tensor]]:
-    """Of each batch entry and head; all of them on a device that would have to be waited for."""
+    """Return (entry, head, rows) that may pass the limit; on a device that would have to be waited for, all."""
     query, key = call.query, call.key
     batch, heads, length, _ = query.shape
     if not query.numel() or not key.numel():
@@ -66,7 +66,7 @@ def _rows_that_may_pass(limit: Tensor, call: Call) -> list[tuple[int, int, Tenso
 
 
 def _scores(call: Call, entry: int, head: int, rows: Tensor) -> Tensor:
-    """Of these rows of a head; −∞ for keys that they do not see."""
+    """Return the scores of these rows of a head; −∞ for keys that they do not see."""
     query, key = call.query[entry, head, rows], call.key[entry, head // call.group]
     with without_autocast(query):  # which would make the product narrow again
         scores = query.to(wide_dtype(query)) @ key.to(wide_dtype(key)).mT * call.scale

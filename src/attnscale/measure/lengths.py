@@ -1,9 +1,13 @@
-"""How long vectors are, a head at a time: queries, keys, or the gradients that reach them."""
+"""Lengths of vectors, a head at a time: queries, keys, or the gradients that reach them; bounds of scores from them."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.attending.call import Call
 from attnscale.numerics import lengths, wide_dtype
+
+BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
 
 def head_lengths(vectors: Tensor) -> Tensor:
@@ -75,15 +79,35 @@ def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tenso
 
 
 def _shared(of_keys: Tensor, query: Tensor) -> Tensor:
-    """Of the key that each query head has, from that of each key."""
+    """Return the length of the key of each query head, from that of each key."""
     group = query.shape[1] // max(len(of_keys), 1)
     return of_keys if group == 1 else of_keys.repeat_interleave(group)
 
 
 def longest(vectors: Tensor) -> Tensor:
-    """The length of the longest vector of each batch entry and head; NaN where one has it.
+    """Return the length of the longest vector of each batch entry and head; NaN where one has it.
 
     >>> longest(torch.tensor([[[[3.0, 4.0], [1.0, 0.0]]]])).tolist()
     [[5.0]]
     """
     return lengths(vectors).amax(-1)
+
+
+def max_bound(call: Call, lse: Tensor | None = None) -> Tensor:
+    """Return an upper bound of each head's scores: |a| · max‖q‖ · max‖k‖, plus the largest bias (Cauchy–Schwarz).
+
+    No score is above the lse of its row either, where a kernel left that of all rows and each sees a key.
+    """
+    if not call.query.numel() or not call.key.numel():
+        return call.query.new_full(call.query.shape[1:2], -torch.inf)
+    if lse is not None and call.visibility.is_plain:
+        highest = lse.detach().numpy().max((0, 2))
+        return torch.from_numpy(highest + (np.abs(highest) + 1.0) * BOUND_SLACK)
+    queries, keys = longest(call.query), longest(call.key)
+    keys = keys if call.group == 1 else keys.repeat_interleave(call.group, dim=1)
+    bound = queries * keys * abs(call.scale)
+    if call.softcap is not None:
+        bound = call.softcap * torch.tanh(bound / call.softcap)
+    if call.visibility.bias is not None:
+        bound = bound + call.visibility.bias.amax((-2, -1))
+    return (bound * (1 + BOUND_SLACK)).amax(0)

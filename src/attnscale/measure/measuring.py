@@ -1,6 +1,5 @@
-"""How the scores of an attention are measured that is not run: by a kernel, in blocks of rows, or a few rows of it."""
+"""Measure scores without computing the attention output: by a kernel, in blocks of rows, or a few rows of it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,17 +7,16 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda.layout import capturing
-from attnscale.measure.foreseen import foreseen_variance
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows, with_sinks
 from attnscale.measure.pooled import SUMS
-from attnscale.measure.row_blocks import look_at_rows, measure_rows
+from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, sample_rows
+from attnscale.measure.sampling import LEAST_POSITIONS, Sample, design, foreseen_variance, sample_rows
 from attnscale.measure.stats import ScoreStats
 
 
@@ -43,31 +41,29 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None, sinks: Ten
 
 
 def _measured(call: Call, rows: int | None, lse: Tensor | None) -> ScoreStats:
-    sample = None if rows is None else _sample(call, rows, lse)
-    found, bound = (look_at_rows(call), None) if sample is None else _look(call, sample, lse)
-    if call.query.device.type != "cpu":
-        found()  # while its stream, or a graph that is being captured, is the one the scores are on
-    pool = Unpooled(found, lambda: bound, sample)
+    sample = None if rows is None else _sample(call, rows)
+    found, bound = (measure_rows(call), None) if sample is None else _look(call, sample, lse)
+    pool = Unpooled(lambda: found, lambda: bound, sample)
     refreshed = call.query.is_cuda and capturing()
     return ScoreStats(call.query.shape[1], exact=sample is None, pool=pool, refreshed=refreshed)
 
 
-def _sample(call: Call, rows: int, lse: Tensor | None) -> Sample | None:
+def _sample(call: Call, rows: int) -> Sample | None:
     """On a CPU rows of all batch entries; on a GPU as many of each, drawn ahead."""
     (batch, _, length, _), device, uneven = call.query.shape, call.query.device, not call.visibility.is_full
     if device.type == "cpu":
-        foreseen = foreseen_variance(call, lse) if 0 < rows < batch * length else None
+        foreseen = foreseen_variance(call) if 0 < rows < batch * length else None
         return sample_rows(rows, batch, length, uneven, foreseen)
     planned = design(rows, length, batch, uneven)
     if planned is None:
         return None
     if device.type == "cuda":
         return sampled.drawn_ahead(planned, batch, device).next()
-    return planned.sample(torch.tensor(planned.draw_each(batch)))
+    return planned.sample(torch.from_numpy(planned.draws(batch)).long())
 
 
 def looks_at_all(call: Call, rows: int) -> bool:
-    """Whether so many rows a head are all there are."""
+    """Return True if so many rows a head are all there are."""
     batch, length = call.query.shape[0], call.query.shape[2]
     wanted = max(LEAST_POSITIONS, rows if call.query.device.type == "cpu" else -(-rows // max(batch, 1)))
     if wanted >= (batch * length if call.query.device.type == "cpu" else length):  # noqa: SIM103  # not a symbol
@@ -75,11 +71,11 @@ def looks_at_all(call: Call, rows: int) -> bool:
     return False
 
 
-def _look(call: Call, sample: Sample, lse: Tensor | None) -> tuple[Callable[[], RowSums], Tensor]:
+def _look(call: Call, sample: Sample, lse: Tensor | None) -> tuple[RowSums, Tensor]:
     with torch.no_grad():
         positions = sample.positions.to(call.query.device, non_blocking=True)
         entries = sample.entries if len(call.query) > 1 else None  # of one entry they are in its order
-        return look_at_rows(call, positions, entries=entries), max_bound(call, lse)
+        return measure_rows(call, positions, entries=entries), max_bound(call, lse)
 
 
 def moments_of(call: Call) -> ScoreMoments:

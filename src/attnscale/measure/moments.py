@@ -23,7 +23,7 @@ BLOCK = 64 * CHUNK  # rows taken together, as one batch of chunks
 
 @dataclass(frozen=True)
 class ScoreMoments:
-    """How many scores each head has, their mean and their variance; `a + b` merges (Chan et al. 1979).
+    """Number of scores of each head, their mean and their variance; `a + b` merges (Chan et al. 1979).
 
     Of disjoint rows all of it merges. Of the same rows over other keys the variance within rows does not: how far the
     means of a row lie apart is not kept.
@@ -50,7 +50,7 @@ class ScoreMoments:
 
 
 def linear_moments(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> ScoreMoments:
-    """The moments of query (batch, heads, q_len, head_dim) on key (batch, kv_heads, kv_len, head_dim)."""
+    """Return the moments of query (batch, heads, q_len, head_dim) on key (batch, kv_heads, kv_len, head_dim)."""
     (batch, _, q_len, _), kv_len = query.shape, key.shape[-2]
     visible = Visibility.of(None, is_causal).counts_at(torch.arange(q_len, device=query.device), kv_len)
     pairs = batch * int(visible.sum())

@@ -1,23 +1,19 @@
 """The rows of each head -> the sums that statistics are read from."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.measure.chance import chance_of_participation
-from attnscale.measure.pooled import SUMS, Pooled, Table, merged
-from attnscale.measure.row_sums import ROW_FIELDS, RowSums
+from attnscale.measure.pooled import SUMS, Pooled, Table
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import Merged, ScoreStats, merged_when_read
-from attnscale.measure.uncertainty import Uncertainty
+from attnscale.measure.uncertainty import Uncertainty, chance_of_participation, uncertainty_of_totals
 from attnscale.theory.limits import SATURATED_TOP1
-
-POOLED_FIELDS = tuple(name for name in Pooled.__dataclass_fields__ if name not in ("errors", "finished"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,72 +49,6 @@ def with_sinks(stats: ScoreStats, sinks: Tensor | None) -> ScoreStats:
     return replace(stats, pool=replace(stats.pool, known=None, sinks=sinks.detach().double().clone()))
 
 
-def pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
-    """The sums of several statistics, without what standard errors are told from; alike ones are pooled at once.
-
-    A model's layers mostly are alike: pooling all of them takes as many operations as pooling one.
-    """
-    apart = [stats.pool.parts if isinstance(stats.pool, Merged) else (stats,) for stats in many]
-    single = iter(_pooled_together([part for parts in apart for part in parts]))
-    return _merged_together([[next(single) for _ in parts] for parts in apart])
-
-
-def _merged_together(many: Sequence[Sequence[Pooled]]) -> list[Pooled]:
-    """Each of these as one: those of as many parts at once, as micro-batches make them."""
-    found = {index: parts[0] for index, parts in enumerate(many) if len(parts) == 1}
-    alike: dict[tuple[int, torch.device], list[int]] = {}
-    for index, parts in enumerate(many):
-        if index not in found:
-            alike.setdefault((len(parts), parts[0].mean.device), []).append(index)
-    for (count, _), group in alike.items():
-        together = merged([_side_by_side([many[index][part] for index in group]) for part in range(count)])
-        found |= dict(zip(group, _apart(together, [len(many[index][0].mean) for index in group]), strict=True))
-    return [found[index] for index in range(len(many))]
-
-
-def _side_by_side(parts: Sequence[Pooled]) -> Pooled:
-    """The heads of all, without their errors."""
-    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in POOLED_FIELDS}
-    return Pooled(**columns)
-
-
-def _apart(pooled: Pooled, heads: list[int]) -> list[Pooled]:
-    """So many heads each, one behind the other, without their errors."""
-    columns: dict[str, Any] = {name: getattr(pooled, name).split(heads) for name in POOLED_FIELDS}
-    return [Pooled(**{name: parts[at] for name, parts in columns.items()}) for at in range(len(heads))]
-
-
-def _pooled_together(many: Sequence[ScoreStats]) -> list[Pooled]:
-    found: dict[int, Pooled] = {}
-    alike: dict[tuple[object, ...], list[tuple[int, Unpooled]]] = {}
-    for index, stats in enumerate(many):
-        if isinstance(stats.pool, Unpooled) and stats.pool.known is None and stats.pool.sinks is None:
-            alike.setdefault(_kind(stats.pool), []).append((index, stats.pool))
-        else:
-            found[index] = stats.pooled
-    for group in alike.values():
-        rows, bound = _joined([unpooled for _, unpooled in group])
-        first, heads = group[0][1], [many[index].heads for index, _ in group]
-        pooled = pool_rows(rows.over_shards() if first.in_shards else rows, bound, first.sample, errors=False)
-        found |= dict(zip((index for index, _ in group), _apart(pooled, heads), strict=True))
-    return [found[index] for index in range(len(many))]
-
-
-def _kind(unpooled: Unpooled) -> tuple[object, ...]:
-    rows, sample = unpooled.found(), unpooled.sample
-    design = None if sample is None else (id(sample.stratum), id(sample.sizes))  # which a design makes once
-    return rows.max.device, rows.max.dtype, rows.max.shape[:-2], rows.max.shape[-1], design
-
-
-def _joined(many: Sequence[Unpooled]) -> tuple[RowSums, Tensor | None]:
-    """The rows and bounds of calls of one kind, the heads of all side by side."""
-    found = [unpooled.found() for unpooled in many]
-    bounds = [unpooled.bound() for unpooled in many]
-    known = [bound for bound in bounds if bound is not None]
-    rows = RowSums(**{name: torch.cat([getattr(each, name) for each in found], -2) for name in ROW_FIELDS})
-    return rows, torch.cat(known) if len(known) == len(bounds) else None
-
-
 def pool_rows(
     rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
 ) -> Pooled:
@@ -149,12 +79,11 @@ def pool_rows(
 
 
 def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
-    """How far the sums of sampled rows about this mean may be off: most of the work where rows are few."""
+    """Return the uncertainty of the sums of sampled rows about this mean: most of the work where rows are few."""
     kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
+    least = sample.by_stratum(chance_of_participation(rows, sample.length))
     features = torch.stack(kept, dim=-1)
-    least = torch.zeros_like(features)
-    least[..., SUMS.index("jacobian_trace")] = sample.by_stratum(chance_of_participation(rows, sample.length))
-    return sample.of_all_entries().uncertainty_of_totals(features, least)
+    return uncertainty_of_totals(sample.of_all_entries(), features, least, SUMS.index("jacobian_trace"))
 
 
 def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:
@@ -164,14 +93,14 @@ def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:
 
 
 def _highest(values: Tensor, seen: Tensor) -> Tensor:
-    """The largest of each head over its rows, (batch, heads, rows); −∞ where it has none."""
+    """Return the largest of each head over its rows, (batch, heads, rows); −∞ where it has none."""
     if not seen.numel():
         return torch.full(seen.shape[1:2], -math.inf, dtype=torch.float64, device=seen.device)
     return torch.where(seen, values, -math.inf).amax((0, 2)).double()
 
 
 def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
-    """What is summed over rows, in the order of SUMS, one at a time: (batch, heads, rows) in float64."""
+    """Yield what is summed over rows, in the order of SUMS, one at a time: (batch, heads, rows) in float64."""
     nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
     yield rows.visible.double()
     away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)

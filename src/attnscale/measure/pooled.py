@@ -47,7 +47,7 @@ class Pooled:
 
     @property
     def uncertainty(self) -> Uncertainty | None:
-        """How far the sums may be off; formed when it is asked for."""
+        """Uncertainty of the sums, formed when it is asked for."""
         return self.errors() if callable(self.errors) else self.errors
 
 
@@ -59,7 +59,7 @@ class Table:
     errors: Callable[[], Uncertainty] | None = None
 
     def __call__(self) -> Pooled:
-        """Views of it: reading launches nothing, and reads what a replayed graph has written."""
+        """Return views of it: reading launches nothing, and reads what a replayed graph has written."""
         return self._formed() if torch.compiler.is_compiling() else self._pooled  # a graph takes no lock
 
     @cached_property
@@ -85,7 +85,7 @@ class Known:
     pooled: Pooled
 
     def __call__(self) -> Pooled:
-        """As they are."""
+        """Return them."""
         return self.pooled
 
 
@@ -93,7 +93,7 @@ FINAL = (Known, Table)  # formed once by themselves
 
 
 def merged(parts: list[Pooled]) -> Pooled:
-    """The rows of all parts together; in whatever order, up to float64 rounding."""
+    """Merge the rows of all parts, in whatever order, up to float64 rounding."""
     scores = [part.sums[:, SUMS.index("scores")] for part in parts]
     total = torch.stack(scores).sum(0)
     weighted = [own * part.mean for own, part in zip(scores, parts, strict=True)]
@@ -122,7 +122,7 @@ def _moved(sums: Tensor, delta: Tensor) -> Tensor:
 
 
 def _move(delta: Tensor) -> Tensor:
-    """The matrix that turns sums about a mean into sums about a mean lower by delta, (heads, sums, sums)."""
+    """Return the matrix that turns sums about a mean into sums about a mean lower by delta, (heads, sums, sums)."""
     matrix = torch.eye(len(SUMS), dtype=delta.dtype, device=delta.device).repeat(delta.shape[0], 1, 1)
     matrix[:, 1, 0] = delta
     matrix[:, 2, 0] = delta**2
@@ -131,7 +131,7 @@ def _move(delta: Tensor) -> Tensor:
 
 
 def pack(pooled: Pooled) -> Tensor:
-    """Everything of every head in one float64 row: numbers, sums, their uncertainty."""
+    """Return everything of every head in one float64 row: numbers, sums, their uncertainty."""
     numbers = torch.stack([getattr(pooled, name).double() for name in NUMBERS], dim=-1)
     uncertainty = Uncertainty.none(pooled.sums) if pooled.errors is None else pooled.uncertainty
     assert uncertainty is not None
@@ -139,7 +139,7 @@ def pack(pooled: Pooled) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Pooled:
-    """What pack() gave."""
+    """Return what pack() was called on."""
     numbers, sums, rest = packed.split([len(NUMBERS), len(SUMS), packed_size(len(SUMS))], dim=-1)
     rows, count, mean, largest, bound, above = numbers.unbind(-1)
     return Pooled(

@@ -1,66 +1,94 @@
-"""The pass over the scores in plain torch, a block of rows at a time: any device, mask, bias and soft-cap.
+"""Sums of each row of scores on a CPU, a block of rows at a time: any mask, bias and soft-cap; other devices too.
 
-Where the attention's output is wanted too, it comes from the same scores: they and their exponentials are most of the
+The output of the attention comes from the same scores where it is wanted: they and their exponentials are most of the
 work of both. Inside, scores are in bits, s·log₂e: 2ˣ is three times as fast as eˣ, thirty times where it underflows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cpu.room import room_for
-from attnscale.measure.cpu.threads import share
-from attnscale.measure.cut import Cut, Strip, cut_of
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
+from attnscale.measure.threads import share
 from attnscale.numerics import is_surely_finite, wide_dtype
 from attnscale.visibility import Visibility
 
 HIDDEN = 1e30  # subtracted from a hidden score: finite, since −∞ times zero is NaN
 BITS = math.log2(math.e)  # in a score of one
 SUMS = 7  # of a row: max, Σw, Σ(s−m), ‖w‖, ‖s−m‖, Σw(s−m), s₁−m, with w = 2^{s−m}
+CORE_SCORES = 2**17  # scores of several heads at a time on a core: two buffers of 512 KB, which its cache holds
+JOINED_SCORES = 2**18  # for each of torch's own threads: to begin an operation on them takes longer than a nearby cache
+ROW_SCORES = 2**19  # and of one head, where keys are many
+DEVICE_SCORES = 2**26  # scores at a time on a GPU: two of 256 MB
+LEAST_ROWS, MOST_ROWS = 32, 128  # of one product on a CPU: fewer make it slow, more hide much of a causal block
+WORTH_A_THREAD = 2**20  # scores; for fewer, the cores that torch's own threads hold while they wait for work are missed
+
+
+class Strip(NamedTuple):
+    """Part of the rows and heads of one batch entry: a task of a thread, which passes over it block by block."""
+
+    entry: int
+    heads: slice
+    rows: slice  # of the query, or of the positions given
+
+
+class Cut(NamedTuple):
+    """Strips of all rows, the rows of one that are passed over at once, and the number of threads."""
+
+    strips: tuple[Strip, ...]
+    block: int
+    threads: int  # that they are worth, on a CPU
 
 
 def measure_rows(
     call: Call, positions: Tensor | None = None, output: Tensor | None = None, entries: Tensor | None = None
 ) -> RowSums:
-    """The sums of every row, or of the rows at these positions; `output` is filled with softmax(scores) V.
+    """Return the sums of every row, or of the rows at these positions; fill `output` with softmax(scores) V.
 
-    `positions` are (rows,), or of each batch entry others, (batch, rows). `entries`: the batch entry of each position.
-    The rows of all of them are then found as those of one.
+    `positions` are (rows,), or of each batch entry others, (batch, rows). `entries` are those of each
+    position: all of them are then the rows of one.
     """
-    return look_at_rows(call, positions, output, entries)()
-
-
-def look_at_rows(
-    call: Call, positions: Tensor | None = None, output: Tensor | None = None, entries: Tensor | None = None
-) -> Callable[[], RowSums]:
-    """The same, but for what is left to do when all scores were seen: it is done when it is first asked for."""
     if positions is not None and entries is not None:
-        return _look_at_entries(call, positions, entries)
+        return _measure_entries(call, positions, entries)
     visible = visible_rows(call, positions)
-    cut = cut_of(call, [(0, visible.shape[-1])] * visible.shape[0])
-    return cache(partial(finished, _passed_over(call, positions, visible, cut, output), visible))
+    cut = in_strips(call, [(0, visible.shape[-1])] * visible.shape[0])
+    return finished(_passed_over(call, positions, visible, cut, output), visible)
 
 
-def _look_at_entries(call: Call, positions: Tensor, entries: Tensor) -> Callable[[], RowSums]:
+def _measure_entries(call: Call, positions: Tensor, entries: Tensor) -> RowSums:
     entries, order = entries.sort(stable=True)
     visible = visible_rows(call)[entries, :, positions[order]].mT.unsqueeze(0)
     ends = torch.bincount(entries, minlength=call.query.shape[0]).cumsum(0).tolist()
-    cut = cut_of(call, list(pairwise([0, *ends])))
-    sums = _passed_over(call, positions[order], visible, cut, None)
+    sums = _passed_over(call, positions[order], visible, in_strips(call, list(pairwise([0, *ends]))), None)
+    rows, back = finished(sums, visible), order.argsort()
+    return RowSums(**{name: getattr(rows, name)[..., back] for name in ROW_FIELDS})
 
-    @cache
-    def found() -> RowSums:
-        rows, back = finished(sums, visible), order.argsort()
-        return RowSums(**{name: getattr(rows, name)[..., back] for name in ROW_FIELDS})
 
-    return found
+def rows_of(scores: Tensor, visible: Tensor | None) -> RowSums:
+    """Return the sums of rows of scores, (batch, heads, rows, keys), in float32 at least; visible None: all."""
+    *shape, keys = scores.shape
+    if visible is None:
+        count = torch.full((1,), keys, device=scores.device).expand(shape)
+    else:
+        count, scores = visible.sum(-1), scores.clamp(min=-HIDDEN)  # −∞ times zero is NaN
+    sums = _sums_of(scores, visible)
+    return finished(_sums_of(scores.double(), visible) if past_float32(sums) else sums, count)
+
+
+def _sums_of(scores: Tensor, visible: Tensor | None) -> Tensor:
+    sums = scores.new_zeros(SUMS, *scores.shape[:-1])
+    if scores.shape[-1]:
+        both = scores.new_empty(2, *scores.shape)
+        torch.mul(scores, BITS, out=both[1])
+        reduce_rows(both, None if visible is None else visible.to(scores.dtype), sums)
+    return sums
 
 
 def _passed_over(call: Call, positions: Tensor | None, visible: Tensor, cut: Cut, output: Tensor | None) -> Tensor:
@@ -80,7 +108,7 @@ def _sums(
 
 
 def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
-    """Visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded, not copied."""
+    """Return the visible keys of each row, or of the rows at these positions: (batch, heads, rows), expanded."""
     batch, heads, q_len, _ = call.query.shape
     counts = call.visibility.counts(q_len, call.key.shape[-2], call.query.device)
     if counts is None:
@@ -95,7 +123,7 @@ def visible_rows(call: Call, positions: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Pass:
-    """What the strips of one pass share."""
+    """One pass over the strips of an attention."""
 
     call: Call
     positions: Tensor | None
@@ -106,12 +134,15 @@ class Pass:
     def measure(self, strips: Iterator[Strip]) -> None:
         """Fill in the sums of these strips, and their output."""
         chosen = dict[tuple[int, int], Tensor]()
+        room = self.sums.new_empty(0)  # one buffer for all strips: to touch new pages takes longer than to fill them
         with torch.no_grad():
             for strip in strips:
-                self._measure(strip, self._query(strip, chosen))
+                query = self._query(strip, chosen)
+                size = 2 * len(query) * min(self.block, query.shape[-2]) * self.call.key.shape[-2]
+                room = room if len(room) >= size else self.sums.new_empty(size)
+                self._measure(strip, query, room)
 
-    def _measure(self, strip: Strip, query: Tensor) -> None:
-        """One strip, with two buffers for the scores of a block."""
+    def _measure(self, strip: Strip, query: Tensor, room: Tensor) -> None:
         key = self._of(self.call.key, strip).mT
         key = key.contiguous() if self._is_worth_a_copy(query) else key
         value = None if self.output is None else self._of(self.call.value, strip)
@@ -119,7 +150,6 @@ class Pass:
         sums = self.sums[:, place, strip.heads, strip.rows].split(self.block, -1)
         outputs = None if self.output is None else self.output[strip].split(self.block, -2)
         seen = self.call.visibility.at(strip.entry, strip.heads)
-        room = room_for(2 * len(query) * min(self.block, query.shape[-2]) * key.shape[-1], self.sums)
         for index, part in enumerate(query.split(self.block, -2)):
             start = strip.rows.start + index * self.block
             rows = slice(start, start + part.shape[-2])
@@ -139,7 +169,7 @@ class Pass:
                 torch.bmm(both[0], value[:, keys], out=outputs[index])
 
     def _query(self, strip: Strip, chosen: dict[tuple[int, int], Tensor]) -> Tensor:
-        """(heads, rows, head_dim), with products that are scores; rows that were `chosen` before, of all heads."""
+        """Return (heads, rows, head_dim), with products that are scores; rows `chosen` before, of all heads."""
         query = self.call.query[strip.entry]
         at = self._positions(strip.entry, strip.rows)
         if isinstance(at, slice):
@@ -154,18 +184,18 @@ class Pass:
         return query.to(self.sums.dtype) * (self.call.scale * BITS)
 
     def _of(self, tensor: Tensor, strip: Strip) -> Tensor:
-        """The key or value of these query heads."""
+        """Return the key or value of these query heads."""
         if self.call.group == 1:
             return tensor[strip.entry, strip.heads].to(self.sums.dtype)
         shared = torch.arange(strip.heads.start, strip.heads.stop, device=tensor.device) // self.call.group
         return tensor[strip.entry, shared].to(self.sums.dtype)
 
     def _is_worth_a_copy(self, query: Tensor) -> bool:
-        """Whether keys, turned so that a product reads them in a row, are used by several blocks."""
+        """Return True if keys, turned so that a product reads them in a row, are used by several blocks."""
         return query.device.type == "cpu" and query.shape[-2] >= 4 * self.block
 
     def _shown(self, seen: Visibility, at: slice | Tensor, lowest: int, keys: slice, scores: Tensor) -> Tensor | None:
-        """Cap and bias the scores; 1 or 0 for each of the last columns that is shown or hidden, None: all shown."""
+        """Cap and bias the scores; return 1 or 0 for each of the last columns, shown or hidden; None: all shown."""
         cap = self.call.softcap
         if cap is not None:
             scores.div_(cap * BITS).tanh_().mul_(cap * BITS)
@@ -180,13 +210,13 @@ class Pass:
         return shown.to(scores.dtype)
 
     def _positions(self, entry: int, rows: slice) -> slice | Tensor:
-        """Where these rows are in the query."""
+        """Return the positions of these rows in the query."""
         if self.positions is None:
             return rows
         return (self.positions if self.positions.dim() == 1 else self.positions[entry])[rows]
 
     def _ends(self, at: slice | Tensor) -> tuple[int, int]:
-        """The first and the last of these rows; of rows chosen on a GPU none is known: to look would be to wait."""
+        """Return the first and the last of these rows; of rows chosen on a GPU, of all: to look would be to wait."""
         if isinstance(at, slice):
             return at.start, at.stop - 1
         if self.call.visibility.is_full or at.device.type != "cpu":
@@ -196,7 +226,7 @@ class Pass:
 
 
 def reduce_rows(both: Tensor, shown: Tensor | None, sums: Tensor) -> None:
-    """From the scores, the second of `both`, the sums of each row; the first is left with 2^{s−m}, 0 where hidden."""
+    """Write the sums of each row of scores, the second of `both`; leave 2^{s−m} in the first, 0 where hidden."""
     weights, below = both
     # Hidden keys by adds and products, which run at full speed, over the columns where there may be some.
     last = slice(below.shape[-1] - (0 if shown is None else shown.shape[-1]), None)
@@ -221,14 +251,14 @@ def _first_shown(scores: Tensor, shown: Tensor) -> Tensor:
 
 
 def past_float32(sums: Tensor) -> bool:
-    """Whether squares of these scores are past what float32 holds; of a GPU it is not known without waiting for it."""
+    """Return True if squares of these scores are past float32, on a CPU: a GPU would have to be waited for."""
     return sums.device.type == "cpu" and not is_surely_finite(sums[4]) and bool(sums[4].isinf().any())
 
 
 def finished(sums: Tensor, visible: Tensor) -> RowSums:
-    """The sums that reduce_rows() left, as they are kept: scores in nats again.
+    """Return the sums that reduce_rows() wrote as they are kept, scores in nats again.
 
-    They are left as they are: in inference mode they may be made, and be asked for outside it.
+    The sums are left as they are: they may be of inference mode.
     """
     total, powers = sums[1], sums[3]
     highest, below, deviation, gap, first = (sums[each] / BITS for each in (0, 2, 4, 5, 6))
@@ -246,3 +276,39 @@ def finished(sums: Tensor, visible: Tensor) -> RowSums:
         deviation=squares.clamp_(min=0.0),
         first=first,
     )
+
+
+def in_strips(call: Call, entries: Sequence[tuple[int, int]]) -> Cut:
+    """Return the rows of each batch entry, from one to another, in strips."""
+    heads, keys, is_here = call.query.shape[1], call.key.shape[-2], call.query.device.type == "cpu"
+    threads = torch.get_num_threads() if is_here else 0
+    return _cut_for(heads, keys, tuple(entries), threads, call.visibility.is_causal)
+
+
+@lru_cache(maxsize=64)
+def _cut_for(heads: int, keys: int, entries: tuple[tuple[int, int], ...], threads: int, is_causal: bool) -> Cut:
+    """Return blocks that stay in a core's cache, or that fill a GPU, and strips of them that are worth a thread.
+
+    `threads` are torch's own on a CPU, and none on a GPU.
+    """
+    rows = max((stop - start for start, stop in entries), default=0)
+    if not min(heads, rows, keys):
+        return Cut((), 1, 0)
+    worth = heads * keys * sum(stop - start for start, stop in entries) // WORTH_A_THREAD if threads else 0
+    if threads:
+        scores = CORE_SCORES if worth else JOINED_SCORES * threads
+        block = max(LEAST_ROWS, min(MOST_ROWS, ROW_SCORES // keys))
+        block = min(block, -(-rows // 2)) if is_causal else block  # the first half sees much less
+    else:
+        scores, block = DEVICE_SCORES, max(MOST_ROWS, DEVICE_SCORES // (heads * keys))
+    block = min(block, rows)
+    together = -(-heads // -(-heads * block * keys // scores))  # of one size
+    strip = block * max(1, WORTH_A_THREAD // (together * block * keys))
+    strips = (
+        Strip(entry, slice(head, min(head + together, heads)), slice(row, min(row + strip, stop)))
+        for entry, (start, stop) in enumerate(entries)
+        for head in range(0, heads, together)
+        # the longest of a causal head first: the threads end together
+        for row in reversed(range(start, stop, strip))
+    )
+    return Cut(tuple(strips), block, worth)

@@ -1,17 +1,15 @@
-"""Which rows to look at, and what having looked at those alone is worth.
+"""Rows that are looked at where not all are: drawn without replacement in strata of neighbouring positions.
 
-Rows are drawn without replacement in strata of neighbouring positions, from all batch entries; what is foreseen to
-stand out is taken for certain. Kernels of a GPU take as many of each entry, drawn apart, and attention written out the
-same of every entry: each then stands for that row of the whole batch (a cluster). The variance of an estimated total
-is the textbook one for such a design: Σ_h M_h² (1 − m_h/M_h) S_h / m_h, S_h being the sample covariance in stratum h.
+Rows that are predicted to stand out are taken for certain. A CPU draws from all batch entries together. Kernels of a
+GPU take as many rows of each entry, drawn apart. Attention written out takes the same rows of every entry: each then
+stands for that row of the whole batch (a cluster).
 """
 
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,16 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.ahead import next_draw
-from attnscale.measure.uncertainty import Uncertainty
+from attnscale.attending.call import Call
+from attnscale.numerics import is_surely_finite, wide_dtype
 
-ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ, and how skewed they are
+ROWS_A_STRATUM = 3  # neighbouring positions are alike; three of each tell how much they differ
 LEAST_POSITIONS = 2  # one alone tells nothing about the spread between rows
 CERTAIN_SHARE = 4  # where rows see unlike numbers of keys, one row in four goes to the first positions, all of them
 STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any is
 STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
-DRAW = random.Random(0)  # of its own: measuring a model must not change the random numbers it trains with
-SOURCE = np.random.default_rng(0)  # likewise, of many draws at once
+FORESEEN_KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
+SOURCE = np.random.default_rng(0)  # of its own: measuring a model must not change the random numbers it trains with
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)
 
 
@@ -51,29 +49,8 @@ def same_rows(seed: int) -> Iterator[None]:
 
 
 def rows_are_shared() -> bool:
-    """Whether calls elsewhere look at the same rows, over other keys: what is put together must not depend on a cut."""
+    """Return True if calls elsewhere look at the same rows, over other keys: nothing may depend on how keys are cut."""
     return SEED.get() is not None
-
-
-@dataclass(frozen=True)
-class Foreseen:
-    """What was known of all rows before some were looked at."""
-
-    design: "Design"
-    all_rows: Tensor  # (heads, rows)
-    drawn: Tensor  # which of them were looked at
-    by_stratum: Tensor | None = None  # the order in which they are those of the design; None: as they are
-
-    @property
-    def rows(self) -> Tensor:
-        """(heads, rows), of those looked at."""
-        return self.all_rows.index_select(1, self.drawn)
-
-    @property
-    def cumulants(self) -> Tensor:
-        """(3, heads) of the error in the estimated total: second, third, Σ (a stratum's second)²."""
-        rows = self.all_rows if self.by_stratum is None else self.all_rows.index_select(1, self.by_stratum)
-        return self.design.cumulants(rows.double())
 
 
 @dataclass(frozen=True)
@@ -84,81 +61,35 @@ class Sample:
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
     entries: Tensor | None = None  # (rows,) the batch entry of each; None: so many of every entry
-    foreseen: "Foreseen | None" = None
+    foreseen: Callable[[], Tensor] | None = None  # Design.cumulants() of what was foreseen of all rows
 
     @property
     def length(self) -> int:
-        """How many positions there are in all."""
+        """Number of positions in all."""
         return int(self.sizes.sum())
 
     @property
     def weights(self) -> Tensor:
-        """How many positions each sampled one stands for."""
+        """Number of positions that each sampled one stands for."""
         taken = torch.bincount(self.stratum, minlength=len(self.sizes)).clamp(min=1)
         return (self.sizes / taken)[self.stratum]
 
     def by_stratum(self, quantity: Tensor) -> Tensor:
-        """What uncertainty_of_totals() takes of (batch, heads, rows): rows that stand for the whole batch in one."""
+        """Return (batch, heads, rows) as (heads, rows) of of_all_entries(), or summed over the batch."""
         return quantity.transpose(0, 1).flatten(1) if self.positions.dim() == 2 else quantity.sum(0)
 
     def of_all_entries(self) -> "Sample":
-        """The same with the rows of all batch entries in one, each entry in strata of its own."""
+        """Return the same with the rows of all batch entries in one, each entry in strata of its own."""
         if self.positions.dim() == 1:
             return self
         batch, strata = self.positions.shape[0], len(self.sizes)
         stratum = self.stratum + strata * torch.arange(batch, device=self.stratum.device).unsqueeze(-1)
         return Sample(self.positions.flatten(), stratum.flatten(), self.sizes.repeat(batch))
 
-    def uncertainty_of_totals(self, features: Tensor, least: Tensor) -> Uncertainty:
-        """Of the estimated totals of features (heads, rows, features).
-
-        `least`, of the same shape: a variance of each row that is known besides; the larger of the two counts.
-        """
-        stratum, sizes = self.stratum.to(features.device), self.sizes.to(features)
-        strata = len(self.sizes)
-        taken = torch.bincount(stratum, minlength=strata).to(features)
-        heads, _, width = features.shape
-
-        member = (stratum == torch.arange(strata, device=stratum.device).unsqueeze(-1)).to(features)
-
-        def within(values: Tensor) -> Tensor:
-            means = member @ values / taken[:, None].clamp(min=1)  # in one order, on a GPU too
-            return values - means[:, stratum]
-
-        residual = within(features)
-        # each row's share: M² (1 − m/M) / (m (m − 1)), so that one product over all rows is the sum over strata
-        share = sizes * (sizes - taken) / (taken * (taken - 1)).clamp(min=1)
-        slopes, known = features.new_zeros(heads, width), features.new_zeros(3, heads)
-        if self.foreseen is not None:
-            foreseen, known = (
-                within(self.foreseen.rows.to(features).unsqueeze(-1)),
-                self.foreseen.cumulants.to(features),
-            )
-            along = (foreseen * share[stratum, None]).mT
-            slopes = (along @ residual / (along @ foreseen).clamp(min=torch.finfo(features.dtype).tiny)).squeeze(1)
-            residual = residual - foreseen * slopes.unsqueeze(1)
-        covariance = (residual * share[stratum, None]).mT @ residual
-        # and for what goes with a total known of all rows, its own variance and skewness, which no sample can miss
-        covariance = covariance + known[0, :, None, None] * slopes.unsqueeze(-1) * slopes.unsqueeze(-2)
-        alone = sizes * (sizes - taken) / taken.square().clamp(min=1)
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        variance.copy_(torch.maximum(variance, (least * alone[stratum, None]).sum(1)))
-        # likewise M³ (1 − m/M) (1 − 2m/M) / (m (m − 1) (m − 2)), nothing where half of a stratum or more was taken
-        cubed = sizes * (sizes - taken) * (sizes - 2 * taken).clamp(min=0)
-        cubed = cubed / (taken * (taken - 1) * (taken - 2)).clamp(min=1)
-        squares = (residual.unsqueeze(-1) * residual.unsqueeze(-2)).flatten(2)
-        third = (squares * cubed[stratum, None]).mT @ residual
-        drawn = (sizes > taken).to(features) * taken
-        freedom = ((sizes > taken) * (taken - 1)).sum()
-        step = (sizes * (sizes - taken) / taken.clamp(min=1)).sum() / drawn.sum().clamp(min=1)
-        third = third.unflatten(1, (width, width))
-        third = third + torch.einsum("h,hi,hj,hk->hijk", known[1], slopes, slopes, slopes)
-        return Uncertainty(covariance, third, freedom.expand(heads), step.expand(heads), known.mT)
-
 
 @dataclass(frozen=True)
 class Design:
-    """Which positions are taken for certain, and the edges of the strata that the others are drawn from."""
+    """Number of positions taken for certain, and the edges of the strata that the others are drawn from."""
 
     certain: int
     edges: tuple[int, ...]
@@ -166,21 +97,22 @@ class Design:
 
     @cached_property
     def stratum(self) -> Tensor:
-        """The stratum of each sampled position; those taken for certain are one of their own.
-
-        On a CPU, whatever torch's default device is.
-        """
+        """Stratum of each sampled position, on the CPU; those taken for certain are one of their own."""
         counts = [self.certain, *self.taken]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int64), counts))
 
     @cached_property
     def sizes(self) -> Tensor:
-        """How many positions each stratum has."""
+        """Number of positions of each stratum."""
         sizes = [self.certain, *(stop - start for start, stop in pairwise(self.edges))]
         return torch.from_numpy(np.array(sizes, dtype=np.int64))
 
     def cumulants(self, values: Tensor) -> Tensor:
-        """Of the error in the estimated total of values known of all rows, (heads, rows) by stratum."""
+        """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
+
+        They are its second and third cumulant, and the sum of the squares of each stratum's second.
+        """
+        values = values.double()
         sizes, taken = self.sizes.to(values), torch.bincount(self.stratum, minlength=len(self.sizes)).to(values)
         of = torch.repeat_interleave(torch.arange(len(sizes)), self.sizes)
         means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
@@ -190,33 +122,19 @@ class Design:
         third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
         third = third / taken.clamp(min=1)
         each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
-        return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)])
-
-    def draw(self) -> list[int]:
-        """Positions in increasing order, drawn anew."""
-        return self.draw_each(1)[0]
-
-    def draw_each(self, batch: int) -> list[list[int]]:
-        """The same for every batch entry, of the other ones apart."""
-        seed = SEED.get()
-        source = DRAW if seed is None else random.Random(seed)
-        return [self._drawn(source) for _ in range(batch)]
-
-    def _drawn(self, source: random.Random) -> list[int]:
-        positions = list(range(self.certain))
-        for (start, stop), taken in zip(pairwise(self.edges), self.taken, strict=True):
-            positions += sorted(_chosen(source, start, stop, taken))
-        return positions
+        return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)
 
     def draws(self, count: int) -> NDArray[np.int32]:
-        """So many draws at once, (count, rows), each in one piece: Floyd's algorithm on all strata of all draws."""
+        """Return so many draws, (count, rows), each in increasing order: Floyd's algorithm on all strata at once."""
+        seed = SEED.get()
+        source = SOURCE if seed is None else np.random.default_rng(seed)
         edges, taken = np.array(self.edges), np.array(self.taken)
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
         for step in range(widest):
             # the step-th of a stratum comes from so many of its first, and one more
             size = np.diff(edges) - taken + step
-            picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
+            picked = source.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
             met = (chosen[..., :step] == picked[..., None]).any(-1)
             chosen[..., step] = np.where(step < taken, np.where(met, size, picked), -1)
         positions = np.sort(np.where(chosen < 0, -1, chosen + edges[:-1, None]), axis=-1).reshape(count, -1)
@@ -224,27 +142,23 @@ class Design:
         certain = np.broadcast_to(np.arange(self.certain), (count, self.certain))
         return np.ascontiguousarray(np.concatenate([certain, positions[:, kept]], axis=1), np.int32)
 
+    def draw(self) -> Tensor:
+        """Return positions in increasing order, drawn anew."""
+        with torch.inference_mode(False):  # they may be used outside it
+            return torch.from_numpy(self.draws(1)[0].astype(np.int64))
+
     def sample(self, positions: Tensor) -> Sample:
-        """A draw with what it is worth."""
+        """Return a draw with its strata."""
         return Sample(positions, self.stratum, self.sizes)
 
 
-def _chosen(source: random.Random, start: int, stop: int, count: int) -> set[int]:
-    """So many of the numbers from `start` to `stop`, by Floyd's algorithm: random.sample() takes thrice as long."""
-    chosen: set[int] = set()
-    for last in range(stop - count, stop):
-        picked = start + int(source.random() * (last + 1 - start))
-        chosen.add(last if picked in chosen else picked)
-    return chosen
-
-
 def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
-    """About `rows` rows a head, spread over position and batch; None where that is every row.
+    """Return a design for about `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
     towards the end. Rows that see part of their keys here count as such.
     """
-    return _design(rows, length, batch, uneven or SEED.get() is not None, 0)
+    return _design(rows, length, batch, uneven or rows_are_shared(), 0)
 
 
 @lru_cache(maxsize=64)
@@ -262,49 +176,62 @@ def _design(rows: int, length: int, batch: int, uneven: bool, standing_out: int)
 
 
 def sample_positions(rows: int, length: int, batch: int, uneven: bool) -> Sample | None:
-    """About `rows` rows a head, drawn anew; None where that is every row."""
+    """Return about `rows` rows a head, the same of every batch entry, drawn anew; None where that is every row."""
     planned = design(rows, length, batch, uneven)
-    return None if planned is None else planned.sample(torch.tensor(planned.draw()))
+    return None if planned is None else planned.sample(planned.draw())
 
 
 def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tensor | None = None) -> Sample | None:
-    """About `rows` rows a head of all batch entries, drawn anew; None where that is every row.
+    """Return about `rows` rows a head of all batch entries, drawn anew; None where that is every row.
 
     `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
     """
-    seeded = SEED.get() is not None
-    known = None if foreseen is None or seeded else foreseen.permute(1, 2, 0).flatten(1)
-    first = None if known is None else _standing_out(known.numpy(), rows // STANDING_OUT_SHARE)
-    planned = _design(rows, batch * length, 1, uneven or seeded, 0 if first is None else len(first))
+    known = None if foreseen is None or rows_are_shared() else foreseen.permute(1, 2, 0).flatten(1)
+    first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
+    certain = 0 if first is None else len(first)
+    planned = _design(rows, batch * length, 1, uneven or rows_are_shared(), certain)
     if planned is None:
         return None
-    drawn = torch.tensor(planned.draw()) if seeded else next_draw(planned)
-    order = None
+    order = torch.arange(batch * length)
     if first is not None:
-        others = np.ones(batch * length, dtype=bool)
-        others[first] = False
-        order = torch.from_numpy(np.concatenate([first, others.nonzero()[0]]))
-        drawn = order.index_select(0, drawn)
-    positions, entries = (drawn, torch.zeros_like(drawn)) if batch == 1 else (drawn // batch, drawn % batch)
-    told = None if known is None else Foreseen(planned, known, drawn, order)
-    return Sample(positions, planned.stratum, planned.sizes, entries, told)
+        others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
+        order = torch.cat([first, order[others]])
+    drawn = order[planned.draw()]
+    told = None if known is None else partial(_cumulants_of, planned, known, order)
+    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, told)
 
 
-def _standing_out(known: NDArray[np.floating], most: int) -> NDArray[np.int64] | None:
-    """The rows that are furthest above the usual of any head, in their order; None where no row is far above.
+def _cumulants_of(planned: Design, known: Tensor, order: Tensor) -> Tensor:
+    return planned.cumulants(known[:, order])
 
-    A few thousand numbers, of which torch's operators take longer to call than to run.
+
+def _standing_out(known: Tensor, most: int) -> Tensor | None:
+    """Return the rows that are furthest above the usual of any head, in their order; None where no row is far above."""
+    usual = known.mean(1, keepdim=True) * STANDS_OUT
+    above = (known / torch.where(usual > 0, usual, torch.inf)).nan_to_num(0.0)
+    if not most or not above.numel() or not bool((above >= 1).any()):
+        return None
+    return above.amax(0).topk(min(most, above.shape[1])).indices.sort().values
+
+
+def foreseen_variance(call: Call) -> Tensor:
+    """Return qᵀ Cov(k) q + (q·k̄ − μ)², (batch, heads, q_len): how far the scores of each row lie from the head's mean.
+
+    Cov(k) is of keys spread evenly, before masks and caps, and the unit is of its own: it tells rows apart.
     """
-    if not most or not known.size:
-        return None
-    far = np.add.reduce(known, 1, keepdims=True) * (STANDS_OUT / known.shape[1])
-    if not (np.maximum.reduce(known, 1, keepdims=True) >= far).any():
-        return None
-    far[~(far > 0)] = np.inf
-    with np.errstate(invalid="ignore", over="ignore"):
-        above = np.fmax.reduce(known / far, 0)  # NaN is no number of any row
-    above[np.isnan(above)] = 0.0
-    if above.max() < 1.0:
-        return None
-    most = min(most, len(above))
-    return np.sort(np.argpartition(above, -most)[-most:])
+    some = call.key[..., :: max(1, call.key.shape[-2] // FORESEEN_KEYS), :]
+    query, key = (tensor.to(wide_dtype(tensor)) for tensor in (call.query, some))
+    found = _squares(query, key, call.group)
+    if is_surely_finite(found):
+        return found
+    return _squares(query / query.abs().amax(), key / key.abs().amax(), call.group)
+
+
+def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
+    usual = key.mean(-2, keepdim=True)
+    apart = key - usual
+    # the mean key beside the covariance: one product for both
+    both = torch.cat([apart.mT @ apart / max(key.shape[-2], 1), usual.mT], -1)
+    product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
+    means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
+    return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: new pages take longer than products

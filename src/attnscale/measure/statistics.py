@@ -19,7 +19,7 @@ ANY, POSITIVE, SHARE = (-math.inf, math.inf), (0.0, math.inf), (0.0, 1.0)
 
 
 class Place(Flag):
-    """Where a statistic is kept or shown."""
+    """Place where a statistic is kept or shown."""
 
     LOG = auto()  # records of a training run, and the sinks that draw them as curves
     LIVE = auto()  # the table that follows a run; of what is in the log
@@ -52,17 +52,17 @@ class Statistic:
     may_be_unknown: bool = False  # left out of a record in which no head has it
 
     def of(self, stats: "ScoreStats") -> "Tensor":
-        """The values of all heads; of a statistic that ScoreStats has."""
+        """Return the values of all heads; the statistic must be one of ScoreStats."""
         assert self.attribute is not None, f"{self.name} is known to the record of a layer alone"
         values: Tensor = getattr(stats, self.attribute)
         return values
 
     def whole(self, stats: "ScoreStats") -> float:
-        """The number of the layer that has these heads."""
+        """Return the number of the layer that has these heads."""
         return self.over_heads(self.of(stats).tolist())
 
     def error(self, stats: "ScoreStats") -> float:
-        """Standard error of the number of the layer, from having looked at some rows only; NaN where it has none.
+        """Return the standard error of the number of the layer from sampled rows; NaN where it has none.
 
         Infinite where the rows cannot tell it of some head. Heads look at the same rows, so that their errors do not
         cancel in a mean.
@@ -73,7 +73,7 @@ class Statistic:
         return math.inf if bool(errors.isnan().any()) else self.over_heads(errors.tolist())
 
     def over_heads(self, values: Iterable[float]) -> float:
-        """The number of the layer, from those of its heads; NaN where none is known."""
+        """Return the number of the layer, from those of its heads; NaN where none is known."""
         known = [value for value in values if value == value]  # not NaN
         if not known:
             return math.nan
@@ -220,15 +220,15 @@ STATISTICS = {entry.name: entry for entry in _ENTRIES}
 
 
 def of_scores() -> dict[str, Statistic]:
-    """What ScoreStats has, by the name of its attribute."""
+    """Return the statistics of ScoreStats, by the name of the attribute."""
     return {entry.attribute: entry for entry in STATISTICS.values() if entry.attribute is not None}
 
 
 def in_place(place: Place) -> list[Statistic]:
-    """What is kept or shown in a place."""
+    """Return the statistics that are kept or shown in a place."""
     return [entry for entry in STATISTICS.values() if entry.places & place]
 
 
 def logged() -> dict[str, Statistic]:
-    """What a record keeps of every head, by name."""
+    """Return the statistics that a record keeps of every head, by name."""
     return {entry.name: entry for entry in in_place(Place.LOG)}

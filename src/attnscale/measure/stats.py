@@ -31,7 +31,7 @@ ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 
 
 def table_of(pooled: Pooled) -> Tensor:
-    """The columns of Table."""
+    """Return the columns of Table."""
     stats = ScoreStats(len(pooled.mean), exact=True, pool=Known(pooled))
     numbers = [getattr(pooled, name).double() for name in NUMBERS]
     shown = [getattr(stats, name) for name in FINISHED]
@@ -162,7 +162,7 @@ class ScoreStats(Result):
         return torch.where(taken > 0, taken / self._sum("rows"), torch.nan)
 
     def stderr(self, name: str) -> Tensor:
-        """Standard error of a statistic from having looked at some rows only; zero where exact.
+        """Return the standard error of a statistic from sampled rows; zero where exact.
 
         Widened so that ±1.96 of it cover about 95% though rows are few and skewed: see decision 4. NaN where the
         rows looked at cannot tell it: `doubts()` says why.
@@ -189,7 +189,7 @@ class ScoreStats(Result):
         return uncertainty.stderr(gradient)
 
     def doubts(self) -> list[str | None]:
-        """Of each head, why `stderr` is NaN; None where it is not."""
+        """Return, for each head, why `stderr` is NaN; None where it is not."""
         uncertainty = self.pooled.uncertainty
         return [None] * self.heads if uncertainty is None else uncertainty.doubts()
 
@@ -210,7 +210,7 @@ class ScoreStats(Result):
         return ScoreStats(self.heads, exact, Known(pooled))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, one list a statistic; None where a head has no rows to tell it from.
+        """Return plain numbers, one list a statistic; None where a head has no rows to tell it from.
 
         Where only some rows were looked at, `stderr` has the standard errors of those that have one.
         """
@@ -226,7 +226,7 @@ class ScoreStats(Result):
         return self.pooled.uncertainty
 
     def __getstate__(self) -> dict[str, Any]:
-        """The sums, whatever they are formed from, without the memory that they may be views of."""
+        """Return the sums without the memory that they may be views of."""
         pooled = self.pooled
         kept = {name: getattr(pooled, name).clone() for name in (*NUMBERS, "sums")}
         return {"heads": self.heads, "exact": self.exact, "pooled": Pooled(**kept, errors=pooled.uncertainty)}
@@ -257,12 +257,12 @@ class Merged:
     parts: tuple[ScoreStats, ...]
 
     def __call__(self) -> Pooled:
-        """The rows of all of them."""
+        """Return the rows of all of them."""
         return merged([part.pooled for part in self.parts])
 
 
 def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
-    """The same as the sum of these, which have as many heads each, at no cost before it is read."""
+    """Return the sum of these, which have as many heads each, at no cost before it is read."""
     return (
         parts[0]
         if len(parts) == 1

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.cuda.probe import Probed
-from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
@@ -162,6 +161,11 @@ class ProbedCall:
         return self.planned.template.rescaled
 
     @property
+    def first_row(self) -> tuple[object, ...]:
+        """Row of a parameter that makes the query of the first head; empty where that is unknown."""
+        return self.planned.template.first_row
+
+    @property
     def factors(self) -> Factors:
         """Constants that multiplied queries and keys before the call, (2, heads)."""
         return self.planned.head_factors(self.key_heads)
@@ -226,9 +230,9 @@ class ProbedCall:
 
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:
-    """Pool what is not pooled yet, alike calls at once, and have the buffers copied to the host."""
+    """Pool what is not pooled yet, and have the buffers copied to the host."""
     unpooled = [(call, call.stats) for call in calls if call.stats is not None]
-    pooled = pooled_together([stats for _, stats in unpooled])
+    pooled = [stats.pooled for _, stats in unpooled]
     hosts = []
     for buffer in buffers:
         here = [

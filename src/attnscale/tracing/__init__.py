@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnscale.tracing import arithmetic, moving, products, softmaxes
 from attnscale.tracing.lineage import Ledger, Node, Operation, unknown
@@ -15,7 +14,7 @@ from attnscale.tracing.roles import Product, Softmax
 # more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
 READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
 
-# Composite operations that are read as one where they arrive as one, as in inference mode and of nested tensors. Taken
+# Composite operations that are read as one where they arrive as one, as in inference mode. Taken
 # apart, a layer of BERT has twice as many operations to read.
 READ_WHOLE = frozenset(("linear", "layer_norm", "dropout"))
 
@@ -38,7 +37,6 @@ class Tracer:
         self.ledger, self.modules, self.softmax = ledger, modules, softmax
         self._not_understood: dict[str, None] = {}  # modules, in order
         self._unnormalised: Counter[str] = Counter()  # times that exponentials mixed values and were not divided yet
-        self._sequences = WeakTensorKeyDictionary()  # of each nested tensor
 
     @property
     def module(self) -> str:
@@ -79,33 +77,6 @@ class Tracer:
             self.ledger.write_through(self.ledger.node(args[0]), node)
         if isinstance(result, Tensor):
             self.ledger.write(result, node)
-
-    def read_nested(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Read an operation on strided nested tensors as one on each of their sequences.
-
-        SDPA on a CPU makes them of jagged tensors, too, and multiplies them.
-        """
-        if name == "_nested_tensor_from_tensor_list":
-            for source, part in zip(args[0], self.sequences(result), strict=True):
-                self.read("unsqueeze", (source, 0), {}, part, is_mutable=False)
-        elif isinstance(result, Tensor) and result.is_nested:
-            for at, part in enumerate(self.sequences(result)):
-                given = [self.sequences(arg)[at] if is_nested(arg) else arg for arg in args]
-                self.read(name, given, kwargs, part, is_mutable=False)
-        elif name == "unbind":
-            for part, each in zip(self.sequences(args[0]), result, strict=True):
-                self.read("squeeze", (part, 0), {}, each, is_mutable=False)
-        elif name == "values":
-            for part in self.sequences(args[0])[:1]:
-                node = self.ledger.node(part)
-                self.ledger.write(result, Node(tuple(result.shape), learned=node.learned, role=node.role))
-
-    def sequences(self, nested: Tensor) -> list[Tensor]:
-        """Return the sequences of a nested tensor, each a batch of one, which have nodes of their own."""
-        found: list[Tensor] | None = self._sequences.get(nested)
-        if found is None:
-            found = self._sequences[nested] = [part.unsqueeze(0) for part in nested.unbind()]
-        return found
 
 
 def is_nested(value: Any) -> bool:

@@ -235,6 +235,11 @@ def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
     return found
 
 
+def row_of_parameter(channel: tuple[object, ...]) -> tuple[object, ...]:
+    """Return a channel that is a row of a parameter of the model, which is one in every forward; else nothing."""
+    return channel if channel and isinstance(channel[0], str) else ()
+
+
 def are_outputs_of_one_projection(node: Node, axis: int) -> bool:
     """Return True if neighbours along an axis are two outputs of one projection: logits of classes or of experts."""
     found = _neighbours(node, axis)
@@ -266,5 +271,5 @@ def _channels_at(node: Node, points: Points) -> list[tuple[object, ...]]:
     keys: list[tuple[object, ...]] = [()] * len(points)
     for trail in follow(node.projection.weight, node.projection.channel(points)):
         for at, row in zip(trail.index.tolist(), trail.points.tolist(), strict=True):
-            keys[at] = (id(trail.node), *row)
+            keys[at] = (trail.node.name or id(trail.node), *row)
     return keys

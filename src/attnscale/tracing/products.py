@@ -54,17 +54,6 @@ def _matrix_product(op: Operation) -> Node:
     return node
 
 
-def _batched_product(op: Operation) -> Node:
-    """Read a product of (batch, heads, …) that arrives whole, of sequences of a nested tensor."""
-    operands = []
-    for side, operand in enumerate(op.args[:2]):
-        view, node = operand.flatten(0, -3), op.node(side)
-        op.ledger.write(view, moved(node, tuple(view.shape), coordinates.reshaped(node.shape, tuple(view.shape))))
-        operands.append(view)
-    node = _matrix_product(Operation("bmm", operands, {}, op.result.flatten(0, -3), op.tracer))
-    return moved(node, op.shape, coordinates.reshaped(node.shape, op.shape))
-
-
 def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned_query: bool = False) -> None:
     left, right = operands
     beta = op.kwargs.get("beta", 1.0)
@@ -290,7 +279,6 @@ def _convolution(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(OPERANDS, _matrix_product),
-    "matmul": _batched_product,
     "linear": _linear,
     "convolution": _convolution,
     "sum": _sum_of_pairs,

@@ -199,7 +199,6 @@ def _normalised(op: Operation, side: int, total: ExponentialSum) -> Node | None:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(KERNELS, _softmax),
-    "softmax": _softmax,  # of nested tensors
     "_log_softmax": _log_softmax,
     "exp": _exponential,
     "exp2": _exponential,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import pooled_together
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Known, Pooled, merged
 from attnscale.measure.statistics import logged
@@ -146,7 +145,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
 
 def _by_device(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
     """Yield which statistics lie on each device, and their numbers and sums, (heads of all, POOLED)."""
-    pooled = dict(zip(many, pooled_together(list(many.values())), strict=True))
+    pooled = {name: stats.pooled for name, stats in many.items()}
     for device in dict.fromkeys(each.mean.device for each in pooled.values()):
         here = [name for name, each in pooled.items() if each.mean.device == device]
         yield here, pooled_columns([pooled[name] for name in here])

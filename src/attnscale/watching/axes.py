@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid
-from attnscale.tracing.following import ProjectionPath, Trail, channels, follow, projection_path
+from attnscale.tracing.following import ProjectionPath, Trail, channels, follow, projection_path, row_of_parameter
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin
 from attnscale.tracing.roles import Product
@@ -60,17 +60,16 @@ class Axes:
     columns: Indices  # for each key, its place in the product; −1 for a sink that stands beside the keys
     groups: Indices  # (batch, heads): which combination of the other axes holds this head of this entry
     owners: Indices  # (heads): which key each has; keys may be copies of each other
+    first_row: tuple[object, ...] = ()  # of a parameter: what makes the query of the first head
     over_pairs: bool = False  # the softmax runs over queries and keys at once
     between_channels: bool = False  # the product sums over positions: channels attend to channels
 
     @property
     def kv_heads(self) -> int:
-        """Keys that are not copies of each other."""
         return int(self.owners.max()) + 1
 
     @property
     def length(self) -> int:
-        """Number of queries."""
         return int(np.prod([self.shape[axis] for axis in self.query_axes], dtype=np.int64))
 
     @property
@@ -181,7 +180,8 @@ def _with_heads(bare: Axes) -> Axes | None:
         return None
     query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
     groups = _by_head(query, bare)
-    return replace(bare, groups=groups, owners=_owners(bare, at.at[groups[0]]))
+    first_row = row_of_parameter(query[groups[0, 0]])
+    return replace(bare, groups=groups, owners=_owners(bare, at.at[groups[0]]), first_row=first_row)
 
 
 def _owners(axes: Axes, at: Points) -> Indices:

@@ -156,6 +156,10 @@ class NotedCall(Protocol):
         """Sides that are normalised, or given a temperature, after their projection."""
 
     @property
+    def first_row(self) -> tuple[object, ...]:
+        """Row of a parameter that makes the query of the first head; empty where that is unknown."""
+
+    @property
     def seen(self) -> "SeenCall":
         """All that is known of it."""
 
@@ -190,8 +194,6 @@ class SeenCall:
     softcap_discarded: bool = False
     softcap_unbounded: bool = False
     over_pairs: bool = False  # its softmax runs over queries and keys at once
-    query: Tensor | None = field(default=None, repr=False)
-    key: Tensor | None = field(default=None, repr=False)
     kept: SavedCall | None = field(default=None, repr=False)  # all of it
     gradients: GradientLengths | None = field(default=None, repr=False)
     origins: Origins = field(default_factory=Origins, repr=False)
@@ -201,6 +203,7 @@ class SeenCall:
     shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
     key_owners: Indices | None = field(default=None, repr=False)  # which key each head has; None: as kernels share
+    first_row: tuple[object, ...] = field(default=(), repr=False)  # of a parameter: what makes its first head's query
     depth: int = 0  # runs of its module before this one, in the same forward
     reading: Reading = field(default_factory=Reading)
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights

@@ -81,13 +81,11 @@ class QueryKeyNorms:
         }
 
     def ran(self, name: str, output: Any) -> None:
-        """Note that a module of the model ran."""
         if name in self.built and isinstance(output, Tensor):
             self._outputs.setdefault(name, []).append(self._ledger.node(output))
 
     @property
     def are_none(self) -> bool:
-        """True if there is nothing to follow."""
         return not self.built and not self.parameters
 
     def took(self, args: Iterable[Any], is_detach: bool) -> None:

@@ -79,7 +79,6 @@ class ModuleStack:
 
     @property
     def innermost(self) -> str:
-        """The path of the innermost module that is running."""
         return self.stack[-1]
 
     def depth(self, path: str) -> int:

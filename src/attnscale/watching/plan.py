@@ -147,7 +147,7 @@ class PlanRecorder:
         return path in self._compiled or is_called_by_name()
 
     def _add(self, path: str, line: Line, seen: SeenCall, layout: WrittenPlan | None, key_heads: int) -> None:
-        place = (path, line, seen.kind, seen.heads, key_heads, seen.head_dim)
+        place = (path, line, seen.kind, seen.heads, key_heads, seen.head_dim, seen.first_row)
         if place not in self._calls:
             self._calls[place] = PlannedCall(path, line, seen, layout, key_heads)
         self._running.setdefault(path, []).append(self._calls[place])
@@ -202,8 +202,6 @@ def _template(call: SeenCall) -> SeenCall:
         query_norm=None,  # type: ignore[arg-type]
         key_norm=None,  # type: ignore[arg-type]
         cosine=None,
-        query=None,
-        key=None,
         kept=None,
         gradients=None,
         shard=None,

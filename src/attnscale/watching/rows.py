@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.dense import rows_of
 from attnscale.measure.pool import Unpooled
+from attnscale.measure.row_blocks import rows_of
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,16 +52,6 @@ def is_called_by_name() -> bool:
 def is_redirected() -> bool:
     """Return True if torch's own name is redirected."""
     return F.scaled_dot_product_attention is scaled_dot_product_attention
-
-
-def all_names_of_sdpa() -> list[Name]:
-    """Return every name under which a module imported SDPA, torch's own first."""
-    return _all_names_of_sdpa(len(sys.modules))  # searched again only after another import
-
-
-@lru_cache(maxsize=1)
-def _all_names_of_sdpa(_: int) -> list[Name]:
-    return names_of_sdpa()
 
 
 def names_of_sdpa(files: Collection[str] | None = None) -> list[Name]:

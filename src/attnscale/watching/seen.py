@@ -64,13 +64,15 @@ class Seen(PlottedResult):
         self._built: tuple[int, Layers] = (0, Layers())
 
     def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
-        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward."""
-        site = (path, line, call.heads, call.head_dim)
+        """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward.
+
+        One line of a module may attend in a loop over heads, or over layers: each has other rows of the parameters.
+        """
+        site = (path, line, call.heads, call.head_dim, call.first_row)
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
 
     def settle(self) -> None:
-        """Wait for no further backward pass."""
         for call in (call for calls in self._sites.values() for call in calls):
             call.settle()
 
@@ -153,8 +155,8 @@ class Seen(PlottedResult):
             calls=len(calls),
             queries=sum(call.rows for call in calls),
             left_out=tuple(call.padding for call in calls if call.padding is not None),
-            query=longest.query,
-            key=longest.key,
+            query=None if longest.kept is None else longest.kept.query[:1],
+            key=None if longest.kept is None else longest.kept.key[:1],
             kept=tuple(call.kept for call in calls if call.kept is not None),
             origins=tuple(call.origins_of_all for call in calls),
             sinks=longest.sinks,

@@ -15,12 +15,12 @@ from torch import nn
 
 from attnscale.errors import InputError
 from attnscale.torch_internals import can_watch, causal_bias_under_modes
-from attnscale.watching.sdpa_names import Redirected, all_names_of_sdpa
+from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
 from attnscale.watching.watcher import DEFAULT_ROWS, Settings, Watcher
 
 
-class Held(AbstractContextManager[None]):
+class SharedContext(AbstractContextManager[None]):
     """A context that is entered with its first holder and left with its last."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -52,8 +52,8 @@ def _quiet_about_hooks() -> Iterator[None]:
             warnings.filters.remove(own)  # type: ignore[attr-defined]
 
 
-UNDER_A_MODE = (Held(_quiet_about_hooks), Held(causal_bias_under_modes))
-WHILE_WATCHING = (Held(lambda: torch.compiler.set_stance("force_eager")), *UNDER_A_MODE)
+UNDER_A_MODE = (SharedContext(_quiet_about_hooks), SharedContext(causal_bias_under_modes))
+WHILE_WATCHING = (SharedContext(lambda: torch.compiler.set_stance("force_eager")), *UNDER_A_MODE)
 
 
 def watch(model: nn.Module, rows: int | None = DEFAULT_ROWS, *, keep: bool = False) -> AbstractContextManager[Seen]:
@@ -87,7 +87,7 @@ def watched(model: nn.Module, settings: Settings) -> Iterator[Seen]:
         for change in WHILE_WATCHING:
             stack.enter_context(change)
         if settings.training:
-            stack.enter_context(Redirected(all_names_of_sdpa()))
+            stack.enter_context(Redirected(names_of_sdpa()))
         watcher.stack.attach()
         stack.callback(watcher.stack.detach)
         yield watcher.seen

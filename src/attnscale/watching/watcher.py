@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,10 @@ from attnscale.watching.written_call import WrittenCall, written_call
 
 DEFAULT_ROWS = 64
 PLAIN_TENSORS = frozenset((Tensor, nn.Parameter))
-NESTED = "it attends to nested tensors, which no probe takes, and whose gradients are not seen"
+NESTED = (
+    "SDPA on nested tensors is followed where it runs a fused kernel on their values, as for jagged ones on a GPU; "
+    "attnscale.attention takes them everywhere, and so does SDPA with padding and a mask"
+)
 RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defect
 
 
@@ -118,9 +121,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if traits.is_kernel:
             self._read_kernel(traits, args, kwargs, result)
         elif is_nested(result) or any(map(is_nested, args)):
-            if "softmax" in traits.name:
-                self.plan_recorder.give_up(NESTED)
-            self.tracer.read_nested(traits.name, args, kwargs, result)
+            if "softmax" in traits.name or "scaled_dot_product" in traits.name:
+                self._refuse_nested()
         elif traits.name:
             self.tracer.read(traits.name, args, kwargs, result, traits.is_mutable)
 
@@ -129,19 +131,15 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         given = dict(zip(traits.results, results, strict=False))
         given |= dict(zip(traits.arguments, args, strict=False)) | kwargs
         output = result[0] if isinstance(result, (tuple, list)) else result
-        runs: Iterable[tuple[dict[str, Any], Any]] = [(given, output)]
         if "scaled_dot_product" in traits.name and is_nested(given["query"]):
-            self.plan_recorder.give_up(NESTED)
-            runs = zip(self._by_sequence(given), self.tracer.sequences(output), strict=True)
-        for one, its in runs:
-            for call in kernel_calls(self.tracer.ledger, traits.full_name, one):
-                self._report(call, one.get("value"), its)
+            self._refuse_nested()
+            return
+        for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
+            self._report(call, given.get("value"), output)
 
-    def _by_sequence(self, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of a kernel of nested tensors for each of their sequences."""
-        names = ("query", "key", "value")
-        for parts in zip(*(self.tracer.sequences(given[name]) for name in names), strict=True):
-            yield given | dict(zip(names, parts, strict=True)) | {"logsumexp": None}
+    def _refuse_nested(self) -> None:
+        self.plan_recorder.give_up(NESTED)
+        self.tracer.note_not_understood(self.tracer.module)
 
     def _report(self, call: KernelCall, value: Any, output: Any) -> None:
         softmax = self.reporter.kernel(call)
@@ -178,9 +176,10 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
                 stacklevel=4,
             )
         if self.seen.unfollowed and self.seen.calls:
+            nested = f". {NESTED}" * (self.plan_recorder.obstacle == NESTED)
             warnings.warn(
                 f"{len(self.seen.unfollowed)} modules mix values by a softmax that could not be followed to a product "
-                f"of queries and keys, and are left out: {', '.join(self.seen.unfollowed)}",
+                f"of queries and keys, and are left out: {', '.join(self.seen.unfollowed)}{nested}",
                 NotFollowedWarning,
                 stacklevel=4,
             )
@@ -206,6 +205,8 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     @property
     def _nothing(self) -> str:
+        if self.plan_recorder.obstacle == NESTED:
+            return NESTED
         softmaxes = self.reporter.softmaxes
         which = f"none of {softmaxes} softmaxes" if softmaxes > 1 else "the one softmax that ran" if softmaxes else ""
         took = f"{which} took {'no' if softmaxes == 1 else 'a'} product of two activations"

@@ -61,7 +61,6 @@ class WrittenCall:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
         return int(self.axes.groups.shape[1])
 
     @property
@@ -107,6 +106,7 @@ class WrittenCall:
             heads=self.heads,
             kv_heads=axes.kv_heads,
             key_owners=axes.owners,
+            first_row=axes.first_row,
             head_dim=self.head_dim,
             model_dims=tuple({width for width in (query_path.width, self.heads * self.head_dim) if width}),
             query_len=axes.length,
@@ -128,8 +128,6 @@ class WrittenCall:
             softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
             softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
             over_pairs=axes.over_pairs,
-            query=None if kept is None else kept.query[:1],
-            key=None if kept is None else kept.key[:1],
             kept=kept,
             origins=self.origins(),
             sinks=self.sinks(scores[0]),
@@ -184,7 +182,6 @@ class WrittenCall:
 
     @property
     def _adds(self) -> bool:
-        """True if anything but the product is in the scores."""
         return self.trail.added or self.axes.product.bias is not None
 
     def scales(self, fitted: "Fit | None") -> Tensor:
@@ -203,7 +200,6 @@ class WrittenCall:
 
     @property
     def is_pure(self) -> bool:
-        """True if scores are a multiple of q·k and nothing else."""
         impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 

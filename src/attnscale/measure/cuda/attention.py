@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.attending.running import run
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import (
     Layout,
     capturing,
@@ -33,6 +32,7 @@ from attnscale.measure.cuda.sdpa import (
     is_cast,
     packed_gradients,
 )
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
 from attnscale.measure.row_sums import RowSums

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.bound import BOUND_SLACK
 from attnscale.measure.cuda.launch import Launch, Tiles, counters
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE
+from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
 from attnscale.theory.limits import SATURATED_TOP1
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.bound import max_bound
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.lengths import max_bound
 from attnscale.measure.pool import Unpooled, uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
@@ -127,7 +127,7 @@ class DrawnAhead:
     def next(self) -> Sample:
         """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
         if rows_are_shared():
-            drawn = torch.tensor(self.planned.draw_each(self.batch), dtype=torch.int32)
+            drawn = torch.from_numpy(self.planned.draws(self.batch))
             return self.planned.sample(drawn.to(self.device, non_blocking=True))
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):

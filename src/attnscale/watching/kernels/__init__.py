@@ -25,7 +25,6 @@ Reader = Callable[[Ledger, dict[str, Any]], Iterator[KernelCall]]
 # By the name of an operation; what begins with one that ends in a star is meant too.
 READERS: dict[str, Reader] = {
     "aten::_scaled_dot_product_*": sdpa.sdpa,
-    "aten::scaled_dot_product_attention": sdpa.sdpa,  # of nested tensors, which arrives whole
     "attnscale::attention_rows": sdpa.sdpa,
     "attnscale::one_pass": sdpa.one_pass,
     "aten::_native_multi_head_attention": sdpa.multi_head_attention,

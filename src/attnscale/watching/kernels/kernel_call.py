@@ -17,7 +17,15 @@ from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, Points, grid
-from attnscale.tracing.following import ProjectionPath, Trail, channels, channels_along, follow, projection_path
+from attnscale.tracing.following import (
+    ProjectionPath,
+    Trail,
+    channels,
+    channels_along,
+    follow,
+    projection_path,
+    row_of_parameter,
+)
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin, Origins, released, sampled_origin
 from attnscale.tracing.products import are_paired_otherwise
@@ -103,6 +111,7 @@ class KernelCall:
             heads=heads,
             kv_heads=int(owners.max(initial=-1)) + 1,
             key_owners=owners,
+            first_row=_first_row(query_trails),
             head_dim=head_dim,
             model_dims=tuple({width for width in (self.width or query_path.width, heads * head_dim) if width}),
             query_len=self.query.shape[-2],
@@ -120,8 +129,6 @@ class KernelCall:
             normalised=query_path.normalised and key_path.normalised,
             biased=found.bias is not None,
             cosine=None if found.bias is None else call.cosine(found),
-            query=self.query[:1].detach() / _as_tensor(query_path.factor, self.query) if keep else None,
-            key=self.key[:1].detach() / _as_tensor(key_path.factor, self.key) if keep else None,
             kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
@@ -283,10 +290,6 @@ class Found(NamedTuple):
     padding: Tensor | None  # queries that are left out
 
 
-def _as_tensor(factor: Factors, like: Tensor) -> Tensor:
-    return torch.from_numpy(factor).to(like)[:, None, None]
-
-
 def _is_causal(mask: Tensor | None, length: int) -> bool:
     if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
         return False
@@ -347,6 +350,12 @@ def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trail]:
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return []
     return follow(node, _ends(tensor.shape[1], tensor.shape[2]))
+
+
+def _first_row(trails: list[Trail]) -> tuple[object, ...]:
+    """Return the row of a parameter that makes the first head's query; a first position may be padding."""
+    found = channels_along(trails, 1 + max((int(trail.index.max()) for trail in trails), default=1))[:2]
+    return next(filter(None, map(row_of_parameter, found)), ())
 
 
 def _projection_path(trails: list[Trail], heads: int) -> tuple[ProjectionPath, Factors]:

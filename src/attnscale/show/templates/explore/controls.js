@@ -143,7 +143,7 @@ goToPanelOf(location.hash.slice(1).split("&").map((part) => part.split("=")[0]))
 
 // For a console, and for the tests that hold these numbers to the library's.
 window.attnscale = {
-  data, softmax, softmaxJacobian, groupEnds, groupedWeights, passedBack, rowStatistics, criticalSpread, scoreVariance, fromAddress, toAddress, parseScores,
+  data, softmax, softmaxJacobian, passedBack, rowStatistics, criticalSpread, scoreVariance, fromAddress, toAddress, parseScores,
   runModel, bytesOf,
   expectedSoftmax: (spread, keys) => expectedSoftmax(spread, keys, data.limits),
   at: ({ rule, number, ...changed }) => {

@@ -70,19 +70,6 @@ function plot(host, { label, height = 220, x, y, left = 40, below = 0 }) {
 
 const path = (points) => points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
 
-// A smooth line through points: each piece leaves and arrives along the chord of its neighbours.
-function smooth(points) {
-  const at = (i) => points[clamped(i, 0, points.length - 1)];
-  let text = `M${at(0)[0].toFixed(1)} ${at(0)[1].toFixed(1)}`;
-  for (let i = 0; i < points.length - 1; i++) {
-    const [a, b, c, d] = [at(i - 1), at(i), at(i + 1), at(i + 2)];
-    const leave = [b[0] + (c[0] - a[0]) / 6, b[1] + (c[1] - a[1]) / 6];
-    const arrive = [c[0] - (d[0] - b[0]) / 6, c[1] - (d[1] - b[1]) / 6];
-    text += `C${[...leave, ...arrive, ...c].map((value) => value.toFixed(1)).join(" ")}`;
-  }
-  return text;
-}
-
 // About so many round numbers from low to high.
 function roundTicks(low, high, about = 5) {
   const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));

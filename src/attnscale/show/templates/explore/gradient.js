@@ -1,40 +1,18 @@
-// How weights would move with the scores: diag(p) − ppᵀ, in groups of keys where there are many. A light key among a
-// thousand has too little weight for its gradient to be seen; hundreds of them have not.
+// How weights would move with the scores: diag(p) − ppᵀ, of the heaviest keys where there are many.
 
-const GROUPS = 16;
+const MAPPED = 16; // keys
 const STEEPEST = 0.25; // the most p(1 − p) can be
 
-// Ranks at which groups end: the heaviest keys alone, then ever more together.
-function groupEnds(keys, groups = GROUPS) {
-  if (keys <= groups) return Array.from({ length: keys }, (_, i) => i + 1);
-  const ends = [];
-  for (let i = 1; i <= groups; i++) {
-    const last = ends.at(-1) ?? 0, left = groups - i;
-    ends.push(left ? Math.min(keys - left, Math.max(last + 1, Math.round(keys ** (i / groups)))) : keys);
-  }
-  return ends;
-}
-
-function groupedWeights(weights) {
-  let at = 0;
-  return Float64Array.from(groupEnds(weights.length), (end) => {
-    let sum = 0;
-    while (at < end) sum += weights[at++];
-    return sum;
-  });
-}
-
 function drawJacobians({ columns }) {
-  const isGrouped = columns[0].row.keys > GROUPS;
   byId("jacobians").replaceChildren(...columns.map(({ slot, rule, row }) => {
     const host = html("div", { class: "plot square" });
-    const groups = groupedWeights(row.keys > GROUPS ? [...row.weights].sort((a, b) => b - a) : row.weights);
+    const weights = row.keys > MAPPED ? row.weights.slice().sort().reverse().slice(0, MAPPED) : row.weights;
     const label = `Softmax Jacobian of ${whole(row.keys)} keys under ${rule.name}; its trace is ${figure(row.jacobian_trace)}`;
-    matrixMap(host, softmaxJacobian(groups), { label, largest: STEEPEST, side: 240, write: groups.length <= 5 ? figure : null });
+    matrixMap(host, softmaxJacobian(weights), { label, largest: STEEPEST, side: 240, write: weights.length <= 5 ? figure : null });
     const trace = html("output", { id: `jacobian-${slot}`, "data-value": row.jacobian_trace }, figure(row.jacobian_trace));
     return html("div", {}, html("h3", {}, html("span", { class: `swatch ${slot}` }), `${rule.name}, trace `, trace), host);
   }));
-  byId("jacobian-groups").textContent = isGrouped ? "Keys, heaviest first, the lighter ones summed in groups that grow." : "";
+  byId("jacobian-keys").textContent = columns[0].row.keys > MAPPED ? `Of the ${MAPPED} heaviest keys.` : "";
 }
 
 // Who receives the gradient. A pull a on a row's weights reaches its scores as p ∘ (a − p·a), and its query as that

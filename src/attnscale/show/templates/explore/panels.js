@@ -76,7 +76,7 @@ function drawAlong({ data, settings, columns }) {
     });
     svg.append(element("line", { class: "chosen", x1: px(settings.d), x2: px(settings.d), y1: top, y2: bottom }));
     columns.forEach(({ slot, expected }, i) => {
-      svg.append(element("path", { class: `line ${slot}`, d: smooth(points[i].map((at, j) => [px(DIMENSIONS[j]), py(at[name])])) }));
+      svg.append(element("path", { class: `line ${slot}`, d: path(points[i].map((at, j) => [px(DIMENSIONS[j]), py(at[name])])) }));
       svg.append(element("circle", { class: `dot ${slot}`, cx: px(settings.d), cy: py(expected[name]), r: 4.5 }));
     });
   }

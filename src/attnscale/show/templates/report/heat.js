@@ -11,6 +11,9 @@ function colourAt(palette, share) {
 
 const FEW_COLUMNS = 6; // so few, and the numbers themselves stand in the fields
 
+// Two digits, and zero where a number is too small for its colour to differ.
+const inField = (value) => told(Math.abs(value) < 5e-4 ? 0 : Number(value.toPrecision(2)));
+
 const rawOf = (view) => (view.log ? Math.log10 : (value) => value);
 
 // One pixel a field; where fields are few, as large as they are shown, with a gap of one.
@@ -74,7 +77,7 @@ function drawHeat(place, view, width) {
   frame(svg, view, box, toX, toY, { x: across, y: up }, false);
   if (columns <= FEW_COLUMNS) view.values.forEach((values, row) => values.forEach((value, column) => {
     const fill = (value - view.low) / (view.high - view.low) > 0.6 ? "#000000" : "#ffffff";
-    if (known(value)) svg.append(label("", { x: toX(column), y: toY(row) + 4, fill, "text-anchor": "middle" }, told(value)));
+    if (known(value)) svg.append(label("", { x: toX(column), y: toY(row) + 4, fill, "text-anchor": "middle" }, inField(value)));
   }));
   drawBar(svg, view, box, place.id + "-bar");
   const over = element("rect", { class: "field", ...field, fill: "transparent" });

@@ -1,29 +1,127 @@
-"""Statistics of a ragged batch: the rows of all its sequences are the rows of each head, and each sees its own keys."""
+"""Statistics of ragged batches, nested or packed: the rows of all sequences are the rows of each head."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.attending.ragged import Ragged
+from attnscale.attending.nested import nested_call
+from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tokens, layouts, packed_call, window_of
 from attnscale.attending.running import run, run_sequences
-from attnscale.inputs import refuse_vmap
-from attnscale.measure.bound import max_bound
-from attnscale.measure.cpu import attention as on_cpu
-from attnscale.measure.cpu.threads import alone
+from attnscale.inputs import check_sinks, refuse_vmap
+from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda import sequences as on_cuda
-from attnscale.measure.foreseen import foreseen_variance
-from attnscale.measure.measuring import measured
+from attnscale.measure.lengths import max_bound
+from attnscale.measure.measuring import check_rows, measured, moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pool import Unpooled, with_sinks
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import ROW_FIELDS, RowSums
-from attnscale.measure.sampling import Sample, sample_rows
+from attnscale.measure.sampling import Sample, foreseen_variance, sample_rows
 from attnscale.measure.stats import ScoreStats, merged_when_read
-from attnscale.numerics import without_autocast
+from attnscale.numerics import uncompiled, without_autocast
+from attnscale.rules.apply import Scale
+from attnscale.visibility import Mask
+
+
+def attention_varlen_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Scale = None,
+    enable_gqa: bool = False,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window_size: Window = NO_WINDOW,
+    document_ids: Tensor | None = None,
+    rows: int | None = None,
+) -> tuple[Tensor, ScoreStats]:
+    """Return attention_varlen() and the statistics of the same scores, each row over the keys of its own sequence.
+
+    `rows=N` looks at about N rows a head, or, on a GPU whose kernel has them all for less, at all: `exact` says which.
+    torch.compile runs this outside its graph.
+
+    >>> import torch
+    >>> tokens = torch.zeros(7, 2, 4)
+    >>> _, stats = attention_varlen_with_stats(tokens, tokens, tokens, torch.tensor([0, 3, 3, 7]))
+    >>> stats.rows.tolist(), stats.count.tolist(), stats.entropy_ratio.tolist()
+    ([7, 7], [25, 25], [1.0, 1.0])
+    """
+    check_rows(rows)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
+    seen = window_of(window_size, is_causal)
+    return uncompiled(_attend)(query, key, value, sequences, rows, sinks, seen, scale, enable_gqa, softcap, dropout_p)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Starts, rows: int | None, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, ScoreStats]:
+    ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
+    output, stats = attend_sequences(ragged, rows, sinks)
+    return as_tokens(output), stats
+
+
+def nested_attention_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: int | None,
+    sinks: Tensor | None,
+    attn_mask: Mask,
+    is_causal: bool,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, ScoreStats]:
+    """Return the output, nested as the query is, and the statistics of its scores."""
+    ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
+    output, stats = attend_sequences(ragged, rows, sinks)
+    return wrap(output), stats
+
+
+def nested_score_stats(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Mask,
+    is_causal: bool,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+    rows: int | None,
+    sinks: Tensor | None,
+) -> ScoreStats:
+    """Return the statistics of every sequence with itself."""
+    with torch.no_grad(), without_autocast(query):
+        ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
+        check_sinks(sinks, ragged.row.query)
+        return with_sinks(measured_sequences(ragged, rows), sinks)
+
+
+def nested_score_moments(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Mask,
+    is_causal: bool,
+    scale: Scale,
+    enable_gqa: bool,
+    softcap: float | None,
+) -> ScoreMoments:
+    """Return the moments of every sequence with itself, in linear time where that can be."""
+    with torch.no_grad(), without_autocast(query):
+        ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
+        return moments_of_sequences(ragged, moments_of)
 
 
 def attend_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> tuple[Tensor, ScoreStats]:
@@ -57,12 +155,12 @@ def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
     sample = None if rows is None else _sample(ragged, rows)
     if sample is None:
         return _stats(ragged, _joined([measure_rows(call) for call in calls]))
-    found, bound = alone(lambda: (_look(ragged, calls, sample), _bound(calls)))
+    found, bound = _look(ragged, calls, sample), torch.stack([max_bound(call) for call in calls]).amax(0)
     return ScoreStats(row.query.shape[1], exact=False, pool=Unpooled(lambda: found, lambda: bound, sample))
 
 
 def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]) -> ScoreMoments:
-    """Of all sequences that have scores."""
+    """Return the moments of all sequences that have scores."""
     found = [moments(call) for call in ragged.calls() if call.query.numel() and call.key.numel()]
     total = found[0] if found else moments(ragged.row)
     for each in found[1:]:
@@ -71,7 +169,7 @@ def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]
 
 
 def _on_device(ragged: Ragged, rows: int | None) -> ScoreStats:
-    """One pass of a kernel over each sequence, or in which they are documents; else sequence by sequence."""
+    """Measure by one pass of a kernel, over sequences or documents; else sequence by sequence."""
     if rows is None and on_cuda.measures(ragged):
         return on_cuda.measure(ragged)
     documents = ragged.as_documents()
@@ -97,12 +195,12 @@ def _stats(ragged: Ragged, found: RowSums) -> ScoreStats:
 
 
 def _joined(parts: Sequence[RowSums]) -> RowSums:
-    """The rows of all parts as those of one batch entry."""
+    """Return the rows of all parts as those of one batch entry."""
     return RowSums(*(torch.cat([getattr(part, name) for part in parts], -1) for name in ROW_FIELDS))
 
 
 def _sample(ragged: Ragged, rows: int) -> Sample | None:
-    """Rows of all sequences, in strata of neighbouring positions in their sequence; `positions` are of the one row."""
+    """Draw rows of all sequences, in strata of neighbouring positions; `positions` are of the one row."""
     total = ragged.row.query.shape[-2]
     if rows >= total:
         return None
@@ -116,7 +214,7 @@ def _sample(ragged: Ragged, rows: int) -> Sample | None:
 
 
 def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
-    """The sampled rows, in the sample's order; found sequence by sequence."""
+    """Return the sampled rows, in the sample's order; found sequence by sequence."""
     order = sample.positions.argsort()
     at = sample.positions[order]
     ends = torch.searchsorted(at, ragged.rows.offsets.to(at)).tolist()
@@ -127,7 +225,3 @@ def _look(ragged: Ragged, calls: list[Call], sample: Sample) -> RowSums:
     ]
     rows, back = _joined(found), order.argsort()
     return RowSums(*(getattr(rows, name)[..., back] for name in ROW_FIELDS))
-
-
-def _bound(calls: list[Call]) -> Tensor:
-    return torch.stack([max_bound(call) for call in calls]).amax(0)

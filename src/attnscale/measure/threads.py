@@ -23,14 +23,8 @@ _STARTING = Lock()
 
 
 def usable() -> bool:
-    """Whether another thread may touch the tensors: not while torch.compile traces or torch.func transforms."""
+    """Return True if another thread may touch the tensors: not while torch.compile traces or torch.func transforms."""
     return not torch.compiler.is_compiling() and not in_transform()
-
-
-def alone(work: Callable[[], Result]) -> Result:
-    """Call `work` where every operator runs on one thread: for little work, to which a join costs too much."""
-    threads = torch.get_num_threads()
-    return work() if threads == 1 or not usable() else _pool(threads).submit(_as_here(work)).result()
 
 
 def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads: int) -> None:
@@ -52,7 +46,7 @@ def share(work: Callable[[Iterator[Task]], None], tasks: Iterable[Task], threads
 
 
 def _as_here(work: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same with gradients and inference mode as they are here: a thread begins with modes of its own."""
+    """Return the function with gradients and inference mode as they are here: a thread begins with modes of its own."""
     infers, learns = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:

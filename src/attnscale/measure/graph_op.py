@@ -1,4 +1,4 @@
-"""Statistics as one custom op: graphs of torch.compile take it whole."""
+"""Statistics as one custom op, which graphs of torch.compile take whole; an attention as arguments of an op."""
 
 from functools import partial
 from typing import Any
@@ -8,11 +8,39 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.inputs import refuse_vmap
-from attnscale.measure.call_op import SCORES, arguments_of, call_of
 from attnscale.measure.measuring import looks_at_all, measured
 from attnscale.measure.pooled import SUMS, TABLE, Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.visibility import Visibility
+
+SEEN = "Tensor? mask, Tensor? documents_q, Tensor? documents_k, SymInt? last, SymInt? first"
+SCORES = f"{SEEN}, float scale, float? softcap"
+
+
+def arguments_of(call: Call) -> tuple[Any, ...]:
+    """Return the arguments of an op for an attention, but the tensors that are multiplied and dropout."""
+    seen = call.visibility
+    mask = None if seen.mask is None else seen.mask.detach()
+    own, theirs = (None, None) if seen.documents is None else seen.documents
+    return mask, own, theirs, seen.last, seen.first, call.scale, call.softcap
+
+
+def call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents_q: Tensor | None,
+    documents_k: Tensor | None,
+    last: int | None,
+    first: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Call:
+    """Return the attention of these arguments."""
+    documents = None if documents_q is None or documents_k is None else (documents_q, documents_k)
+    return Call(query, key, value, Visibility(last, first, mask, documents), 0.0, scale, softcap)
 
 
 def measure_unseen(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
@@ -31,7 +59,7 @@ def measure_unseen(call: Call, rows: int | None, sinks: Tensor | None = None) ->
     schema=f"(Tensor query, Tensor key, {SCORES}, SymInt? rows, Tensor? sinks) -> (Tensor, Tensor)",
 )
 def measured_scores(query: Tensor, key: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """The table of the heads; how far it may be off where some rows stand for all."""
+    """Return the table of the heads, and its uncertainty where some rows stand for all."""
     *options, rows, sinks = given
     stats = measured(call_of(query, key, key, *options), rows, sinks=sinks)
     errors = stats.pooled.uncertainty

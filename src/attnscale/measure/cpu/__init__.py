@@ -1,1 +1,0 @@
-"""Measuring on a CPU: attention with its rows from one pass, and the threads it runs on."""
