@@ -32,7 +32,7 @@ theory               7    650
 rules               18    880
 visibility           1    240
 inputs               1    190
-attending           10  1,230   1,100 with operator
+attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
 measure             32  5,640   4,000
@@ -41,7 +41,7 @@ tracing             10  2,250   2,000
 watching            20  4,000   2,900
 probes              11  1,690
 diagnose            14  2,685   2,200
-acting               8  1,740
+acting               8  1,750
 train              17  3,310   2,500
 models               4    260
 loading             10  1,220   1,300 with checking

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnscale.attending import fused
+from attnscale.attending import sdpa
 from attnscale.attending.call import Call, above_zero, fold
 from attnscale.attending.nested import any_nested, even_parts, in_graph, nested_call
 from attnscale.attending.ragged import NO_WINDOW, Starts, Window, as_tokens, layouts, packed_call, window_of
@@ -52,7 +52,7 @@ def attention(
     check_sinks(sinks, query)
     seen = Visibility.of(attn_mask, is_causal)
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
-    output = fused.attend(call) if fused.differentiates_twice(query, key, value, call) else run(call)
+    output = sdpa.attend_by_kernels(call) if sdpa.differentiates_twice(query, key, value, call) else run(call)
     return output.reshape(shape)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnscale
-from attnscale.attending import fused
+from attnscale.attending import sdpa
 
 q_len, kv_len, head_dim, value_dim = 5, 7, 3, 2
 SHAPES = {
@@ -49,7 +49,7 @@ def test_groups_have_them_too():
 def test_a_backward_without_them_is_the_kernels_to_the_last_bit(monkeypatch):
     inputs = tensors(SHAPES["no heads"], torch.float32)
     found = [torch.autograd.grad(attnscale.attention(*inputs).sin().sum(), inputs)]
-    monkeypatch.setattr(fused, "differentiates_twice", lambda *_: False)
+    monkeypatch.setattr(sdpa, "differentiates_twice", lambda *_: False)
     found.append(torch.autograd.grad(attnscale.attention(*inputs).sin().sum(), inputs))
     torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnscale.attending import flex, fused, row_blocks, sdpa, varlen
+from attnscale.attending import flex, row_blocks, sdpa, varlen
 from attnscale.attending.call import Call
 from attnscale.attending.ragged import Ragged
 from attnscale.numerics import without_autocast
@@ -21,8 +21,8 @@ def run(call: Call) -> Tensor:
     with without_autocast(call.query):
         if call.softcap is not None and flex.serves(call):
             return flex.attend(call)
-        if call.sinks is not None and fused.serves(call):
-            return fused.attend(call)
+        if call.sinks is not None and sdpa.has_kernels(call):
+            return sdpa.attend_by_kernels(call)
         return row_blocks.attend(call)
 
 

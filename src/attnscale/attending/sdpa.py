@@ -1,19 +1,37 @@
-"""Torch's fused kernels, given what they need so that they do not fall back to the full matrix."""
+"""Torch's fused kernels: SDPA, given what keeps it fused; and called by themselves for sinks and second derivatives.
 
+A sink is one logit a query head that joins the denominator of each of its rows, and has no value.
+With L = ln Σ eˢ over the keys of a row, a sink b multiplies the output by σ(L − b). The backward is that of the kernel,
+started from this output and from ln(eᴸ + eᵇ): it forms Σ dO·O from the one and the weights from the other.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from attnscale.attending.call import Call, padded
-from attnscale.numerics import HALF_DTYPES
-from attnscale.torch_internals import sizes_vary
+from attnscale.attending.row_blocks import row_weights
+from attnscale.numerics import HALF_DTYPES, KERNEL_DTYPES, WIDE_DTYPES
+from attnscale.torch_internals import (
+    constant_in_graphs,
+    in_transform,
+    modes_in_place,
+    sdpa_backward,
+    sdpa_forward,
+    sizes_vary,
+)
 from attnscale.visibility import Visibility
 
 MASK_ROWS = 512
 CUDA_ALIGNMENT = 8  # the CUDA kernels take head dimensions that are multiples of this,
-CUDA_GROUPED_WIDTH = 256  # and groups of queries in half precision, up to this head dimension
+CUDA_GROUPED_WIDTH = 256  # and flash attention, and groups of queries, up to this head dimension
+SDPA = F.scaled_dot_product_attention  # a watcher of a model's calls puts another function in its place
+FLASH_CAPABILITY = 8  # flash attention needs a GPU of this generation
 
 
 def materialises(call: Call) -> bool:
@@ -95,3 +113,147 @@ def _widths(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 def _aligned(width: int) -> int:
     return -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT
+
+
+def has_kernels(call: Call) -> bool:
+    """Return True if a fused kernel of torch computes this attention and its backward, given an lse."""
+    backend = _backend(call)
+    kernels = sdpa_forward(backend, call.query.device.type), sdpa_backward(backend, call.query.device.type)
+    return (
+        backend is not None
+        and None not in kernels
+        and call.softcap is None
+        and call.dropout_p == 0.0
+        and call.query.dtype == call.key.dtype == call.value.dtype
+        and min(call.query.shape[:-1]) > 0
+        and call.value.shape[-1] > 0
+        and call.key.shape[-2] > 1  # for one key the backward of some kernels returns NaN
+        and (torch.compiler.is_compiling() or not in_transform())
+    )
+
+
+def differentiates_twice(query: Tensor, key: Tensor, value: Tensor, call: Call) -> bool:
+    """Return True if SDPA would form the full matrix for these shapes on a CPU, and so has second derivatives.
+
+    The call is folded, so that its kernel is fused, which has none.
+    """
+    if call.query.device.type != "cpu" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    axes = 1 if call.grouped else 2  # batch, and heads where each has a key of its own
+    is_whole = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == value.shape[-1]
+    if is_whole and query.shape[:axes] == key.shape[:axes] == value.shape[:axes]:
+        return False
+    is_watched = modes_in_place() or F.scaled_dot_product_attention is not SDPA
+    learns = any(x.requires_grad for x in (call.query, call.key, call.value))
+    return learns and not is_watched and not torch.is_autocast_enabled("cpu") and has_kernels(call)
+
+
+def _backend(call: Call) -> SDPBackend | None:
+    flash, efficient = _enabled()
+    kind, dtype, seen = call.query.device.type, call.query.dtype, call.visibility
+    if kind == "cpu":
+        is_taken = flash and dtype in (*HALF_DTYPES, *WIDE_DTYPES)
+        return SDPBackend.FLASH_ATTENTION if is_taken and (seen.is_plain or _is_float_mask(call)) else None
+    width = max(call.query.shape[-1], call.value.shape[-1])
+    if kind != "cuda" or dtype not in KERNEL_DTYPES or width > CUDA_GROUPED_WIDTH or not seen.is_plain:
+        return None
+    is_square = seen.is_full or call.query.shape[-2] == call.key.shape[-2]  # it aligns causality to the last key
+    if flash and dtype in HALF_DTYPES and is_square and torch.cuda.get_device_capability()[0] >= FLASH_CAPABILITY:
+        return SDPBackend.FLASH_ATTENTION
+    return SDPBackend.EFFICIENT_ATTENTION if efficient else None
+
+
+def _is_float_mask(call: Call) -> bool:
+    mask = call.visibility.mask
+    is_alone = call.visibility.is_mask and not call.mask_learns
+    return is_alone and mask is not None and mask.dtype in (torch.bool, call.query.dtype)
+
+
+@constant_in_graphs
+def _enabled() -> tuple[bool, bool]:
+    """Return which of the kernels may be used; who asks for SDPA's math wants second derivatives."""
+    return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def attend_by_kernels(call: Call) -> Tensor:
+    """Return the output, (batch, heads, q_len, value_dim), with gradients for query, key, value and sinks."""
+    width = max(call.query.shape[-1], call.value.shape[-1])
+    width = -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT if call.query.is_cuda else width
+    key, value = (x.repeat_interleave(call.group, dim=1) if call.grouped else x for x in (call.key, call.value))
+    query, key, value = (padded(x, width) for x in (call.query, key, value))
+    mask = call.visibility.mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, call.sinks, mask, call.visibility.is_causal, call.scale, _backend(call)
+    )
+    return output[..., : call.value.shape[-1]]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        backend: SDPBackend | None,
+    ) -> Tensor:
+        kernel, q_len = sdpa_forward(backend, query.device.type), query.shape[-2]
+        assert kernel is not None
+        state: Sequence[Any] = ()
+        if not query.is_cuda:
+            output, lse = kernel(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[:2]
+        elif backend is SDPBackend.FLASH_ATTENTION:
+            output, lse, _, _, _, _, *state = kernel(query, key, value, 0.0, is_causal, scale=scale)
+        else:
+            output, lse, *state = kernel(query, key, value, None, True, 0.0, is_causal, scale=scale)
+            lse = lse[..., :q_len]  # what is behind is padding
+        if sinks is not None:
+            above = lse - sinks.to(lse.dtype).unsqueeze(-1)
+            output = (output * torch.sigmoid(above).unsqueeze(-1)).to(output.dtype)
+            lse = lse + F.softplus(-above)  # ln(eᴸ + eᵇ)
+        ctx.save_for_backward(query, key, value, sinks, mask, output, lse, *state[:2])
+        ctx.is_causal, ctx.scale, ctx.backend = is_causal, scale, backend
+        result: Tensor = output
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, mask, output, total, *state = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it will be differentiated again
+            seen = Visibility(0 if ctx.is_causal else None, mask=mask)
+            return *_differentiable(grad, (query, key, value, sinks), seen, ctx.scale), None, None, None, None
+        kernel, grad = sdpa_backward(ctx.backend, query.device.type), grad.contiguous()
+        assert kernel is not None
+        given = grad, query, key, value
+        lengths = query.shape[-2], key.shape[-2]
+        if not query.is_cuda:
+            found = kernel(*given, output, total, 0.0, ctx.is_causal, attn_mask=mask, scale=ctx.scale)
+        elif ctx.backend is SDPBackend.FLASH_ATTENTION:
+            settings = *lengths, 0.0, ctx.is_causal, *state
+            found = kernel(*given, output, total, None, None, *settings, scale=ctx.scale)
+        else:
+            rows = F.pad(total, (0, -total.shape[-1] % 32))  # which this kernel reads in 32s
+            wanted = [True, True, True, False]
+            found = kernel(*given, None, output, rows, *state, 0.0, wanted, ctx.is_causal, scale=ctx.scale)[:3]
+        if sinks is None:
+            return *found, None, None, None, None, None
+        weight = torch.exp(sinks.to(total.dtype).unsqueeze(-1) - total)  # of the sink in each row
+        of_sinks = -(weight * (grad * output).sum(-1, dtype=weight.dtype)).sum((0, 2)).to(sinks.dtype)
+        return *found, of_sinks, None, None, None, None
+
+
+def _differentiable(
+    grad: Tensor, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], seen: Visibility, scale: float
+) -> list[Tensor | None]:
+    query, key, value, sinks = tensors
+    bias = seen.added(slice(0, query.shape[-2]), slice(0, key.shape[-2]), query)
+    output = row_weights(query, key, bias, scale, None, sinks) @ value
+    learning = [each for each in tensors if each is not None and each.requires_grad]
+    found = iter(torch.autograd.grad(output, learning, grad, create_graph=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in tensors]
