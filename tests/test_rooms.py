@@ -41,12 +41,12 @@ tracing             10  2,250   2,000
 watching            20  4,000   2,900
 probes              11  1,690
 diagnose            14  2,685   2,200
-acting               8  1,740
+acting               8  1,750
 train              17  3,310   2,500
 models               4    260
 loading             10  1,220   1,300 with checking
 checking             2    240
-comparing            9  1,390   1,390
+comparing            9  1,430   1,430
 bench                4    490   420
 lab                 21  3,100   4,500 with claims
 claims               9  2,030

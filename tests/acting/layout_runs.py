@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attnscale
@@ -88,6 +89,10 @@ def laid_out(layout, model, world):
     if layout in ("ddp", "inside ddp"):
         wrapped = nn.parallel.DistributedDataParallel(model)
         return (model if layout == "inside ddp" else wrapped), wrapped, rank
+    if layout == "tp elsewhere":
+        for output in model.outputs:
+            parallelize_module(output, init_device_mesh("cpu", (world,)), ColwiseParallel(output_layouts=Replicate()))
+        return model, model, 0
     if layout == "tp":
         split_heads(model, init_device_mesh("cpu", (world,)))
         return model, model, 0

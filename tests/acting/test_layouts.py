@@ -15,6 +15,7 @@ from .models import watched
 # layout, ranks, kind of attention, heads, key heads, batches of the run, ranks that saw nothing
 CASES = {
     "keys whole on both ranks": ("tp", 2, "plain", 2, 1, [0], ()),
+    "other layers shared out, heads whole": ("tp elsewhere", 2, "normed", 4, 2, [0], ()),
     "the module inside DDP": ("inside ddp", 2, "plain", 4, 4, [0, 1], ()),
     "a DDP rank that saw nothing": ("ddp", 2, "normed", 4, 2, [0], (1,)),
     "an FSDP rank that saw nothing": ("fsdp", 2, "plain", 4, 2, [1], (0,)),

@@ -15,6 +15,7 @@ CASES = {
     "FSDP2, gains of every head": Case("fsdp", 2, kind="gains", batches=(0, 1)),
     "heads shared out": Case("tp", 2),
     "heads shared out, keys whole": Case("tp", 2, heads=2, kv_heads=1),
+    "other layers shared out, heads whole": Case("tp elsewhere", 2, kind="normed"),
     "keys shared out": Case("keys", 2),
     "a rank without data in the first step": Case("copies", 2, batches=(0, 1), idle=((1, 0),)),
     "a rank without data when it is first measured inside": Case("copies", 2, batches=(0, 1), idle=((0, 1),)),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.head_rows import HeadRows, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
-from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of
+from attnscale.acting.replicas import Axis, Floats, LayerHeads, agreed_layers, axes_of, head_axes
 from attnscale.acting.scaling import FIXED, HeadScaler
 from attnscale.errors import NotFollowedWarning, SettingError
 from attnscale.plain import printable
@@ -146,7 +146,8 @@ def clip_qk_(
     check_threshold(threshold)
     check_frozen(frozen)
     refuse_foreign_parameters(model)
-    return clip_layers(model, seen.layers, threshold, axes_of(model, group), frozen)
+    axes = head_axes(axes_of(model, group), heads_of(seen.layers))
+    return clip_layers(model, seen.layers, threshold, axes, frozen)
 
 
 def clip_layers(

@@ -62,6 +62,18 @@ def axes_of(model: nn.Module, group: "dist.ProcessGroup | None") -> list[Axis]:
     return [Axis(along, frozenset(cut)) for ranks, (along, cut) in found.items() if len(ranks) > 1]
 
 
+def head_axes(axes: Sequence[Axis], layers: "Mapping[str, LayerHeads]") -> list[Axis]:
+    """Return the axes with no other parameters than those that make heads; one that cuts none of these copies them.
+
+    So do ranks that share out the experts of a model, or its other layers, and have each head whole.
+    """
+    sides = [side for layer in layers.values() for call in layer.origins for side in (call.query, call.key, call.value)]
+    names = {source.parameter for side in sides if side is not None for source in side.sources()}
+    for axis in axes:
+        names = set().union(*axis.gathered(names))
+    return [Axis(axis.group, axis.cut & names) for axis in axes]
+
+
 def data_parallel_group(model: nn.Module) -> "dist.ProcessGroup | None":
     """Return the group of the DDP that a model is, has inside, or is inside of, of which a module does not know."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.acting.clip import ClipReport, check_threshold, clip_layers
+from attnscale.acting.clip import ClipReport, check_threshold, clip_layers, heads_of
 from attnscale.acting.clip_state import WriteCheck, clip_state
 from attnscale.acting.parameters import Frozen, check_frozen, inner_optimizer, refuse_copies, refuse_foreign_parameters
-from attnscale.acting.replicas import Axis, axes_of
+from attnscale.acting.replicas import Axis, axes_of, head_axes
 from attnscale.errors import InputError, NotInsideWarning
 from attnscale.plain import printable
 from attnscale.probes.placement import LateModules, Placement
@@ -215,7 +215,7 @@ class QKClip:
         except InputError:  # no forward ran, as on a rank without data
             layers = {}
         refuse_foreign_parameters(self.model)  # perhaps wrapped since
-        axes = axes_of(self.model, self._group)
+        axes = head_axes(axes_of(self.model, self._group), heads_of(layers))
         report = clip_layers(self.model, layers, self.threshold, axes, self._frozen, check=self._check)
         if not self._may_probe or not self._install(seen, layers, axes):
             self._begin_trace()
