@@ -29,7 +29,7 @@ class Drawn:
         self.planned, self.entries = planned, entries
 
     def next(self):
-        return self.planned.sample(torch.tensor(self.planned.draw_each(self.entries), dtype=torch.int32))
+        return self.planned.sample(torch.from_numpy(self.planned.draws(self.entries)))
 
 
 @pytest.fixture(autouse=True)

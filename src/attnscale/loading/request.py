@@ -42,7 +42,7 @@ class Request:
 
     @property
     def source(self) -> str:
-        """Where the tokens come from, in words."""
+        """Source of the tokens, in words."""
         if self.text is not None:
             return "the text"
         number = len(self.sequences)

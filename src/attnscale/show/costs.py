@@ -1,4 +1,4 @@
-"""What measuring costs, in the terminal."""
+"""Costs of measuring, in the terminal."""
 
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from attnscale.plain import readable
 
-# Each column, and what it is.
+# Meaning of each column.
 COLUMNS = {
     "timed as": "calls, from Python; or graph, a CUDA graph, which leaves out the host's time",
     "ms": "milliseconds of one call",

@@ -21,7 +21,7 @@ FOLLOWED = (STATISTICS["entropy_ratio"], STATISTICS["jacobian_trace"])
 
 
 class LiveTwins:
-    """One line a twin: its loss, entropy and gradient gain, each with its course so far."""
+    """One line a twin: its loss, entropy and 1 − Σp², each with its course so far."""
 
     def __init__(self, training: TwinTraining, console: Console) -> None:
         self._training, self._console = training, console
@@ -37,7 +37,7 @@ class LiveTwins:
             self._live.stop()
 
     def show(self, pair: dict[str, Step]) -> None:
-        """Draw a step that is over, where the scores were looked at; or tell some of them as lines."""
+        """Draw a step that is over, where the scores were measured; or print some of them as lines."""
         step = next(iter(pair.values()))
         is_last = step.number + 1 == self._training.demo.steps
         if self._live is not None and (step.record is not None or is_last):

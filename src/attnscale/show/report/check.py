@@ -230,7 +230,10 @@ def _heads(comparison: Comparison) -> Section:
     shown = [name for name in measured if any(head.moves[name].size for head in heads if name in head.moves)]
     same = [STATISTICS[name].long for name in measured if name not in shown]
     groups = tuple(
-        (layer, tuple(_moves(head, shown) for head in heads if head.layer == layer))
+        (
+            f"layer {layer}" if layer.isdigit() else layer,
+            tuple(_moves(head, shown) for head in heads if head.layer == layer),
+        )
         for layer in dict.fromkeys(head.layer for head in heads)
     )
     headings = ("head", *(STATISTICS[name].long for name in shown), "changed")

@@ -76,7 +76,8 @@ function drawHeat(place, view, width) {
   svg.append(element("rect", { ...field, fill: theme().card }), element("g", { class: "heat" }, image));
   frame(svg, view, box, toX, toY, { x: across, y: up }, false);
   if (columns <= FEW_COLUMNS) view.values.forEach((values, row) => values.forEach((value, column) => {
-    const fill = (value - view.low) / (view.high - view.low) > 0.6 ? "#000000" : "#ffffff";
+    const [red, green, blue] = colourAt(paletteOf(view), (value - view.low) / (view.high - view.low || 1));
+    const fill = 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#000000" : "#ffffff"; // by brightness of the field
     if (known(value)) svg.append(label("", { x: toX(column), y: toY(row) + 4, fill, "text-anchor": "middle" }, inField(value)));
   }));
   drawBar(svg, view, box, place.id + "-bar");
