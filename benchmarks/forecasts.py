@@ -21,7 +21,7 @@ from attnscale.diagnose import Finding
 from attnscale.diagnose.alarm import Thresholds, next_threshold
 from attnscale.diagnose.forecast import Crossing, forecast
 from attnscale.train import LayerRecord, Record
-from attnscale.train.history import History, Sample, latest, trend
+from attnscale.train.history import WINDOW, History, Sample, trend
 
 RESULTS = Path(__file__).parent / "results" / "forecast-runs.jsonl.xz"
 TUNED, SET_ASIDE = (0, 1), (100, 101)  # seeds
@@ -119,7 +119,7 @@ def replay(run: Replayed) -> Replayed:
 
 def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
     layer = run.records[len(known) - 1].layers[name]
-    found, now = trend(latest(known), layer.softcap), known[-1]
+    found, now = trend(known[-WINDOW:], layer.softcap), known[-1]
     if found.ahead is None:
         return
     crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest, layer.clipped is not None))

@@ -46,7 +46,7 @@ train              17  3,310   2,500
 models               4    260
 loading             10  1,220   1,300 with checking
 checking             2    240
-comparing            9  1,390   1,390
+comparing            9  1,430   1,430
 bench                4    490   420
 lab                 21  3,100   4,500 with claims
 claims               9  2,030

@@ -108,6 +108,21 @@ def test_second_derivatives_of_the_fused_kernel():
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_tensors_that_do_not_lie_in_rows_are_read_right(masked):
+    inputs = tensors()
+    turned = [each.detach().mT.contiguous().mT.requires_grad_() for each in inputs[:3]]
+    mask = torch.randn(kv_len, q_len, dtype=torch.float64).T if masked else None
+    for sinks in (inputs[3], None):  # without a sink, a query of three axes has the same kernel
+        pair = [[each[0] for each in some] if sinks is None else some for some in (inputs[:3], turned)]
+        outputs = [attention(*some, mask, sinks=sinks, enable_gqa=True) for some in pair]
+        torch.testing.assert_close(*outputs)
+        grads = [
+            torch.autograd.grad(o.sin().sum(), some) for o, some in zip(outputs, (inputs[:3], turned), strict=True)
+        ]
+        torch.testing.assert_close(*grads)
+
+
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_everything():
     query, key, value, _ = tensors(grad=False)
     none = attention(query, key, value, sinks=torch.full((heads,), -torch.inf), enable_gqa=True, attn_mask=BLIND)

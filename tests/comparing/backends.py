@@ -31,6 +31,17 @@ def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=52, n_layer=2, n_head=4, **TOKENS)).eval()
 
 
+def gpt_oss():
+    """Sinks of their own in each head, and a window in the first layer."""
+    torch.manual_seed(0)
+    sizes = SIZES | dict(hidden_size=48, intermediate_size=48, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    config = transformers.GptOssConfig(**sizes, **TOKENS, sliding_window=WINDOW)
+    model = transformers.GptOssForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 def tokens():
     torch.manual_seed(1)
     return torch.randint(3, 97, (2, 13))

@@ -10,7 +10,7 @@ import attnscale
 from attnscale.errors import SettingError
 from tests.cli import running
 from tests.comparing import backends
-from tests.comparing.backends import gemma2, gpt2, llama, padded, tokens
+from tests.comparing.backends import gemma2, gpt2, gpt_oss, llama, padded, tokens
 
 
 def words(found, backend, layer):
@@ -83,6 +83,14 @@ def test_a_window_that_is_ignored_and_a_softcap_that_is_not_applied():
         "it sees later keys that eager hides, up to 12 ahead: the causal term is missing",
         "it sees earlier keys that eager hides: no window limits it",
     ]
+
+
+@pytest.mark.parametrize("batch", [tokens, padded])
+def test_sinks_that_are_not_passed_on_are_the_one_difference(batch):
+    found = attnscale.compare_backends(gpt_oss(), batch(), ("eager", "without_a_softcap"))
+    assert [[each.what for each in row.differences] for row in found.differing] == [["sinks"], ["sinks"]]
+    assert words(found, "without_a_softcap", found.first.layer) == ["it has no sink beside the keys, eager has a sink"]
+    assert len({row.keys for row in found.rows if row.layer == found.first.layer}) == 1
 
 
 def test_an_output_that_differs_for_no_reason_of_the_scores_is_a_difference():

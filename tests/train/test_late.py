@@ -42,7 +42,7 @@ def test_it_is_written_when_the_next_step_is_over(run):
         lambda monitor: monitor.history,
         lambda monitor: monitor.growth("blocks.0.attention"),
         lambda monitor: monitor.state_dict(),
-        lambda monitor: monitor.load_state_dict({"steps": 0, "history": {"series": {}, "began": {}, "standing": []}}),
+        lambda monitor: monitor.load_state_dict({"steps": 0, "history": {}}),
         lambda monitor: monitor.close(),
     ],
 )

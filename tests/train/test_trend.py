@@ -7,7 +7,14 @@ import pytest
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.diagnose.forecast import Ceiling, forecast, outlook
 from attnscale.train import LayerRecord, Record, summarise
-from attnscale.train.history import WINDOW, History, Sample, latest, trend
+from attnscale.train.history import WINDOW, History, Sample, append, trend
+
+
+def latest(samples):
+    found = []
+    for sample in samples:
+        append(found, sample)
+    return found
 
 
 def layer(largest, softcap=None):

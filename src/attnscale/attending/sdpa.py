@@ -180,14 +180,20 @@ def attend_by_kernels(call: Call) -> Tensor:
     width = max(call.query.shape[-1], call.value.shape[-1])
     width = -(-width // CUDA_ALIGNMENT) * CUDA_ALIGNMENT if call.query.is_cuda else width
     key, value = (x.repeat_interleave(call.group, dim=1) if call.grouped else x for x in (call.key, call.value))
-    query, key, value = (padded(x, width) for x in (call.query, key, value))
+    query, key, value = (_in_rows(padded(x, width)) for x in (call.query, key, value))
     mask = call.visibility.mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    mask = None if mask is None else _in_rows(mask)
     output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         query, key, value, call.sinks, mask, call.visibility.is_causal, call.scale, _backend(call)
     )
     return output[..., : call.value.shape[-1]]
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor whose rows lie in one piece of memory: the kernels read others wrong."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Attention(torch.autograd.Function):

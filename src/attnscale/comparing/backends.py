@@ -163,7 +163,7 @@ def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:
     first = ran[0]
     one = first.layers[name]
     visible = VisibleKeys.of(one)
-    yield _row(one, first.backend, 0.0, 0.0, ())
+    yield _row(one, first.backend, 0.0, 0.0, (), visible)
     for run in ran[1:]:
         if name not in run.layers:
             continue
@@ -171,23 +171,30 @@ def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:
         inputs, outputs = (
             _change(*pair, one, other) for pair in zip(first.tensors_of(one), run.tensors_of(other), strict=True)
         )
+        keys = VisibleKeys.of(other)
         found = [
             *_scale_difference(one, other, first.backend),
             *_softcap_difference(one, other, first.backend),
-            *_key_differences(visible, VisibleKeys.of(other), first.backend),
+            *_key_differences(visible, keys, first.backend),
             *_sink_difference(one, other, first.backend),
         ]
         same = SAME_HALF_OUTPUT if one.dtype in HALF_DTYPES else SAME_OUTPUT
         if not found and not inputs > same and not outputs <= same and not math.isnan(outputs):
             found.append(BackendDifference("output", _output_message(outputs)))
-        yield _row(other, run.backend, inputs, outputs, tuple(found))
+        yield _row(other, run.backend, inputs, outputs, tuple(found), keys)
 
 
 def _row(
-    layer: Layer, backend: str, inputs: float, outputs: float, found: tuple[BackendDifference, ...]
+    layer: Layer,
+    backend: str,
+    inputs: float,
+    outputs: float,
+    found: tuple[BackendDifference, ...],
+    visible: VisibleKeys | None,
 ) -> BackendLayer:
     sinks = None if layer.sinks is None else float(layer.sinks.max())
-    numbers = layer.scale_applied, layer.softcap, float(layer.stats.keys.double().nanmean())
+    keys = float(layer.stats.keys.double().nanmean()) if visible is None else visible.mean
+    numbers = layer.scale_applied, layer.softcap, keys
     return BackendLayer(layer.name, backend, layer.kind, *numbers, sinks, inputs, outputs, found)
 
 

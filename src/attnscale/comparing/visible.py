@@ -30,9 +30,22 @@ class VisibleKeys:
         shown = visibility.shown(slice(0, rows), slice(0, keys), device)
         if shown is None:
             shown = torch.ones(1, 1, dtype=torch.bool, device=device)
-        shown = shown[(None,) * (4 - shown.dim())].expand(-1, -1, rows, keys).cpu()
+        shown = shown[(None,) * (4 - shown.dim())].expand(-1, -1, rows, keys)
+        if layer.sinks is not None:  # a sink that is written out is kept as a key of zeros
+            shown = shown[..., (call.key != 0).any(-1).flatten(0, -2).any(0)]
+            keys = shown.shape[-1]
+        shown = shown.cpu()
         padding = next((each for each in layer.left_out if each.shape == (call.query.shape[0], rows)), None)
         return cls(shown, None if padding is None else padding.cpu(), rows <= keys)
+
+    @property
+    def mean(self) -> float:
+        """Number of keys that a query sees, on average over queries that are not padding."""
+        counts = self.shown.sum(-1).double()
+        if self.padding is None:
+            return float(counts.mean())
+        counted = (~self.padding[:, None]).double().expand(max(len(counts), len(self.padding)), counts.shape[1], -1)
+        return float((counts * counted).sum() / counted.sum().clamp(min=1))
 
     def digests(self, heads: int) -> tuple[str, ...]:
         """Return a digest of the visible keys of each head."""

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from attnscale.measure.cuda.probe import probe
 from attnscale.measure.lengths import mean_lengths
-from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.probes.calls import ProbedCall
 from attnscale.probes.intercept import MODIFICATIONS, AttentionCall, WrittenScores
@@ -98,7 +97,7 @@ def measure_by_scores(call: ProbedCall, given: WrittenScores, settings: Settings
     call.padding, call.causal, call.softcap = padding, template.causal, template.softcap
     call.highest_bias = template.highest_bias
     call.buffer.scales.copy_(_scales(call.planned, scores, query, key))
-    every = rows is None or rows_are_shared()
+    every = rows is None
     call.buffer.lengths[0].copy_(_norm(query, padding, every))
     call.buffer.lengths[1].copy_(_norm(key, hidden, every))
 

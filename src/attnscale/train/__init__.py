@@ -43,7 +43,7 @@ _CALLBACKS = {
 
 
 def __getattr__(name: str) -> Any:
-    """The callbacks, which import what they are for, when they are asked for."""
+    """Import a callback, and the package that it is for, when it is asked for."""
     if name in _CALLBACKS:
         return getattr(import_module(f"attnscale.train.{_CALLBACKS[name]}"), name)
     raise AttributeError(f"module 'attnscale.train' has no attribute {name!r}")

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from attnscale.diagnose.finding import Finding, grouped, severity_rank
@@ -19,87 +18,75 @@ from attnscale.train.sinks import Sink
 LOGGER = logging.getLogger("attnscale")
 LogChoice = bool | Sequence[str]
 CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
-
-
 OF_SCORES = ("sharp", "exploding", "non_finite")  # codes of one course of events, which is said once
 
 
-class AlarmLog:
-    """Lines of the log: an alarm is said once; the same in other layers or at later steps is counted."""
+class Delivery:
+    """The sinks of a run, and the lines of the log; `warn` warns of each failure once.
 
-    def __init__(self) -> None:
+    The log says an alarm once; the same in other layers or at later steps is counted.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        on_alarm: Callable[[Finding], None] | None,
+        warn: Callable[[AttnscaleWarning], None],
+    ) -> None:
+        self._sinks, self._on_alarm, self._warn = sinks, on_alarm, warn
         self._said: dict[str, int] = {}  # the worst severity that was said, by kind
-        self._repeated: list[Finding] = []  # alarms since the last line
-        self._last_step = 0
+        self._repeated: list[tuple[int, Finding]] = []  # steps and alarms since the last line
 
-    def lines(self, record: Record) -> Iterator[str]:
-        """Yield a line for each kind of alarm that is new, or more serious than before."""
+    def write(self, record: Record) -> None:
+        """Call every sink with a record."""
+        for sink in self._sinks:
+            self._call(sink, record, "A sink failed and is tried again at the next record")
+
+    def alarm(self, record: Record, *, is_logged: bool, is_over: bool = False) -> None:
+        """Raise the alarms of a record; `is_over` where no alarm of an earlier record stands any more."""
+        if is_logged:
+            self._log(record)
+            if is_over:
+                self._end_log()
+        for alarm in record.alarms if self._on_alarm is not None else ():
+            self._call(self._on_alarm, alarm, "on_alarm failed and is called again at the next alarm")
+
+    def close(self) -> None:
+        """Say how many alarms were counted, and close the sinks that can be closed."""
+        self._end_log()
+        for sink in self._sinks:
+            getattr(sink, "close", lambda: None)()
+
+    def _call(self, function: Any, argument: Record | Finding, failure: str) -> None:
+        try:
+            function(argument)
+        except Exception as error:
+            self._warn(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
+
+    def _log(self, record: Record) -> None:
+        """Say each kind of alarm that is new, or more serious than before."""
         for group in grouped(record.alarms):
             kind = "scores" if group.first.code in OF_SCORES else group.first.code
             rank = severity_rank(group.first.severity)
             if rank > self._said.get(kind, -1):
                 self._said[kind] = rank
-                yield f"step {record.step}: {group}"
+                _say(f"step {record.step}: {group}")
             else:
-                self._repeated += group.findings
-                self._last_step = record.step
+                self._repeated += [(record.step, alarm) for alarm in group.findings]
 
-    def end(self) -> Iterator[str]:
-        """Yield a line with the number of alarms that were counted only, and say later ones again."""
-        self._said.clear()
+    def _end_log(self) -> None:
+        """Say how many alarms were counted only; later ones are said again."""
         repeated, self._repeated = self._repeated, []
+        self._said.clear()
         if repeated:
-            layers = len({alarm.layer for alarm in repeated})
-            alarms = "1 more such alarm" if len(repeated) == 1 else f"{len(repeated)} more such alarms"
-            where = "1 layer" if layers == 1 else f"{layers} layers"
-            yield f"{alarms} in {where} until step {self._last_step}"
+            layers = len({alarm.layer for _, alarm in repeated})
+            alarms = f"{len(repeated)} more such alarm{'s' * (len(repeated) > 1)}"
+            _say(f"{alarms} in {layers} layer{'s' * (layers > 1)} until step {repeated[-1][0]}")
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """The sinks of a run; `warn` warns of each failure once."""
-
-    sinks: Sequence[Sink]
-    on_alarm: Callable[[Finding], None] | None
-    warn: Callable[[AttnscaleWarning], None]
-    log: AlarmLog = field(default_factory=AlarmLog)
-
-    def write(self, record: Record) -> None:
-        """Call every sink with a record."""
-        for sink in self.sinks:
-            try:
-                sink(record)
-            except Exception as error:
-                self._warn("A sink failed and is tried again at the next record", error)
-
-    def alarm(self, record: Record, *, is_logged: bool, is_over: bool = False) -> None:
-        """Raise the alarms of a record; `is_over` where no alarm of an earlier record stands any more."""
-        if is_logged:
-            _say([*self.log.lines(record), *(self.log.end() if is_over else ())])
-        for alarm in record.alarms if self.on_alarm is not None else ():
-            assert self.on_alarm is not None  # checked just above
-            try:
-                self.on_alarm(alarm)
-            except Exception as error:
-                self._warn("on_alarm failed and is called again at the next alarm", error)
-
-    def close(self) -> None:
-        """Say how many alarms were counted, and close the sinks that can be closed."""
-        _say(list(self.log.end()))
-        for sink in self.sinks:
-            close = getattr(sink, "close", None)
-            if close is not None:
-                close()
-
-    def _warn(self, what: str, error: Exception) -> None:
-        self.warn(SinkWarning(f"{what}: {type(error).__name__}: {error}"))
-
-
-def _say(lines: Sequence[str]) -> None:
-    if lines:
-        with bars_aside():
-            for line in lines:
-                LOGGER.warning("%s", line)
+def _say(line: str) -> None:
+    with bars_aside():
+        LOGGER.warning("%s", line)
 
 
 def logged_statistics(choice: LogChoice) -> tuple[str, ...]:

@@ -3,12 +3,10 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from attnscale.diagnose.alarm import (
     Baseline,
@@ -22,14 +20,12 @@ from attnscale.diagnose.alarm import (
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
 from attnscale.diagnose.forecast import Ceiling, Growth, Outlook, growth, outlook
-from attnscale.diagnose.trained import is_trained
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
 
 FACTORS = ("scale_applied", "query_norm", "key_norm", "alignment")
 LOSSES = 128  # the latest losses, and the first, by which a divergence is judged
-WHOLE_RUN = ""  # in place of a layer, for the standing alarm of the loss
 WINDOW = 32  # samples a growth is fitted to: the latest, since growth changes with the learning rate
 
 
@@ -81,14 +77,6 @@ def append(samples: list[Sample], sample: Sample) -> None:
     del samples[:-WINDOW]
 
 
-def latest(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the latest samples in order of steps."""
-    found: list[Sample] = []
-    for sample in samples:
-        append(found, sample)
-    return found
-
-
 def trend(samples: Sequence[Sample], softcap: float | None) -> Trend:
     """Return the trend of samples in order of steps, under the soft-cap of the layer."""
     steps, largest, bounds, lowered = zip(*samples, strict=True) if samples else ((), (), (), ())
@@ -109,6 +97,29 @@ def is_held(samples: Sequence[Sample]) -> bool:
     return clipped[-1] == len(samples) - 1 or samples[-1].largest <= clipped_at
 
 
+@dataclass
+class LayerHistory:
+    """What is remembered of one layer."""
+
+    samples: list[Sample] = field(default_factory=list)  # the latest
+    first: list[float] = field(default_factory=list)  # logarithms of FACTORS at its first step
+    baseline: Baseline | None = None  # of a trained model
+    scale_error: ScaleError | None = None
+    standing: dict[str, int] = field(default_factory=dict)  # reasons of its alarm, and the step each began at
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "LayerHistory":
+        """Read what dataclasses.asdict() returned, also by way of JSON."""
+        baseline, error = state["baseline"], state["scale_error"]
+        return cls(
+            [Sample(*sample) for sample in state["samples"]],
+            list(state["first"]),
+            None if baseline is None else Baseline(**baseline),
+            None if error is None else ScaleError(**error),
+            dict(state["standing"]),
+        )
+
+
 class History:
     """The largest score of every layer over time, the first numbers of each layer, losses, and standing alarms.
 
@@ -117,27 +128,19 @@ class History:
 
     def __init__(self, limits: Thresholds, trained: bool = False) -> None:
         self.limits, self.trained = limits, trained
-        self._series: dict[str, list[Sample]] = {}
-        self._first: dict[str, list[float]] = {}  # logarithms of FACTORS
-        self._baseline: dict[str, Baseline] = {}  # of a trained model
-        self._scale_errors: dict[str, ScaleError] = {}
-        self._standing: dict[str, dict[str, int]] = {}  # by layer: reasons of its alarm, and the step each began at
+        self._layers: dict[str, LayerHistory] = {}
         self._losses: list[float] = []
-
-    @classmethod
-    def of(cls, model: nn.Module, limits: Thresholds) -> "History":
-        """Return the history of a model, trained or not, before its first step."""
-        return cls(limits, is_trained(model))
+        self._loss_diverges = False
 
     @property
     def is_empty(self) -> bool:
         """True before the first sampled step of a run."""
-        return not self._series
+        return not self._layers
 
     @property
     def is_calm(self) -> bool:
         """True if no alarm stands."""
-        return not self._standing
+        return not self._loss_diverges and not any(layer.standing for layer in self._layers.values())
 
     def add(
         self,
@@ -158,86 +161,73 @@ class History:
         """
         new = list(audit)
         audited = {finding.layer for finding in new}  # more about those would be a symptom
-        self._scale_errors |= scale_errors
         snapshots = []
         for name, layer in layers.items():
-            append(self._series.setdefault(name, []), Sample.of(step, layer))
-            if name not in self._first and self.trained:
-                self._baseline[name] = Baseline(
-                    layer.effective_max[0], layer.whole("entropy_ratio"), layer.whole("jacobian_trace")
-                )
-            if not all(map(math.isfinite, self._first.get(name, [math.nan]))):  # of a call that was not followed
-                self._first[name] = _factors(layer)
-            found = trend(self._series[name], layer.softcap)
+            known = self._layers.setdefault(name, LayerHistory())
+            known.scale_error = scale_errors.get(name, known.scale_error)
+            append(known.samples, Sample.of(step, layer))
+            entropy, trace = layer.whole("entropy_ratio"), layer.whole("jacobian_trace")
+            if not known.first and self.trained:
+                known.baseline = Baseline(layer.effective_max[0], entropy, trace)
+            if not known.first or not all(map(math.isfinite, known.first)):  # of a call that was not followed
+                known.first = _factors(layer)
+            found = trend(known.samples, layer.softcap)
             snapshot = LayerSnapshot(
                 name,
                 *layer.effective_max,
-                layer.whole("entropy_ratio"),
-                layer.whole("jacobian_trace"),
+                entropy,
+                trace,
                 layer.broken,
                 found.ceiling,
                 partial(_error, stats.get(name)),
-                partial(_change, self._first[name], layer),
-                self._baseline.get(name),
+                partial(_change, known.first, layer),
+                known.baseline,
                 layer.clipped is not None,
                 layer.numbers["max"][layer.effective_max[1]],
                 step,
-                self._scale_errors.get(name),
+                known.scale_error,
                 rescaled.get(name, ()),
             )
             snapshots.append(snapshot)
-            alarm, standing = layer_alarm(snapshot, found.ahead, self.limits, self._standing.pop(name, {}))
-            if standing:
-                self._standing[name] = standing
+            alarm, known.standing = layer_alarm(snapshot, found.ahead, self.limits, known.standing)
             if alarm is not None and name not in audited:
                 new.append(alarm)
-        return new + self._loss_alarms(step, loss, snapshots)
+        if loss is not None and self.limits.loss:
+            new += self._loss_alarms(step, loss, snapshots)
+        return new
 
     def growth(self, layer: str) -> Growth | None:
         """Return the growth of a layer's largest score over the latest samples."""
-        return trend(self._series.get(layer, []), None).growth
+        return trend(self._layers[layer].samples, None).growth if layer in self._layers else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for a checkpoint."""
+        layers = {name: asdict(layer) for name, layer in self._layers.items()}
+        for layer in layers.values():
+            layer["samples"] = list(map(list, layer["samples"]))
         return {
-            "series": {name: [list(entry) for entry in series] for name, series in self._series.items()},
-            "began": {name: list(factors) for name, factors in self._first.items()},
-            "baseline": {name: list(vars(baseline).values()) for name, baseline in self._baseline.items()},
-            "scale_errors": {name: [error.code, error.correction] for name, error in self._scale_errors.items()},
-            "standing": {layer: dict(reasons) for layer, reasons in self._standing.items()},
+            "layers": layers,
             "losses": list(self._losses),
+            "loss_diverges": self._loss_diverges,
             "trained": self.trained,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what state_dict() returned, also by way of JSON."""
-        self._series = {
-            name: [Sample(int(step), *map(float, numbers)) for step, *numbers in entries]
-            for name, entries in state["series"].items()
-        }
-        self._first = {name: [float(factor) for factor in factors] for name, factors in state["began"].items()}
-        self._baseline = {name: Baseline(*map(float, numbers)) for name, numbers in state.get("baseline", {}).items()}
-        self._scale_errors = {
-            name: ScaleError(str(code), float(factor)) for name, (code, factor) in state.get("scale_errors", {}).items()
-        }
-        self._standing = {layer: dict(reasons) for layer, reasons in dict(state["standing"]).items()}
-        self._losses = [float(loss) for loss in state.get("losses", ())]
-        self.trained = bool(state.get("trained", self.trained))
+        self._layers = {name: LayerHistory.from_dict(layer) for name, layer in state.get("layers", {}).items()}
+        self._losses, self.trained = list(map(float, state.get("losses", ()))), bool(state.get("trained", self.trained))
+        self._loss_diverges = bool(state.get("loss_diverges", False))
 
-    def _loss_alarms(self, step: int, loss: float | None, layers: list[LayerSnapshot]) -> list[Finding]:
+    def _loss_alarms(self, step: int, loss: float, layers: list[LayerSnapshot]) -> list[Finding]:
         """Return the alarm of a loss that diverges while no layer has an alarm or a wrong scale."""
-        if loss is None or not self.limits.loss:
-            return []
         self._losses.append(loss)
         del self._losses[1 : len(self._losses) - LOSSES]
-        level = diverged_from(self._losses)
-        was_standing = WHOLE_RUN in self._standing
-        self._standing.pop(WHOLE_RUN, None)
-        attention_is_healthy = not self._standing and not self._scale_errors
-        if level is None or not (was_standing or attention_is_healthy):
+        level, was_standing = diverged_from(self._losses), self._loss_diverges
+        is_healthy = not any(layer.standing or layer.scale_error for layer in self._layers.values())
+        self._loss_diverges = level is not None and (was_standing or is_healthy)
+        if level is None or was_standing or not is_healthy:
             return []
-        self._standing[WHOLE_RUN] = {"loss": step}
-        return [] if was_standing else [loss_alarm(loss, level, step, layers)]
+        return [loss_alarm(loss, level, step, layers)]
 
 
 def _change(first: list[float], layer: LayerRecord) -> Change:

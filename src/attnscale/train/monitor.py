@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnscale.diagnose import Finding, Growth, Thresholds, diagnose
+from attnscale.diagnose import Finding, Growth, Thresholds, diagnose, is_trained
 from attnscale.diagnose.alarm import ScaleError
 from attnscale.diagnose.scale import correction, scale_error
 from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
@@ -112,7 +112,7 @@ class Monitor(PlottedResult):
         self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
-        self._history = History.of(model, limits or Thresholds())
+        self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
         self.run, self._part = new_name(), new_name()  # which tell its records from another run's in a log
         self._last: Record | None = None
@@ -268,9 +268,9 @@ class Monitor(PlottedResult):
         at, clipped = (self.steps, time.time()), self._clips.since()
         learning, self._learning = self._learning, {}
         audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
-        facts = {} if seen is None else seen.facts()
-        arriving = None if seen is None else Arriving.of(seen, self._merging.part)
-        if self._merging.is_needed:  # at once: ranks wait for each other
+        facts = {} if seen is None else self._try(seen.facts) or {}
+        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._merging.part))
+        if self._merging.is_needed:  # at once, and whatever failed here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
             merged = self._merging.merged(self._moment, own, _values(learning))
             self._layers = partial(self._merged_layers, seen, merged)

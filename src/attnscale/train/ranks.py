@@ -177,7 +177,7 @@ class Merged:
 
 @dataclass
 class Merging:
-    """How the ranks of a run share out its work; `warn` warns once of each thing that goes wrong."""
+    """The groups of ranks among which a run shares out its work; `warn` warns once of each thing that goes wrong."""
 
     group: dist.ProcessGroup | None
     head_group: dist.ProcessGroup | None

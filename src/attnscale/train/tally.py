@@ -6,7 +6,7 @@ weighted by the rows they stand for, then squares of gradients.
 
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,10 +42,9 @@ class MergedStats(ScoreStats):
 
 
 class Arriving:
-    """The sums of a step on their way to the host: nobody waits for a GPU before its numbers are asked for.
+    """The sums of a step on their way to the host: nobody waits for probes on a GPU before their numbers are asked for.
 
-    Calls that probes measured lie in buffers that are being copied. What was traced is packed, and copied from each
-    device at once, behind all the device has to do.
+    Calls that probes measured lie in buffers that are being copied. What was traced is copied when it is asked for.
     """
 
     def __init__(self, layers: Layers, part: int) -> None:
@@ -55,14 +54,6 @@ class Arriving:
         heads |= {name: layer.heads for name, layer in self._traced.items()}
         self._keys: dict[str, Key] = {name: (name, part, heads[name]) for name in layers}
         self._hosts = {id(call.host): call.host for calls in self._probed.values() for call in calls}
-        self._copies: list[tuple[list[str], Tensor]] = []
-        self._events: list[torch.cuda.Event] = []
-        for names, numbers in _by_device({name: layer.stats for name, layer in self._traced.items()}):
-            squares = _squares([self._traced[name] for name in names], numbers)
-            packed = torch.cat([numbers, squares], dim=-1)
-            self._copies.append((names, packed.to("cpu", non_blocking=packed.is_cuda)))
-            if packed.is_cuda:
-                self._events.append(torch.cuda.current_stream(packed.device).record_event())
 
     @classmethod
     def of(cls, seen: Seen, part: int) -> "Arriving":
@@ -79,13 +70,12 @@ class Arriving:
     @property
     def is_here(self) -> bool:
         """True if tallies() would not wait."""
-        return all(event.query() for event in self._events) and all(
-            host is not None and host.is_here for host in self._hosts.values()
-        )
+        return all(host is not None and host.is_here for host in self._hosts.values())
 
     def tallies(self) -> Tallies:
         """Wait for the sums, and return them."""
-        found = _of_probed({self._keys[name]: calls for name, calls in self._probed.items()}) | self._of_traced()
+        found = _of_probed({self._keys[name]: calls for name, calls in self._probed.items()})
+        found |= {self._keys[name]: _of_traced(layer) for name, layer in self._traced.items()}
         return {key: found[key] for key in self._keys.values()}
 
     def stats(self) -> dict[str, ScoreStats]:
@@ -93,20 +83,6 @@ class Arriving:
         return {name: layer.stats for name, layer in self._traced.items()} | {
             name: merged_when_read([call.statistics for call in calls]) for name, calls in self._probed.items()
         }
-
-    def _of_traced(self) -> Tallies:
-        if not self._traced:
-            return {}
-        for event in self._events:
-            event.synchronize()
-        fetched: dict[str, Tensor] = {}
-        for names, packed in self._copies:
-            fetched |= dict(zip(names, packed.split([self._keys[name][2] for name in names]), strict=True))
-        pooled, norms, gradients = torch.cat([fetched[name] for name in self._traced]).split([POOLED, 3, 2], dim=-1)
-        scales = torch.cat([layer.scales.double().cpu() for layer in self._traced.values()]).abs()
-        together = _packed(pooled, (scales, *norms.unbind(-1)), gradients.unbind(-1))
-        keys = [self._keys[name] for name in self._traced]
-        return dict(zip(keys, together.split([heads for *_, heads in keys]), strict=True))
 
 
 def _packed(pooled: Tensor, columns: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -143,24 +119,13 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     return found
 
 
-def _by_device(many: Mapping[str, ScoreStats]) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield which statistics lie on each device, and their numbers and sums, (heads of all, POOLED)."""
-    pooled = {name: stats.pooled for name, stats in many.items()}
-    for device in dict.fromkeys(each.mean.device for each in pooled.values()):
-        here = [name for name, each in pooled.items() if each.mean.device == device]
-        yield here, pooled_columns([pooled[name] for name in here])
-
-
-def _squares(layers: Sequence[LayerNumbers], like: Tensor) -> Tensor:
-    """Return ‖q‖², ‖k‖², cos² and those of gradients, (heads of all, 5); NaN where one is not known."""
-    unknown = [like.new_full((layer.heads,), math.nan) for layer in layers]
+def _of_traced(layer: LayerNumbers) -> Tensor:
+    """Return the tally of a traced layer; NaN where a number is not known."""
+    missing = torch.full((layer.heads,), math.nan, dtype=torch.float64)
     names = ("query_norm", "key_norm", "cosine", "query_gradient", "key_gradient")
-    found = [
-        missing if (norm := getattr(layer, name)) is None else norm.to(like.device)
-        for name in names
-        for layer, missing in zip(layers, unknown, strict=True)
-    ]
-    return torch.cat(found).to(like).square().view(len(names), -1).mT
+    squares = [missing if (norm := getattr(layer, name)) is None else norm.double().cpu().square() for name in names]
+    pooled, scale = pooled_columns([layer.stats.pooled]).cpu(), layer.scales.double().cpu().abs()
+    return _packed(pooled, (scale, *squares[:3]), squares[3:])
 
 
 def pooled_of(tally: Tensor) -> Pooled:

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnscale.measure.pool import Unpooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.coordinates import Indices
 from attnscale.tracing.following import ProjectionPath
@@ -19,9 +18,6 @@ from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.saved_call import SavedCall
 
 Factors = NDArray[np.float64]  # a value a head
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-TAIL = 8  # queries
-ODD = 0x9E3779B97F4A7C15 - 2**64  # an odd number with bits all over it: Knuth's multiplier, 2^64 over the golden ratio
 COMPUTED = "its multiplier is computed from activations"
 ROW_TO_ROW = 0.01  # relative: more than a multiplier of all rows is rounded by
 
@@ -95,47 +91,6 @@ def scale_after_cap(factors: Sequence[float]) -> float | None:
     return None if len(factors) < 2 else float(np.prod(factors[:-1]))
 
 
-@dataclass(frozen=True, eq=False)
-class Shard:
-    """One call that sees some of the keys of its rows: the rows, not pooled, and fingerprints of its queries and keys.
-
-    Ranks, or the turns of a ring, that share out keys have queries in common, which are recognised by a fingerprint of
-    their bits: nobody has to say which call belongs to which.
-    """
-
-    rows: Unpooled
-    query: Tensor
-    tail: Tensor  # of the last few queries: calls on parts of the same queries have them in common
-    key: Tensor
-    keys: int
-    scales: Tensor
-    query_norm: Tensor
-    key_norm: Tensor
-
-    @classmethod
-    def of(cls, call: "SeenCall", query: Tensor, key: Tensor, tail: Tensor) -> "Shard | None":
-        """Return the shard of a call that was just measured; None where its rows are pooled."""
-        rows = call.stats.pool
-        if not isinstance(rows, Unpooled):
-            return None
-        return cls(
-            rows, fingerprint(query), fingerprint(tail), fingerprint(key), call.key_len, call.scales,
-            call.query_norm, call.key_norm,
-        )  # fmt: skip
-
-
-def fingerprint(vectors: Tensor) -> Tensor:
-    """Return a number of 64 bits that is the same for equal vectors, on their own device.
-
-    >>> x = torch.randn(3, 5)
-    >>> bool(fingerprint(x) == fingerprint(x.clone())), bool(fingerprint(x) == fingerprint(x.flip(0)))
-    (True, False)
-    """
-    bits = vectors.detach().contiguous().view(BITS[vectors.element_size()]).flatten().long()
-    mixed = (bits + torch.arange(1, len(bits) + 1, device=bits.device)) * ODD
-    return (mixed ^ (mixed >> 29)).mul(ODD).sum()
-
-
 class NotedCall(Protocol):
     """A call as it is noted while a model runs: a SeenCall, or what one can be made of later."""
 
@@ -200,7 +155,6 @@ class SeenCall:
     highest_bias: float = 0.0
     sinks: Tensor | None = field(default=None, repr=False)
     cosine: Tensor | None = field(default=None, repr=False)  # of queries and keys, where the scores hold a bias too
-    shard: Shard | None = field(default=None, repr=False)
     factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
     key_owners: Indices | None = field(default=None, repr=False)  # which key each head has; None: as kernels share
     first_row: tuple[object, ...] = field(default=(), repr=False)  # of a parameter: what makes its first head's query

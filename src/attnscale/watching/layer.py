@@ -12,7 +12,7 @@ from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.call import Reading, Shard
+from attnscale.watching.call import Reading
 from attnscale.watching.gradients import GradientLengths, norm_over
 from attnscale.watching.saved_call import SavedCall
 
@@ -75,7 +75,6 @@ class Layer:
     sinks: Tensor | None = field(default=None, repr=False)  # the highest score that stands beside the keys, of no key
     is_fallback: bool = False  # its module ran uncompiled under the tracer, where others had probes
     gradients: tuple[GradientLengths, ...] = field(default=(), repr=False)  # of its calls, where they were followed
-    shards: tuple[Shard, ...] = field(default=(), repr=False)  # its calls, where keys are shared out
     measured: tuple[ScoreStats, ...] = field(default=(), repr=False)  # a call each; together they are `stats`
 
     @property

@@ -204,7 +204,6 @@ def _template(call: SeenCall) -> SeenCall:
         cosine=None,
         kept=None,
         gradients=None,
-        shard=None,
         padding=None,
         origins=Origins(*(side and side.resolved() for side in (origins.query, origins.key, origins.value))),
         softmax=_facts(call.softmax),

@@ -164,7 +164,6 @@ class Seen(PlottedResult):
             highest_bias=max(call.highest_bias for call in calls),
             is_fallback=path in self.fallbacks,
             gradients=tuple(call.gradients for call in calls if call.gradients is not None),
-            shards=tuple(call.shard for call in calls if call.shard is not None),
             measured=tuple(call.stats for call in calls),
         )
 

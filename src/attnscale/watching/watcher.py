@@ -2,8 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 from attnscale.declared import declared
 from attnscale.errors import InputError, NotFollowedWarning, SettingError
-from attnscale.measure.sampling import same_rows
 from attnscale.module_paths import modules_by_path
 from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
@@ -23,7 +20,7 @@ from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
 from attnscale.watching.axes import find_axes, key_channels
-from attnscale.watching.call import SeenCall, Shard
+from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import of_kernel
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
 from attnscale.watching.layout import factors_before, own_factors, written_plan
@@ -48,16 +45,13 @@ class Settings:
     """How a model is watched.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
-    of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is
-    recorded for probes. With a `seed` the rows
-    sampled depend on it and on the length of the queries alone, and each call is kept by itself: for ranks that share
-    out keys.
+    of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is recorded for
+    probes.
     """
 
     rows: int | None = DEFAULT_ROWS
     keep: bool = False
     training: bool = False
-    seed: int | None = None
     may_be_empty: bool = False  # a model that ran and showed no attention is a result, not an error
 
     def __post_init__(self) -> None:
@@ -259,7 +253,7 @@ class Reporter:
         """Measure a call of a kernel."""
         module = self._stack.innermost
         line, depth = self._stack.line_within(module), self._stack.depth(module)
-        seen = self._measured(call, lambda: call.measure(self._settings.rows, self._settings.keep))
+        seen = self._measured(call)
         if self._settings.training:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
@@ -283,7 +277,7 @@ class Reporter:
             return None
         path = _common(product.modules, self._stack.stack)
         line, depth = self._stack.line_within(path), self._stack.depth(path)
-        seen = self._measured(call, lambda: call.measure(self._settings.rows, self._settings.keep))
+        seen = self._measured(call)
         seen.kind, own = ("sdpa", own_factors(product)) if by == OF_SDPA else (seen.kind, None)
         if torch.is_grad_enabled():
             seen.gradients = call.gradients(1.0 if own is None else own.key)
@@ -319,19 +313,10 @@ class Reporter:
         self._seen.is_compiled |= compiled.is_compiled
         self._plan.ran_as(path, *compiled, self._stack.depth(path))
 
-    def _measured(self, call: KernelCall | WrittenCall, measure: Callable[[], SeenCall]) -> SeenCall:
+    def _measured(self, call: KernelCall | WrittenCall) -> SeenCall:
         if self._settings.training and not torch.is_grad_enabled():
             self._seen.without_gradients = True
-        return measured(self._settings, call, measure)
-
-
-def measured(settings: Settings, call: Any, measure: Callable[[], SeenCall]) -> SeenCall:
-    """Measure a call; where ranks share out keys, on the same rows, with what puts its rows together again."""
-    with nullcontext() if settings.seed is None else same_rows(settings.seed):
-        seen = measure()
-    if settings.seed is not None:
-        seen.shard = Shard.of(seen, *call.some())
-    return seen
+        return call.measure(self._settings.rows, self._settings.keep)
 
 
 def _common(first: tuple[str, ...], second: list[str]) -> str:

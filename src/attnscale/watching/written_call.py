@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
-from attnscale.measure.sampling import rows_are_shared
 from attnscale.numerics import HALF_DTYPES, wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import ProjectionPath, Trail
@@ -23,7 +22,6 @@ from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, Operands, arrive, channels_of
 from attnscale.watching.call import (
     COMPUTED,
-    TAIL,
     Reading,
     SeenCall,
     detached_sides,
@@ -210,18 +208,9 @@ class WrittenCall:
         query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
         return of_product(query, key, entries.reshape(groups.shape), self.axes.owners, factor)
 
-    def some(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys spread over their positions, and the last queries: (groups, rows, features)."""
-        last = np.arange(max(0, self.axes.length - TAIL), self.axes.length)
-        spread, tail = (
-            Operands.of(self.axes, self.axes.groups.ravel(), positions)
-            for positions in (spread_positions(self.axes.length, NORMED_ROWS).numpy(), last)
-        )
-        return spread.queries(), spread.keys(NORMED_ROWS), tail.queries()
-
     def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return ‖q‖, ‖k‖ and their cosine for each head, padding aside, as they left their projections."""
-        length, keys, every = self.axes.length, int(self._in_product.sum()), every or rows_are_shared()
+        length, keys = self.axes.length, int(self._in_product.sum())
         positions, columns = (spread_positions(size, size if every else NORMED_ROWS) for size in (length, keys))
         some = Operands.of(self.axes, self.axes.groups.ravel(), positions.numpy())
         vectors = some.queries(), some.keys(chosen=columns.numpy())

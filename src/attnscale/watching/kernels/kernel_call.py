@@ -13,7 +13,6 @@ from torch import Tensor
 from attnscale.attending.call import Call, fold
 from attnscale.measure.engine import measured as stats_of
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
-from attnscale.measure.sampling import rows_are_shared
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, Points, grid
@@ -32,7 +31,6 @@ from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
 from attnscale.watching.call import (
-    TAIL,
     Factors,
     Reading,
     SeenCall,
@@ -161,10 +159,6 @@ class KernelCall:
     def highest_bias(self) -> float:
         """Return the most that its mask adds to a score; never below 0."""
         return max(0.0, highest_added(self.visibility.bias) or 0.0)
-
-    def some(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys spread over their positions, and the last queries."""
-        return some_of(self.query), some_of(self.key), self.query[:, :, -TAIL:]
 
     def _origins(self) -> Iterator[Origin | None]:
         """Yield the origin of queries and keys at the first two positions and the last two, and of values."""
@@ -316,13 +310,8 @@ def _before(norm: Tensor, factor: Factors) -> Tensor:
     return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
 
 
-def some_of(vectors: Tensor) -> Tensor:
-    """Return about as many vectors as are measured, spread over their positions."""
-    return vectors.detach()[:, :, :: _step(vectors)]
-
-
 def _measured(vectors: Tensor, left_out: Positions, every: bool = False) -> tuple[Tensor, Positions]:
-    step = 1 if every or rows_are_shared() else _step(vectors)
+    step = 1 if every else _step(vectors)
     return vectors.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step]
 
 
