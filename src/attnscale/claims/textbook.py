@@ -298,11 +298,9 @@ def _trained_indifferent() -> Evidence:
 
 
 def _scale_healthy() -> Evidence:
-    spread = compute.drawn_spread(DIM)
-    raw, scaled = regime(spread.std, KEYS), regime(spread.over(math.sqrt(DIM)).std, KEYS)
-    shown = (
-        f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {spread.over(math.sqrt(DIM)):.2f} with {scaled}"
-    )
+    spread, divided = compute.drawn_spread(DIM), compute.drawn_spread(DIM).over(math.sqrt(DIM))
+    raw, scaled = regime(spread.std, KEYS), regime(divided.std, KEYS)
+    shown = f"drawn at d_k = {DIM}: spread {spread:.2f} without is {raw}, {divided:.2f} with {scaled}"
     return Evidence((raw, scaled) == ("sharp", "healthy"), shown)
 
 
