@@ -84,8 +84,8 @@ format: $(INSTALLED)
 GPU_WORKERS ?= 12
 GPU_TESTS = $(shell grep -rlE 'gpu|DEVICES' tests --include='test_*.py')
 gpu:
-	seq 0 $$(($(GPU_WORKERS) - 1)) | PYTHONPATH=src OMP_NUM_THREADS=1 xargs -P $(GPU_WORKERS) -I PART \
-		env TEST_PART=PART/$(GPU_WORKERS) $(PYTHON) -m pytest -q -m gpu -p no:benchmark --durations=3 $(GPU_TESTS)
+	seq 0 $$(($(GPU_WORKERS) - 1)) | PYTHONPATH=src OMP_NUM_THREADS=1 xargs -P $(GPU_WORKERS) -I {} \
+		env TEST_PART={}/$(GPU_WORKERS) $(PYTHON) -m pytest -q -m gpu -p no:benchmark --durations=3 $(GPU_TESTS)
 
 pictures: $(INSTALLED)
 	$(BIN)/python docs/pictures/make.py
