@@ -3,6 +3,7 @@
 import multiprocessing
 
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"  # all that Windows has
 NEEDED = [
@@ -12,6 +13,9 @@ NEEDED = [
     "tests.train.step_runs",
     "tests.acting.rank_runs",
 ]
+
+
+KEPT = []
 
 
 def processes():
@@ -24,4 +28,16 @@ def processes():
 
 def on_ranks(run, world, *arguments):
     """Call `run(rank, *arguments)` in `world` processes; what one of them raises is raised here."""
-    mp.start_processes(run, arguments, nprocs=world, start_method=processes().get_start_method())
+    mp.start_processes(_run, (run, *arguments), nprocs=world, start_method=processes().get_start_method())
+
+
+def _run(rank, run, *arguments):
+    """Keep DDP's modules until the process has ended: their destructor may wait forever for a thread of gloo."""
+    made = DistributedDataParallel.__init__
+
+    def kept(self, *given, **options):
+        made(self, *given, **options)
+        KEPT.append(self)
+
+    DistributedDataParallel.__init__ = kept
+    run(rank, *arguments)

@@ -37,7 +37,7 @@ def test_of_nothing_they_are_zero():
     assert head_lengths(torch.ones(2, 3, 0, 4)).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_vector_that_is_no_number_is_seen_in_its_head_alone(device):
+def test_a_vector_that_is_no_number_is_seen_in_its_head_alone():
     vectors = torch.ones(1, 2, 300, 4)
     vectors[0, 1, 3, 2] = torch.nan
     assert head_lengths(vectors).isnan().tolist() == [False, True]
@@ -82,6 +82,6 @@ def test_of_queries_and_keys_at_once_they_are_those_of_each(leaves_out, keys, la
         assert found.tolist() == pytest.approx(one.tolist(), rel=1e-6)
 
 
-def test_queries_and_keys_of_unlike_widths_are_measured_all_the_same(device):
+def test_queries_and_keys_of_unlike_widths_are_measured_all_the_same():
     query, key = torch.ones(1, 2, 9, 4), torch.ones(1, 1, 4, 9)
     assert [found.tolist() for found in lengths_of_both(query, key)] == [[6.0, 6.0], [6.0, 6.0]]

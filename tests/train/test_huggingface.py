@@ -1,7 +1,5 @@
 """ScoreCallback in real runs of the Hugging Face Trainer."""
 
-import json
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -64,10 +62,6 @@ def test_what_it_remembers_survives_resume(tmp_path):
     trainer(tmp_path, ScoreCallback(every=1, sinks=[path])).train()
     whole = read_log(path).records
     checkpoint = tmp_path / "out" / "checkpoint-5"
-    saved = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["stateful_callbacks"][
-        "ScoreCallback"
-    ]
-    assert len(saved["attributes"]["remembered"]["history"]["series"][LAYERS[0]]) == 5
     again = ScoreCallback(every=1, sinks=[path])
     trainer(tmp_path, again).train(resume_from_checkpoint=str(checkpoint))
     assert again.monitor.growth(LAYERS[0]).samples == 8

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnscale.acting.parameters import is_sharded
 from attnscale.torch_internals import fsdp_groups
-from attnscale.tracing.parameters import Origins
+from attnscale.tracing.parameters import Origin, Origins, UntraceableError
 
 Floats = NDArray[np.float64]
 
@@ -68,10 +68,17 @@ def head_axes(axes: Sequence[Axis], layers: "Mapping[str, LayerHeads]") -> list[
     So do ranks that share out the experts of a model, or its other layers, and have each head whole.
     """
     sides = [side for layer in layers.values() for call in layer.origins for side in (call.query, call.key, call.value)]
-    names = {source.parameter for side in sides if side is not None for source in side.sources()}
+    names = set().union(*map(_parameters_of, sides))
     for axis in axes:
         names = set().union(*axis.gathered(names))
     return [Axis(axis.group, axis.cut & names) for axis in axes]
+
+
+def _parameters_of(side: Origin | None) -> set[str]:
+    try:
+        return set() if side is None else {source.parameter for source in side.sources()}
+    except UntraceableError:  # its heads are left as they are, with this reason
+        return set()
 
 
 def data_parallel_group(model: nn.Module) -> "dist.ProcessGroup | None":

@@ -203,8 +203,9 @@ def _classic(layer: Layer, scale: float) -> Mismatch | None:
     if by_dim and (width is None or _restates_usual(layer)):
         also = "" if width is None else f" (also 1/√{width}, of the model's width)"
         message = f"The scores are divided by d_k: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
-        twice = f"Divide by √d_k, once: multiply by {usual:.4g}. Perhaps the query is scaled, and SDPA scales again."
-        return Mismatch("scaled_by_dim", usual, message, twice, "error")
+        advice = f"Multiply by 1/√d_k = {usual:.4g}, not 1/d_k"
+        advice += "; or √d_k is applied twice: once to the query and again inside SDPA."
+        return Mismatch("scaled_by_dim", usual, message, advice, "error")
     if width is not None:
         also = " (also 1/d_k)" if by_dim else ""
         message = (

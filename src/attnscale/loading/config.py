@@ -20,6 +20,7 @@ UNSAFE = {
 # (arXiv:2203.00555), the largest number of experts in a layer is 2,048 (arXiv:2101.03961).
 COUNTED = re.compile(r"(^|_)(layers?|blocks?|depths?|stages?|experts|heads?)(_|$)")
 MAX_COUNT = 4096
+MAX_DEPTH = 100  # of lists and objects in one another
 MAX_BYTES = 2**27  # of JSON that comes with a model: an index of 100,000 tensors has a tenth of that
 
 
@@ -48,16 +49,18 @@ def read_safe_json(path: Path) -> Any:
         raise ModelError(f"Could not read {path}: its lists and objects are nested too deeply.") from None
 
 
-def safe(value: Any, path: Path, name: str = "") -> Any:
+def safe(value: Any, path: Path, name: str = "", depth: int = 0) -> Any:
     """Remove unsafe and private fields at every level, and refuse counts of layers or heads that no model has."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
     if isinstance(value, dict):
         return {
-            each: safe(entry, path, each)
+            each: safe(entry, path, each, depth + 1)
             for each, entry in value.items()
             if each not in UNSAFE and not each.startswith("_")
         }
     if isinstance(value, list):
-        return [safe(entry, path, name) for entry in value]
+        return [safe(entry, path, name, depth + 1) for entry in value]
     if isinstance(value, int | float) and value > MAX_COUNT and COUNTED.search(name):
         raise ModelError(f"Expected {name!r} of at most {MAX_COUNT:,} in {path}, got {value:.4g}.")
     return value
