@@ -1,4 +1,4 @@
-"""What it costs to hand SDPA a boolean mask in blocks of rows instead of whole: `python benchmarks/boolean_mask.py`."""
+"""Time it takes to hand SDPA a boolean mask in blocks of rows instead of whole: `python benchmarks/boolean_mask.py`."""
 
 import statistics
 import time

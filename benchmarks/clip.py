@@ -1,4 +1,4 @@
-"""How long clip_qk_ takes for thousands of heads, all of them clipped: `python benchmarks/clip.py`."""
+"""Time clip_qk_ for thousands of heads, all of them clipped: `python benchmarks/clip.py`."""
 
 import time
 

@@ -87,12 +87,12 @@ class Case:
         return self.changed(*(torch.randn(self.batch, HEADS, self.keys, self.head_dim) for _ in range(2)))
 
     def sampled(self, query: Tensor, key: Tensor) -> ScoreStats:
-        """Of some rows."""
+        """Return the statistics of some rows."""
         return score_stats(query, key, is_causal=self.is_causal, scale=self.scale, rows=self.rows)
 
     @property
     def scale(self) -> float:
-        """That gives independent queries and keys this spread."""
+        """The scale that gives independent queries and keys this spread."""
         return self.spread / self.head_dim**0.5
 
 
@@ -136,7 +136,7 @@ CASES = [
 
 
 def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], float]:
-    """Of the intervals told, the share that holds the exact value, over the heads; and the share that was told."""
+    """Return the share of the told intervals that hold the exact value, over the heads; and the share that was told."""
     torch.manual_seed(0)
     query, key = case.operands()
     exact = score_stats(query, key, is_causal=case.is_causal, scale=case.scale)

@@ -116,7 +116,7 @@ def departure(curve: list[float], reference: list[float]) -> int | None:
 
 
 def finite(plain: object) -> object:
-    """The same with None for a number that JSON has no word for."""
+    """Return a value with None for each number that JSON has no word for."""
     if isinstance(plain, dict):
         return {key: finite(value) for key, value in plain.items()}
     if isinstance(plain, list):

@@ -46,7 +46,7 @@ MASKED = 0.15  # of the tokens that an encoder predicts
 
 
 def constant(step: int, steps: int) -> float:
-    """The same rate from the first step to the last."""
+    """Return one rate from the first step to the last."""
     return 1.0
 
 
@@ -77,7 +77,7 @@ def accident(step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
+    """A run: its model and its settings."""
 
     name: str
     rate: float
@@ -143,7 +143,7 @@ TOO_FAST = tuple(
 
 @dataclass
 class Kept:
-    """What is kept of a run while it goes on, as columns."""
+    """The columns that are kept of a run while it goes on."""
 
     every: int
     steps: list[int] = field(default_factory=list)
@@ -210,7 +210,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Of the next byte, or of those that were hidden."""
+    """Return the loss of the next byte, or of those that were hidden."""
     if case.start != "encoder":
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     tokens = tokens[:, :-1]

@@ -42,7 +42,7 @@ class Said:
 
     @property
     def is_true(self) -> bool:
-        """Whether the run came to pass it within the reach of the forecast."""
+        """Return True if the run passed it within the reach of the forecast."""
         return self.passed <= self.step + self.reach
 
 
@@ -61,7 +61,7 @@ class Replayed:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether its loss stayed with what the settings can reach."""
+        """Return True if its loss stayed with what the settings can reach."""
         return self.departs is None
 
     @cached_property
@@ -85,7 +85,7 @@ def read_runs(path: Path = RESULTS, seeds: Iterable[int] | None = None) -> Itera
 
 
 def records(plain: dict[str, Any]) -> Iterator[Record]:
-    """What a log of the run would hold, one number a layer where that is all that is kept."""
+    """Return what a log of the run would hold, one number a layer where that is all that is kept."""
     softcap = plain["settings"]["softcap"]
     for at, step in enumerate(plain["steps"]):
         layers = {}
@@ -135,13 +135,13 @@ def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Samp
 
 
 def share(parts: Iterable[bool]) -> float:
-    """Of how many it holds; NaN of none."""
+    """Return the share for which it holds; NaN if there are none."""
     found = list(parts)
     return sum(found) / len(found) if found else math.nan
 
 
 def figures(runs: Sequence[Replayed]) -> dict[str, float]:
-    """What is held by a test."""
+    """Return what a test holds."""
     healthy = [run for run in runs if run.is_healthy]
     diverging = [run for run in runs if not run.is_healthy]
     samples = sum(len(run.records) for run in healthy)

@@ -1,4 +1,4 @@
-"""What the library's operator costs a training step of the lab's model: `python benchmarks/lab_step.py`
+"""Time the library's operator in a training step of the lab's model: `python benchmarks/lab_step.py`
 
 The lab's model is trained beside the same model written with F.scaled_dot_product_attention and tables of rotary
 positions made once, as one would write it without this library; same weights, same batches, in turns. The ratios of

@@ -1,4 +1,4 @@
-"""What a Monitor and a QKClip cost in training loops: `python benchmarks/loop.py --device cuda`
+"""Time a Monitor and a QKClip in training loops: `python benchmarks/loop.py --device cuda`
 
 Each row of CASES is a model, its tokens, and whether it is compiled. Three loops of it are timed in turns, in one run:
 
@@ -318,7 +318,7 @@ def profile(name: str, loop: Loop) -> None:
 
 
 def curves(case: Case, given: argparse.Namespace) -> dict[str, float]:
-    """How far the losses of 200 steps part from those of the plain loop, at most."""
+    """Return how far the losses of 200 steps part from those of the plain loop, at most."""
     losses = {}
     for kind in ("plain", "plain again", "sampled", "QKClip"):
         loop = Loop(case, given)

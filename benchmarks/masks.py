@@ -1,4 +1,4 @@
-"""What statistics cost behind the masks people train with: `python benchmarks/masks.py`.
+"""Time statistics behind the masks people train with: `python benchmarks/masks.py`.
 
 Each beside plain SDPA with the same mask, before it and after it in turns; every statistic is read. A soft-cap has no
 plain SDPA: there it is attnscale's own attention without statistics.

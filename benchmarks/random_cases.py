@@ -105,7 +105,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tupl
 
 
 def errors(stats: ScoreStats, wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Of each statistic; relative to one standard deviation of the scores for mean and maximum, else to itself."""
+    """Return the error of each statistic, relative to the std of the scores for mean and maximum, else to itself."""
     spread = wanted["variance"].sqrt().clamp(min=1e-2) + 1e-2 * wanted["max"].abs()
     found = {}
     for name in RELATIVE:

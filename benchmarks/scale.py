@@ -1,4 +1,4 @@
-"""What a sampled step costs on several ranks beyond the step itself: `python benchmarks/scale.py --ranks 2 8`
+"""Time a sampled step on several ranks beyond the step itself: `python benchmarks/scale.py --ranks 2 8`
 
 Processes of this machine exchange what each measured, as Monitor does: through the store that the first of them hosts.
 Also printed: the bytes of a message and of a logged record, and how long writing and reading a record takes.

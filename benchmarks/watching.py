@@ -1,4 +1,4 @@
-"""What watching costs: a watched forward of a 6-layer BERT over the plain one: `python benchmarks/watching.py`.
+"""Time the price of watching: a watched forward of a 6-layer BERT over the plain one: `python benchmarks/watching.py`.
 
 Both are timed in turns, and the ratios of neighbours are what is reported. Fails where a median is above its limit.
 """

@@ -1,4 +1,4 @@
-"""What-if on a checkpoint: see what another scale would do to this model, then apply it.
+"""Try scales on a checkpoint: see what another scale would do to this model, then apply it.
 
 The checkpoint, of a model whose scale was forgotten, is made and saved here; in your run it is the file you have.
 

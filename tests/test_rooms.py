@@ -26,7 +26,7 @@ files                1     90
 shapes               1     40
 numerics             1     80
 module_paths         1     50
-torch_internals      1    390
+torch_internals      1    360
 reference            1    120
 theory               7    650
 rules               18    880
@@ -35,18 +35,18 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             32  5,640   4,000
+measure             32  5,590   4,000
 declared             5    550
 tracing             10  2,250   2,000
-watching            20  4,000   2,900
-probes              11  1,690
-diagnose            14  2,685   2,200
-acting               8  1,750
-train              17  3,310   2,500
+watching            20  3,920   2,900
+probes               9  1,690
+diagnose            14  2,690   2,200
+acting               8  1,760
+train               17  3,210   2,500
 models               4    260
 loading             10  1,220   1,300 with checking
 checking             2    240
-comparing            9  1,430   1,430
+comparing            9  1,400   1,430
 bench                4    490   420
 lab                 21  3,100   4,500 with claims
 claims               9  2,030

@@ -1,4 +1,4 @@
-"""What compare_backends() returns: the layers of one model under several attention implementations."""
+"""The result of compare_backends(): the layers of one model under several attention implementations."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -61,7 +61,7 @@ class HeadChange:
 
     @property
     def reason(self) -> str:
-        """What changed it: its mask, its inputs, or its own weights or scale."""
+        """The cause of its change: its mask, its inputs, or its own weights or scale."""
         return "its mask" if self.sees_others else "its inputs" if self.carried else "weights or scale"
 
     @property

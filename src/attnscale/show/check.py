@@ -1,4 +1,4 @@
-"""What `attnscale check` and `attnscale compare` found, in the terminal."""
+"""Results of `attnscale check` and `attnscale compare` in the terminal."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where an element of a result came from: for each operation that moves elements, its coordinates backwards.
+"""The source of each element of a result: for each operation that moves elements, its coordinates backwards.
 
 A map takes points, an integer array (points, dimensions of the result), to the points of one operand; points that the
 operand does not hold are marked by a row of −1.

@@ -179,7 +179,7 @@ def values_at(operand: float | Tensor | None, points: Points) -> NDArray[np.floa
 
 
 class ProjectionPath(NamedTuple):
-    """What happened to queries, or keys, since their projection."""
+    """The operations on queries, or keys, since their projection."""
 
     factor: NDArray[np.float64]  # of each point: what multiplied it since
     normalised: bool

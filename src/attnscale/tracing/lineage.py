@@ -24,7 +24,7 @@ LONGEST = 200  # operations between a projection and its use; a residual stream 
 
 @dataclass(frozen=True)
 class View:
-    """How what is written to a view reaches the tensor it is a view of."""
+    """The way from a view to the tensor it is a view of, for what is written to the view."""
 
     forth: Map  # from a point of the whole to a point of the view
     whole: TensorWeakRef

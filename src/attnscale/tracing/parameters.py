@@ -1,4 +1,4 @@
-"""Which rows of which parameters make the queries, or the keys, of each head: multiply those, and you multiply these.
+"""Rows of the parameters that make the queries, or the keys, of each head: multiply those, and you multiply these.
 
 From a query back to its projection every step must let a factor through: what moves elements, multiplies or adds does,
 where what is added takes the factor too. A normalisation does not, so behind one the gain stands for the weight.

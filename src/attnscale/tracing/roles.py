@@ -52,7 +52,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """What a tensor is; `is_image`: each of its elements belongs to one score, weight or mixed value."""
+    """The role of a tensor; `is_image`: each of its elements belongs to one score, weight or mixed value."""
 
     survives: ClassVar[frozenset[Effect]] = EVERY
     is_image: ClassVar[bool] = False

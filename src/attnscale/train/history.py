@@ -99,7 +99,7 @@ def is_held(samples: Sequence[Sample]) -> bool:
 
 @dataclass
 class LayerHistory:
-    """What is remembered of one layer."""
+    """The remembered numbers of one layer."""
 
     samples: list[Sample] = field(default_factory=list)  # the latest
     first: list[float] = field(default_factory=list)  # logarithms of FACTORS at its first step

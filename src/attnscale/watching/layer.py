@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def scale_source(self) -> str:
-        """Where `scale_expected` is from: `config`, `module`, or `theory`, which says 1/√d_k.
+        """The source of `scale_expected`: `config`, `module`, or `theory`, which says 1/√d_k.
 
         A number that the module itself holds is not expected where it is the number that was applied: it may be wrong.
         """

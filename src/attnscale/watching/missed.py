@@ -1,4 +1,4 @@
-"""What a model has and was not seen to use: softmaxes in no layer, modules named after attention, unused QK-norms."""
+"""Parts of a model that were not seen in use: softmaxes in no layer, modules named after attention, unused QK-norms."""
 
 import re
 from collections import Counter

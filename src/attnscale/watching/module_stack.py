@@ -37,7 +37,7 @@ LIBRARIES = (
 
 
 class Compiled(NamedTuple):
-    """Whether torch.compile made what calls a module."""
+    """Return True if torch.compile made what calls a module."""
 
     is_compiled: bool
     is_pinned: bool  # nothing in its graph can run uncompiled: the graph must be whole, or would not be made at all

@@ -42,7 +42,7 @@ RAISE_FAILURES = False  # for tests: an operation that cannot be read is a defec
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is watched.
+    """Settings of a watched forward.
 
     `rows` are sampled per head and call, None looks at all of them; `keep` holds on to queries, keys, values and masks
     of all calls. With `training`, calls in evaluation mode without gradients are left out, and a plan is recorded for

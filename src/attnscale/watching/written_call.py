@@ -135,7 +135,7 @@ class WrittenCall:
 
     @cached_property
     def paths(self) -> tuple[ProjectionPath, ProjectionPath]:
-        """What happened to the probed queries, and to their keys, since their projections."""
+        """The operations on the probed queries, and on their keys, since their projections."""
         return self.probed.path(queries=True), self.probed.path(queries=False)
 
     @property

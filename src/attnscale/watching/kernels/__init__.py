@@ -1,4 +1,4 @@
-"""Which operations are fused attention kernels, and what their arguments mean; a library a file, a line a kernel."""
+"""The fused attention kernels, and what their arguments mean; a library a file, a line a kernel."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ def with_heads_on_their_axis(call: KernelCall) -> KernelCall:
 
 @dataclass(frozen=True)
 class _Order:
-    """Which of the kernel's (batch · heads) entries holds each head of each batch entry."""
+    """The kernel's (batch · heads) entry that holds each head of each batch entry."""
 
     kernel_heads: int
     entries: Indices  # (batch, heads)
