@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attnscale.lab.demo import TASK, Demo
-from attnscale.theory import freezing_point
+from attnscale.theory import critical_spread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -75,7 +75,7 @@ def condensed(twins: dict[str, Any]) -> dict[str, Any]:
     return {
         "head_dim": demo.head_dim, "steps": demo.steps, "runs": runs,
         "guessing": _short(twins["settings"]["loss of guessing a value of the sequence"]),
-        "critical": _short(freezing_point(2 * TASK.pairs * TASK.rounds - 1)),
+        "critical": _short(critical_spread(2 * TASK.pairs * TASK.rounds - 1)),
     }  # fmt: skip
 
 

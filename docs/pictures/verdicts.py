@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import attnscale
 from attnscale.diagnose.verdict import Verdict, head_verdicts
-from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN, freezing_point
+from attnscale.theory.limits import CRITICAL_MARGIN, DILUTED_SPREAD, critical_spread
 
 FOLDER = Path(__file__).parent / "verdicts"
 LENGTH, HEAD_DIM = 48, 64
@@ -18,7 +18,7 @@ CASES: dict[str, tuple[float, int | None]] = {
     "healthy": (1.0, None),
     "sharp": (6.0, None),
     "diluted": (0.05, None),
-    "uncertain": (FREEZING_MARGIN * freezing_point(LENGTH), 24),
+    "uncertain": (CRITICAL_MARGIN * critical_spread(LENGTH), 24),
     "non_finite": (float("inf"), None),
 }
 STYLE = {"svg.hashsalt": "attnscale", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
@@ -63,14 +63,14 @@ def draw(name: str, path: Path) -> None:
             xticks=[],
             yticks=[],
         )
-        limits = [0.02, DILUTED_SPREAD, FREEZING_MARGIN * verdict.freezing_point, 20]
+        limits = [0.02, DILUTED_SPREAD, CRITICAL_MARGIN * verdict.critical_spread, 20]
         for state, low, high, colour in zip(
             ("diluted", "healthy", "sharp"), limits, limits[1:], ("#cfd8dc", "#c8e6c9", "#ffe0b2"), strict=False
         ):
             right.axvspan(low, high, color=colour, lw=0)
             right.text((low * high) ** 0.5, 0.9, state, ha="center")
-        right.axvline(verdict.freezing_point, color="#d32f2f", ls="--")
-        right.text(verdict.freezing_point * 1.06, 0.06, "critical\nspread", color="#d32f2f", fontsize=7)
+        right.axvline(verdict.critical_spread, color="#d32f2f", ls="--")
+        right.text(verdict.critical_spread * 1.06, 0.06, "critical\nspread", color="#d32f2f", fontsize=7)
         if verdict.verdict == "non_finite":
             right.text(0.63, 0.45, "scores are inf or NaN: no spread", ha="center")
         else:

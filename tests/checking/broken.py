@@ -65,8 +65,8 @@ def x():
 GOOD = math.sqrt(D_MODEL / HEADS)
 
 
-def past_freezing():
-    """Projections of twice the size: a spread of some 4 over 23 keys, where softmax freezes at 2.5; gradients pass."""
+def past_critical_spread():
+    """Projections of twice the size: a spread of some 4 over 23 keys, past the critical 2.5; gradients pass."""
     torch.manual_seed(0)
     model = Stack(GOOD)
     with torch.no_grad():

@@ -129,8 +129,8 @@ def test_a_model_is_not_judged_by_words_it_does_not_know(knows_three_words, know
     assert ("exploding" in codes) == (concludes == "Not fine")
 
 
-def test_nothing_is_fine_past_the_freezing_point_at_initialisation():
-    past = check_model(Request(f"{BROKEN}past_freezing"))
+def test_nothing_is_fine_past_the_critical_spread_at_initialisation():
+    past = check_model(Request(f"{BROKEN}past_critical_spread"))
     assert not past.audit.trained
     assert past.audit.worst in (None, "note")
     assert "past the critical spread from the start" in past.conclusion
@@ -138,7 +138,7 @@ def test_nothing_is_fine_past_the_freezing_point_at_initialisation():
 
 
 def test_the_word_for_a_layer_is_the_same_in_table_json_report_and_audit():
-    for name in ("unscaled", "healthy", "past_freezing"):
+    for name in ("unscaled", "healthy", "past_critical_spread"):
         checked = check_model(Request(f"{BROKEN}{name}"))
         audited, told = checked.audit.to_dict()["layers"], checked.to_dict()["layers"]
         page = report_page(checked)

@@ -11,7 +11,7 @@ from attnscale.diagnose.scores import score_findings
 from attnscale.diagnose.verdict import head_verdicts, layer_verdict
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import plain
-from attnscale.theory.limits import FREEZING_MARGIN, freezing_point
+from attnscale.theory.limits import CRITICAL_MARGIN, critical_spread
 from attnscale.watching import watch
 
 from .layers import layer_of
@@ -26,7 +26,7 @@ def sampled(query, key, rows):
 
 def at_the_edge(length=211, d=16):
     """Scores whose spread is that from which a head is saturated."""
-    edge = FREEZING_MARGIN * freezing_point(length)
+    edge = CRITICAL_MARGIN * critical_spread(length)
     return math.sqrt(edge) * torch.randn(2, 3, length, d), math.sqrt(edge) * torch.randn(2, 3, length, d)
 
 

@@ -54,7 +54,7 @@ def test_a_verdict_has_the_measured_numbers_beside_it():
         assert verdict.verdict == "sharp"
         assert (verdict.spread, verdict.jacobian_trace) == (spread, gain)
         assert verdict.keys == 128
-        assert verdict.freezing_point == pytest.approx(math.sqrt(2 * math.log(128)))
+        assert verdict.critical_spread == pytest.approx(math.sqrt(2 * math.log(128)))
 
 
 @pytest.mark.parametrize(("spread", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (5.0, "sharp")])

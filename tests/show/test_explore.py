@@ -83,7 +83,7 @@ def library(d, n, q, k, rule, number):
     spread = scale * math.sqrt(variance)
     expected = theory.expected_softmax(spread, n)
     return {
-        "scale": scale, "spread": spread, "variance": variance, "critical": theory.freezing_point(n),
+        "scale": scale, "spread": spread, "variance": variance, "critical": theory.critical_spread(n),
         "regime": theory.regime(spread, n), "entropy": expected.entropy,
         **{name: getattr(expected, name) for name in STATISTICS},
     }  # fmt: skip
@@ -221,7 +221,7 @@ def test_the_spread_stands_against_the_critical_spread_as_intervals(page):
            .map(each => document.querySelector(each).getBBox().width)"""
     )
     assert left / right == pytest.approx(8.0, rel=0.01)
-    assert critical / right == pytest.approx(theory.freezing_point(16), rel=0.01)
+    assert critical / right == pytest.approx(theory.critical_spread(16), rel=0.01)
 
 
 def test_every_slider_moves_its_number_and_what_follows_from_it(open_page, path):

@@ -18,7 +18,7 @@ from attnscale.show.report.check import check_report
 from attnscale.show.report.heads import concentrated_heads, map_of_layers, mapped
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.run import run_report
-from attnscale.show.report.spread import densities, density_of, freezing, spread_of
+from attnscale.show.report.spread import critical_spreads, densities, density_of, spread_of
 from attnscale.show.report.twins import twins_report
 from attnscale.train.run import summarise
 from tests.diagnose.layers import layer_of, random_layer
@@ -38,7 +38,7 @@ def text(page: Page):
 def test_a_check_has_every_part():
     page = check_report(checked())
     assert [section.name for section in page.sections] == [
-        "layers", "heads", "scores", "freezing", "what-if", "method",
+        "layers", "heads", "scores", "critical-spread", "what-if", "method",
     ]  # fmt: skip
     assert list(figure(page, "head-map").views) == [statistic.long for statistic in mapped()]
     what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
@@ -154,14 +154,14 @@ def test_many_scores_are_sampled():
     assert found.spread == pytest.approx(float(layer.stats.std_within_rows.mean()), rel=0.03)
 
 
-def test_the_freezing_point_is_that_of_the_keys_seen():
+def test_the_critical_spread_is_that_of_the_keys_seen():
     layers = layers_of(["a", "b"], scale=3.0)
     page = check_report(checked(("a", "b"), scale=3.0))
     spread = spread_of(layers["a"])
     assert spread.keys == 12  # of 23 causal rows, on average
-    by_layer = figure(page, "freezing-points").views[""]
-    freezes = math.sqrt(2 * math.log(12)), math.sqrt(2 * math.log(23))
-    assert [one.y[0] for one in by_layer.series[1:]] == pytest.approx(freezes)
+    by_layer = figure(page, "critical-spreads").views[""]
+    critical = math.sqrt(2 * math.log(12)), math.sqrt(2 * math.log(23))
+    assert [one.y[0] for one in by_layer.series[1:]] == pytest.approx(critical)
     assert "6 of 6 heads are beyond the critical spread" in by_layer.notice
     assert "furthest past it" in by_layer.notice
 
@@ -245,7 +245,7 @@ def test_twins_stand_side_by_side_on_one_scale():
         assert ranges[0] == ranges[1]
     assert "scaled went from 3 at step 0" in figure(page, "losses").views["loss"].notice
     assert [isinstance(block, Terms) for block in page.sections[-1].blocks] == [True, True]
-    assert {"scores", "freezing", "layers"} <= {section.name for section in page.sections}
+    assert {"scores", "critical-spread", "layers"} <= {section.name for section in page.sections}
 
 
 def test_twins_show_which_queries_received_the_gradient():
@@ -291,8 +291,8 @@ def test_concentrated_heads_are_shown_with_what_they_look_at():
     assert concentrated_heads("sharp", audit(CausalTransformer(17, 32, 1, 2), torch.zeros(1, 9).long()).layers) is None
 
 
-def test_one_layer_has_its_freezing_line():
-    one = freezing("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views[""]
+def test_one_layer_has_its_line_of_the_critical_spread():
+    one = critical_spreads("one", [spread_of(layer) for layer in layers_of(["attention"]).values()]).views[""]
     lines = [series for series in one.series if series.tone == "ink"]
     assert lines
     assert all(list(line.x) == [-0.5, 0.5] and line.y[0] == line.y[1] for line in lines)

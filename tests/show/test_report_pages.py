@@ -77,13 +77,15 @@ def test_a_hostile_name_is_text_in_every_kind_of_report(report, kind):
     assert page.locator("svg a, svg image[href^='http']").count() == 0
 
 
-def test_a_log_of_one_layer_has_its_loss_and_its_freezing_line(report):
+def test_a_log_of_one_layer_has_its_loss_and_its_line_of_the_critical_spread(report):
     page = report("one layer", lambda: run_page("log", records(("blocks.0.attention",))))
     assert "loss went from 3 at step 0 to 2.05" in page.locator("#learning").inner_text()
     assert page.locator("#loss-curves .mark").count() == 20
     assert page.locator("#spread-curves .line[stroke-dasharray='8 5']").count() == 1
-    line = page.locator("#freezing .line").bounding_box()
-    assert line["width"] > page.locator("#freezing svg").first.bounding_box()["width"] / 2  # across, and not a point
+    line = page.locator("#critical-spread .line").bounding_box()
+    assert (
+        line["width"] > page.locator("#critical-spread svg").first.bounding_box()["width"] / 2
+    )  # across, and not a point
     names = page.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
     assert len(set(names)) == len(names)
 
@@ -201,14 +203,14 @@ def test_dark_mode_follows_the_system_and_paper_is_white(report):
     page = report("check", color_scheme="dark")
 
     def ink():
-        return page.evaluate("getComputedStyle(document.querySelector('#freezing-points .xtick text')).fill")
+        return page.evaluate("getComputedStyle(document.querySelector('#critical-spreads .xtick text')).fill")
 
     def paper():
         return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
     assert (ink(), paper()) == ("rgb(232, 234, 240)", "rgb(21, 23, 29)")
     page.emulate_media(media="print")
-    until(page, "getComputedStyle(document.querySelector('#freezing-points .xtick text')).fill == 'rgb(28, 30, 38)'")
+    until(page, "getComputedStyle(document.querySelector('#critical-spreads .xtick text')).fill == 'rgb(28, 30, 38)'")
     assert paper() == "rgb(255, 255, 255)"
     assert page.locator("#head-map .heat image").count() == 1
     assert page.locator(".skip").is_hidden()

@@ -20,7 +20,7 @@ def names(page):
     return {found.name for section in page.sections for found in section.figures}
 
 
-def test_loss_and_learning_rate_stand_beside_the_spread_and_its_freezing_point():
+def test_loss_and_learning_rate_stand_beside_the_spread_and_its_critical_spread():
     page = run_report("log", records())
     loss = figure(page, "loss-curves").views["loss"]
     assert (loss.series[0].x[-1], loss.series[0].y[-1]) == (950, pytest.approx(2.05))
@@ -38,8 +38,8 @@ def test_a_loss_that_was_not_a_number_is_told():
 
 
 @pytest.mark.parametrize("layers", [ONE, ("blocks.0.attention", "blocks.1.attention")])
-def test_every_layer_has_its_freezing_line_also_the_only_one(layers):
-    by_layer = figure(run_report("log", records(layers)), "freezing").views[""]
+def test_every_layer_has_its_line_of_the_critical_spread_also_the_only_one(layers):
+    by_layer = figure(run_report("log", records(layers)), "critical-spread").views[""]
     measured, line = by_layer.series
     assert measured.x == list(range(len(layers)))
     assert len(line.x) == 2  # and not a point

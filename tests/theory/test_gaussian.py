@@ -62,13 +62,13 @@ def test_no_spread_is_uniform_and_small_spread_follows_the_expansion():
     assert math.log(11) - tiny.entropy == pytest.approx(1e-6 / 2 * (1 - 1 / 11), rel=1e-4)
 
 
-def test_far_below_freezing_the_asymptotes_hold():
+def test_far_below_the_critical_spread_the_asymptotes_hold():
     expected = expected_softmax(1.0, 10**6)
     assert expected.entropy == pytest.approx(math.log(10**6) - 0.5, abs=1e-4)
     assert 1 - expected.jacobian_trace == pytest.approx(math.e / 10**6, rel=1e-4)
 
 
-def test_far_above_freezing_one_key_takes_everything():
+def test_far_above_the_critical_spread_one_key_takes_everything():
     frozen = expected_softmax(1000.0, 100)
     assert frozen.top1 > 0.995
     assert frozen.jacobian_trace < 0.01
@@ -87,7 +87,7 @@ def test_both_ways_of_summing_agree_where_one_takes_over_from_the_other():
         assert getattr(below, name) == pytest.approx(getattr(above, name), rel=1e-7)
 
 
-def test_past_freezing_what_is_left_falls_as_one_over_the_spread_however_wide():
+def test_past_critical_spread_what_is_left_falls_as_one_over_the_spread_however_wide():
     near, far, absurd = (expected_softmax(spread, 1024) for spread in (1e3, 2e3, 1e9))
     for name in ("entropy", "jacobian_trace"):
         assert getattr(far, name) == pytest.approx(getattr(near, name) / 2, rel=2e-3)

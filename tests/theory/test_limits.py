@@ -1,4 +1,4 @@
-"""Freezing point, entropy floor, saturation point, regimes."""
+"""Critical spread, entropy floor, saturation point, regimes."""
 
 import math
 
@@ -7,12 +7,12 @@ import pytest
 
 from attnscale.errors import SettingError
 from attnscale.reference import row_statistics, softmax
-from attnscale.theory import entropy_floor, freezing_point, regime, saturation_point
+from attnscale.theory import critical_spread, entropy_floor, regime, saturation_point
 
 
-def test_freezing_point_of_1024_keys():
-    assert freezing_point(1024) == pytest.approx(3.723, abs=1e-3)
-    assert freezing_point(1) == 0.0
+def test_critical_spread_of_1024_keys():
+    assert critical_spread(1024) == pytest.approx(3.723, abs=1e-3)
+    assert critical_spread(1) == 0.0
 
 
 @pytest.mark.parametrize("keys", [2, 4, 100])

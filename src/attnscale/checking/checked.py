@@ -156,7 +156,7 @@ class Checked:
         return f"{start}: in {worst.where(len(self.lines))}, {meaning} ({', '.join(totals)} in all)."
 
     def _calm_conclusion(self, notes: int) -> str:
-        past = 0 if self.audit.trained else self.audit.past_freezing
+        past = 0 if self.audit.trained else self.audit.past_critical_spread
         uncertain = sum(line.heads_by_verdict.get("uncertain", 0) for line in self.lines)
         if self.audit.unjudged or uncertain == sum(line.heads for line in self.lines):
             start = "Cannot tell"

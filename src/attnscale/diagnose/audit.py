@@ -46,9 +46,9 @@ class Audit(PlottedResult):
         return {name: verdict_word(layer, self.findings) for name, layer in self.layers.items()}
 
     @property
-    def past_freezing(self) -> int:
-        """Number of heads whose spread is beyond the freezing point."""
-        return sum(head.is_past_freezing for layer in self.layers.values() for head in head_verdicts(layer))
+    def past_critical_spread(self) -> int:
+        """Number of heads whose spread is beyond the critical spread."""
+        return sum(head.is_past_critical_spread for layer in self.layers.values() for head in head_verdicts(layer))
 
     def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
         """Compute what every rule would do to the layer, over all of its calls and sequences.

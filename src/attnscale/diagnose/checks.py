@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnscale.diagnose.finding import Finding, layer_finding, severity_rank
 from attnscale.diagnose.scale import scale_error, scale_findings
-from attnscale.diagnose.scores import freezing_findings, gradient_shares, score_findings, threshold_reached
+from attnscale.diagnose.scores import critical_spread_findings, gradient_shares, score_findings, threshold_reached
 from attnscale.watching.layer import Layer
 
 SYMPTOMS = ("diluted", "sharp", "exploding", "qk_norm_freezes")  # of a wrong multiplier, where there is one
@@ -41,10 +41,10 @@ def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = Non
     if any(finding.code == "non_finite" for finding in of_scores):
         yield from of_scores
         return  # nothing else can be read from its scores
-    of_scale, freezes = list(scale_findings(layer, trained)), list(freezing_findings(layer, trained))
+    of_scale, of_spread = list(scale_findings(layer, trained)), list(critical_spread_findings(layer, trained))
     yield from of_scale
-    yield from (as_symptom(finding, of_scale, layer) for finding in freezes)
-    yield from (as_symptom(finding, [*of_scale, *freezes], layer) for finding in of_scores)
+    yield from (as_symptom(finding, of_scale, layer) for finding in of_spread)
+    yield from (as_symptom(finding, [*of_scale, *of_spread], layer) for finding in of_scores)
     for check in CHECKS:
         yield from check(layer, trained)
 

@@ -29,7 +29,7 @@ CODES = {
     "softcap_before_scale": "the soft-cap is applied before the scale, which makes it lower than it says",
     "heads_mispaired": "heads that share a key do not share its value",
     "no_gradient": "queries or keys are detached, and their projection does not learn",
-    "qk_norm_freezes": "normalised queries and keys are multiplied past the freezing point from the start",
+    "qk_norm_freezes": "normalised queries and keys are multiplied past the critical spread from the start",
     "inert_qk_norm": "a QK-norm is configured or built, and never applied",
     "inert_softcap": "a soft-cap is configured or computed, and cannot bind",
     "inert_mask": "a mask sets scores to a number that hides nothing",

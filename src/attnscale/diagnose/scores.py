@@ -25,13 +25,13 @@ from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.scale import is_chosen, is_cosine
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
 from attnscale.plain import readable
-from attnscale.theory.limits import DILUTED_SPREAD, freezing_point
+from attnscale.theory.limits import DILUTED_SPREAD, critical_spread
 from attnscale.watching.layer import Layer
 
 # Of the gradient that uniform weights would pass. Published initialisations stay above it: cosine attention starts at
-# 10 cos θ (Swin-v2), which over 13 keys of a narrow head is past the freezing point and passes 0.43 of the gradient.
+# 10 cos θ (Swin-v2), which over 13 keys of a narrow head is past the critical spread and passes 0.43 of the gradient.
 STOPS_GRADIENT = 0.25
-# The freezing point is a law of many keys: of two, one may well take nearly all by chance, and of a few it sometimes
+# The critical spread is a law of many keys: of two, one may well take nearly all by chance, and of a few it sometimes
 # does. So a few keys are judged by a gradient that is all but gone, and fewer not at all.
 MANY_KEYS, FEW_KEYS = 8, 4
 DEAD_GAIN = 0.05  # a layer that passes less of the gradient does not learn where to look
@@ -71,8 +71,8 @@ def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = 
     yield from _diluted(layer, heads, trained)
 
 
-def freezing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find normalised queries and keys that are multiplied past the freezing point from the start.
+def critical_spread_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find normalised queries and keys that are multiplied past the critical spread from the start.
 
     In a trained model, where the scale was left out and norms have not made up for it. A configuration may ask for it.
     Both count: |a| ‖q‖ ‖k‖ / √d_k, the spread of random directions, and the measured spread, against √(2 ln n).
@@ -84,16 +84,16 @@ def freezing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     if is_chosen(layer, layer.scale_applied) or (trained and not is_left_out):
         return  # gains may have come to any length
     norms, measured = _lengths(layer), float(layer.stats.std_within_rows.nanmean())
-    spread, freezes = scale * norms * layer.head_dim**-0.5, freezing_point(round(keys))
-    if not (is_cosine(layer) and scale <= PUBLISHED_COSINE) and min(spread, measured) > freezes:
+    spread, critical = scale * norms * layer.head_dim**-0.5, critical_spread(round(keys))
+    if not (is_cosine(layer) and scale <= PUBLISHED_COSINE) and min(spread, measured) > critical:
         yield layer_finding(
             layer,
             "qk_norm_freezes",
             "note" if layer.declared.scale_of_one else "warning",
             f"The scale of normalised queries and keys is too large, {scale:.3g}: it spreads scores of random "
-            f"directions by {spread:.3g} over {keys:.0f} keys, and softmax freezes at {freezes:.3g}.",
+            f"directions by {spread:.3g} over {keys:.0f} keys, where the critical spread is {critical:.3g}.",
             f"Start at {layer.head_dim**0.5 / max(norms, 1e-300):.3g}, which gives a spread of one.",
-            (spread, freezes),
+            (spread, critical),
         )
 
 
@@ -119,8 +119,8 @@ def threshold_reached(score: float) -> tuple[float, str, str] | None:
 
 
 def _is_frozen(head: Verdict) -> bool:
-    """Beyond the freezing point itself, with little of the gradient left."""
-    if not head.is_past_freezing or head.keys < FEW_KEYS:
+    """Beyond the critical spread itself, with little of the gradient left."""
+    if not head.is_past_critical_spread or head.keys < FEW_KEYS:
         return False
     share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
     return head.jacobian_trace + head.gain_error < share * (1 - 1 / head.keys)
@@ -181,14 +181,14 @@ def _sharp(layer: Layer, frozen: list[Verdict], gradient_share: Tensor | None) -
 
 
 def _sharp_finding(layer: Layer, found: Verdict, severity: str, message: str, advice: str) -> Finding:
-    return Finding(layer.name, found.head, "sharp", severity, message, found.spread, found.freezing_point, advice)
+    return Finding(layer.name, found.head, "sharp", severity, message, found.spread, found.critical_spread, advice)
 
 
 def _spread_of(found: Verdict) -> str:
     return (
-        f"he scores spread by {readable(found.spread)} over {found.keys:.0f} keys, and softmax freezes at "
-        f"{found.freezing_point:.3g}; mean row entropy is {found.entropy_ratio:.2g} of its maximum, the largest weight "
-        f"{found.top1:.2f} on average, and the softmax passes {found.jacobian_trace:.2g} of the gradient."
+        f"he scores spread by {readable(found.spread)} over {found.keys:.0f} keys, where the critical "
+        f"spread is {found.critical_spread:.3g}; mean row entropy is {found.entropy_ratio:.2g} of its maximum, the "
+        f"largest weight {found.top1:.2f} on average, and 1 − Σp² is {found.jacobian_trace:.2g}."
     )
 
 

@@ -1,6 +1,6 @@
 """Judge each head by the spread of its scores: a verdict from theory, confirmed by what the softmax really did.
 
-Theory: over n visible keys, softmax freezes at a spread of √(2 ln n), the spread being that within rows, which is all
+Theory: over n visible keys the critical spread is √(2 ln n), the spread being that within rows, which is all
 that softmax sees. It also counts a key nobody looks at, so a head is `sharp` only where its measured entropy is as
 low as theory says.
 """
@@ -14,14 +14,14 @@ import torch
 from attnscale.diagnose.finding import Finding, severity_rank
 from attnscale.measure.uncertainty import NORMAL
 from attnscale.theory.gaussian import expected_softmax
-from attnscale.theory.limits import FREEZING_MARGIN, freezing_point, regime
+from attnscale.theory.limits import CRITICAL_MARGIN, critical_spread, regime
 from attnscale.watching.layer import Layer
 
 # Of the entropy at the edge of sharpness: a head this much above it is not frozen, whatever its spread.
 CONFIRMED = 1.25
 UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
 NUMBERS = (
-    "spread", "keys", "freezing_point", "entropy_ratio", "top1", "jacobian_trace", "spread_error", "gain_error",
+    "spread", "keys", "critical_spread", "entropy_ratio", "top1", "jacobian_trace", "spread_error", "gain_error",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class Verdict:
     verdict: str  # "diluted", "healthy", "sharp", "non_finite"; "uncertain": several are within the error
     spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
-    freezing_point: float
+    critical_spread: float
     entropy_ratio: float
     top1: float
     jacobian_trace: float
@@ -42,9 +42,9 @@ class Verdict:
     gain_error: float = 0.0  # 95% of the time they are off by less
 
     @property
-    def is_past_freezing(self) -> bool:
-        """True if the spread is beyond the freezing point itself, and the entropy as low as that makes it."""
-        return self.verdict == "sharp" and self.spread - self.spread_error > self.freezing_point
+    def is_past_critical_spread(self) -> bool:
+        """True if the spread is beyond the critical spread itself, and the entropy as low as that makes it."""
+        return self.verdict == "sharp" and self.spread - self.spread_error > self.critical_spread
 
 
 def head_verdicts(layer: Layer) -> list[Verdict]:
@@ -105,7 +105,7 @@ def worst_code(layer: str, findings: Iterable[Finding]) -> str | None:
 
 def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -> Verdict:
     (keys, spread, entropy_ratio, top1, jacobian_trace), (spread_error, entropy_error, gain_error) = numbers, errors
-    freezes = freezing_point(max(1, round(keys)))
+    critical = critical_spread(max(1, round(keys)))
     if not all(map(math.isfinite, (spread, top1, jacobian_trace))):
         found = "non_finite"
     elif round(keys) < 2:
@@ -120,7 +120,7 @@ def _verdict(layer: str, head: int, numbers: list[float], errors: list[float]) -
         possible = {_confirmed_regime(*end, round(keys)) for end in ends}
         found = possible.pop() if len(possible) == 1 else "uncertain"
     return Verdict(
-        layer, head, found, spread, keys, freezes, entropy_ratio, top1, jacobian_trace, spread_error, gain_error
+        layer, head, found, spread, keys, critical, entropy_ratio, top1, jacobian_trace, spread_error, gain_error
     )
 
 
@@ -132,4 +132,4 @@ def _confirmed_regime(spread: float, entropy_ratio: float, keys: int) -> str:
 
 def _edge_of_sharpness(keys: int) -> float:
     """Entropy ratio at the spread from which regime() says `sharp`."""
-    return expected_softmax(FREEZING_MARGIN * freezing_point(keys), keys).entropy_ratio
+    return expected_softmax(CRITICAL_MARGIN * critical_spread(keys), keys).entropy_ratio

@@ -25,7 +25,7 @@ from attnscale.lab.training import (
     without_alarms,
 )
 from attnscale.plain import plain
-from attnscale.theory import freezing_point
+from attnscale.theory import critical_spread
 from attnscale.train import Monitor
 from attnscale.train.record import Record
 
@@ -188,11 +188,11 @@ def explanation(
     spread, entropy = (
         {name: own[0].whole(number) for name, own in records.items()} for number in ("spread", "entropy_ratio")
     )
-    side = "above" if spread[without] > freezing_point(keys) else "below"
+    side = "above" if spread[without] > critical_spread(keys) else "below"
     paragraphs = [
         f"Before the first step the unscaled scores have a spread of {spread[without]:.1f}, close to "
         f"√{demo.head_dim}. Divided by √{demo.head_dim} it is {spread[with_scale]:.2f}. The critical spread over "
-        f"{keys} keys is √(2 ln {keys}) = {freezing_point(keys):.1f}: the unscaled model starts {side} it. Its mean "
+        f"{keys} keys is √(2 ln {keys}) = {critical_spread(keys):.1f}: the unscaled model starts {side} it. Its mean "
         f"row entropy is {entropy[without]:.0%} of the maximum; the scaled model's is {entropy[with_scale]:.0%}.",
         on_gradient(received[with_scale], received[without]),
     ]

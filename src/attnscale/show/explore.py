@@ -30,7 +30,7 @@ from attnscale.rules.rule import Rule, about_rule
 from attnscale.show.page import code, data, environment, policy, source
 from attnscale.theory import Initialisation, score_variance, unit_variance_scale
 from attnscale.theory.gaussian import FROZEN, UNIFORM_BELOW
-from attnscale.theory.limits import DILUTED_SPREAD, FREEZING_MARGIN
+from attnscale.theory.limits import CRITICAL_MARGIN, DILUTED_SPREAD
 
 Range: TypeAlias = tuple[float, float]
 Scale: TypeAlias = Callable[[Mapping[str, float]], float]  # of d, n, spread (σ_q σ_k) and number
@@ -122,7 +122,7 @@ def explore_page() -> str:
 def explore_data() -> dict[str, Any]:
     """Return what the page takes from the library: rules, ranges, and where softmax changes its behaviour."""
     (d, n, q, k) = ((control.low, control.high) for control in CONTROLS)
-    limits = {"diluted": DILUTED_SPREAD, "margin": FREEZING_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW}
+    limits = {"diluted": DILUTED_SPREAD, "margin": CRITICAL_MARGIN, "frozen": FROZEN, "uniform": UNIFORM_BELOW}
     rules = tabulated_rules({"d": d, "n": n, "spread": (q[0] * k[0], q[1] * k[1])})
     return {"controls": [asdict(control) for control in CONTROLS], "rules": rules, "limits": limits}
 

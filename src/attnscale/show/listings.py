@@ -40,7 +40,7 @@ def show_prediction(prediction: Prediction, console: Console | None = None) -> N
     )
     console.print(
         f"q and k spread by {number(p.query_std)}, q·k by {number(p.score_std)}; "
-        f"the critical spread over {p.length:,} keys is {p.freezing_point:.3g}",
+        f"the critical spread over {p.length:,} keys is {p.critical_spread:.3g}",
         highlight=False,
     )
     console.print()

@@ -22,7 +22,7 @@ from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.measure.stats import ScoreStats
 from attnscale.plain import counted, printable
 from attnscale.show.text import columns, formatted, number
-from attnscale.theory.limits import freezing_point
+from attnscale.theory.limits import critical_spread
 from attnscale.train.log import Log
 from attnscale.train.monitor import Monitor
 from attnscale.train.record import Record
@@ -261,7 +261,7 @@ def _by_layer(rows: Fields, keys: Iterable[float]) -> Callable[[Any, str, float]
         ax.plot(*zip(*points, strict=True), "o", color="C0", alpha=0.4, label="one head")
         ax.plot(range(len(heads)), means, color="C0", label="mean of the layer")
         if statistic == "spread":
-            critical = [freezing_point(max(1, round(known))) for known in keys]
+            critical = [critical_spread(max(1, round(known))) for known in keys]
             ax.plot(range(len(heads)), critical, "--", color="C3", label="critical spread √(2 ln n)")
         ax.set_xticks(range(len(heads)), list(map(printable, heads)), rotation=90, fontsize="x-small")
 

@@ -2,7 +2,7 @@
 
 from attnscale.theory.gaussian import RowExpectation, SoftmaxExpectation, expected_row, expected_softmax
 from attnscale.theory.initialisation import Initialisation
-from attnscale.theory.limits import entropy_floor, freezing_point, regime, saturation_point
+from attnscale.theory.limits import critical_spread, entropy_floor, regime, saturation_point
 from attnscale.theory.prediction import Candidate, Prediction, predict
 from attnscale.theory.variance import row_variance, score_mean, score_variance, unit_variance_scale
 
@@ -12,10 +12,10 @@ __all__ = [
     "Prediction",
     "RowExpectation",
     "SoftmaxExpectation",
+    "critical_spread",
     "entropy_floor",
     "expected_row",
     "expected_softmax",
-    "freezing_point",
     "predict",
     "regime",
     "row_variance",

@@ -8,10 +8,10 @@ SATURATED_TOP1 = 0.99  # its own gradient p(1 − p) is then under 0.01
 # A spread this small leaves H ≈ ln n − σ²/2 within 0.02 nats of uniform: the weights hardly differ.
 DILUTED_SPREAD = 0.2
 # From here on a few keys take most of the weight: at n = 1024 this is σ = 2.98, an expected top-1 of 0.27.
-FREEZING_MARGIN = 0.8
+CRITICAL_MARGIN = 0.8
 
 
-def freezing_point(keys: int) -> float:
+def critical_spread(keys: int) -> float:
     """Return the critical spread √(2 ln n): above it, a few of n Gaussian scores take nearly all the weight."""
     if keys < 1:
         raise SettingError(f"Expected at least one key, got {keys}.")
@@ -22,7 +22,7 @@ def regime(spread: float, keys: int) -> str:
     """Return `diluted`, `healthy` or `sharp` for a spread over this many keys."""
     if spread < DILUTED_SPREAD:
         return "diluted"
-    return "healthy" if spread < FREEZING_MARGIN * freezing_point(keys) else "sharp"
+    return "healthy" if spread < CRITICAL_MARGIN * critical_spread(keys) else "sharp"
 
 
 def entropy_floor(spectral_bound: float, keys: int) -> float:

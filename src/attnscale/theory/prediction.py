@@ -7,7 +7,7 @@ from typing import Any
 from attnscale.errors import SettingError
 from attnscale.theory.gaussian import SoftmaxExpectation, expected_softmax
 from attnscale.theory.initialisation import Initialisation
-from attnscale.theory.limits import freezing_point, regime
+from attnscale.theory.limits import critical_spread, regime
 from attnscale.theory.variance import row_variance, score_variance, unit_variance_scale
 
 LARGEST = 10**18  # of d_model, heads, d_k and keys: floating point holds what is computed of them
@@ -37,7 +37,7 @@ class Prediction:
     query_std: float
     key_std: float
     score_std: float
-    freezing_point: float
+    critical_spread: float
     candidates: tuple[Candidate, ...]
     advice: str
 
@@ -111,7 +111,7 @@ def predict(
         query_std=std,
         key_std=std,
         score_std=math.sqrt(pooled),
-        freezing_point=freezing_point(length),
+        critical_spread=critical_spread(length),
         candidates=candidates,
         advice=_advice(candidates, std),
     )

@@ -11,7 +11,7 @@ from attnscale.lab.outcomes import Band, Outcomes, band, ranging, tally
 from attnscale.lab.result import Check, Curve, Plot, Table, column
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
-from attnscale.theory import expected_softmax, freezing_point, saturation_point
+from attnscale.theory import critical_spread, expected_softmax, saturation_point
 
 TABLES, ROWS = 16, 128  # of a cell
 ONE, MANY = "one large score", "Gaussian scores"
@@ -63,12 +63,13 @@ def conclude(outcomes: Outcomes) -> Conclusion:
         f"{few} keys and from {at99[most]:.2f} on over {most}: the more keys, the larger the score must be. Over "
         f"Gaussian scores 1 − Σp² falls to half at a spread of {halves[few].mean:.2f} ({few} keys) to "
         f"{halves[most].mean:.2f} ({most} keys), "
-        f"{ranging((halves[keys].mean / freezing_point(keys) for keys in lengths), 2)} times the critical spread "
+        f"{ranging((halves[keys].mean / critical_spread(keys) for keys in lengths), 2)} times the critical spread "
         f"√(2 ln n). {tally(checks)}"
     )
     tables = (
         Table("Where softmax saturates", ("keys", "x at 99%", "critical spread", "1 − Σp² halved at spread", "±"),
-              tuple((keys, at99[keys], freezing_point(keys), half.mean, half.margin) for keys, half in halves.items())),
+              tuple((keys, at99[keys], critical_spread(keys), half.mean, half.margin)
+                    for keys, half in halves.items())),
         many.table("Gaussian scores", {"keys": "keys", "spread": "spread"},
                    {"entropy_ratio": "entropy (share of max)", "top1": "top-1", "jacobian_trace": "1 − Σp²",
                     "saturated": "saturated rows"}),

@@ -19,7 +19,7 @@ from attnscale.plain import finite
 from attnscale.show.figures import Axis, Figure, Heat, ticks
 from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.report.heads import concentrated_heads, errors_of, map_of_layers
-from attnscale.show.report.spread import densities, freezing, spread_of
+from attnscale.show.report.spread import critical_spreads, densities, spread_of
 from attnscale.show.text import Column, by_pattern, columns, number, place
 from attnscale.watching import Layer
 from attnscale.watching.seen import padding_told
@@ -70,7 +70,7 @@ def _facts(layers: Mapping[str, Layer]) -> Iterator[Note]:
     one = spread_of(seen[name])
     message = (
         f"The widest spread of the scores is {number(spread)}. A row of this layer sees {one.keys:.0f} keys on "
-        f"average; the critical spread for these is {number(one.freezes)}."
+        f"average; the critical spread for these is {number(one.critical)}."
     )
     yield Note("fact", "spread", message, place=where)
     _, where, least = _extreme({name: -layer.stats.jacobian_trace for name, layer in seen.items()})
@@ -100,8 +100,8 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
     if (histograms := densities("score-densities", layers)) is not None:
         yield Section("scores", "The scores", ((histograms,),))
-    spreads = freezing("freezing-points", list(map(spread_of, layers.values())))
-    yield Section("freezing", "Spread and critical spread", ((spreads,),))
+    spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
+    yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:
         told = "The weights of heads beyond the critical spread, in the first sequence. Each row is a query."
         yield Section("sharp", "Where concentrated heads look", (told, (weights,)))

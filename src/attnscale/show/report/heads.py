@@ -124,7 +124,9 @@ def errors_of(layers: Mapping[str, Layer]) -> Table | str:
 
 def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:
     """Return the weights of heads beyond the critical spread, lowest entropy first; None if there are none to show."""
-    heads = [head for layer in layers.values() if layer.kept for head in head_verdicts(layer) if head.is_past_freezing]
+    heads = [
+        head for layer in layers.values() if layer.kept for head in head_verdicts(layer) if head.is_past_critical_spread
+    ]
     heads.sort(key=lambda head: head.entropy_ratio)
     views = {f"{head.layer}, head {head.head}": _weights(layers[head.layer], head) for head in heads[:SHOWN]}
     caption = f"{len(views)} of {len(heads)} such heads, lowest entropy first." if len(heads) > len(views) else ""

@@ -10,7 +10,7 @@ from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, 
 from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.report.check import CRITICAL_SPREAD, largest_told, meanings, note_of, unbroken
 from attnscale.show.report.heads import map_of_record, mapped
-from attnscale.show.report.spread import freezes_over, freezing, spreads_of
+from attnscale.show.report.spread import critical_spread_over, critical_spreads, spreads_of
 from attnscale.show.run import columns, conclusion
 from attnscale.show.text import by_pattern, number, place
 from attnscale.train.record import Record
@@ -43,7 +43,7 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
     sections.append(Section("layers", "Layer by layer", (_table(run),)))
     if spreads:
         title_of = f"Spread and critical spread, at step {run.last_step}"
-        sections.append(Section("lying", title_of, ((freezing("freezing", spreads),),)))
+        sections.append(Section("lying", title_of, ((critical_spreads("critical-spread", spreads),),)))
     heads = map_of_record("head-map", records[-1])
     sections.append(Section("heads", f"Head by head, at step {run.last_step}", ((heads,),)))
     return Page(
@@ -166,7 +166,7 @@ def layers_over_run(name: str, records: Sequence[Record], run: Run) -> Figure:
             series += _thresholds(series)
             notice = _growth_notice(run)
         if statistic.name == "spread":
-            series += _freezes(records)
+            series += _critical_spreads(records)
         views[statistic.long] = Chart(tuple(series), Axis("step"), axis_of(statistic, series), notice)
     first = STATISTICS["max"].long
     return Figure(name, {first: views.pop(first), **views})
@@ -255,12 +255,12 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
     return [Series(name, x, [value for level in levels for value in (level, level, None)], tone="ink", dashed=True)]
 
 
-def _freezes(records: Sequence[Record]) -> Iterable[Series]:
+def _critical_spreads(records: Sequence[Record]) -> Iterable[Series]:
     """Yield the critical spread for the fewest keys that the rows of a layer see."""
     keys = {record.step: finite(layer.keys for layer in record.layers.values()) for record in records}
     known = {step: min(found) for step, found in keys.items() if found}
     if known:
-        points = [freezes_over(fewest) for fewest in known.values()]
+        points = [critical_spread_over(fewest) for fewest in known.values()]
         yield thinned(Series("critical spread √(2 ln n)", list(known), points, tone="ink", dashed=True))
 
 

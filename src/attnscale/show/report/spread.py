@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, ticks
 from attnscale.show.text import number
-from attnscale.theory.limits import freezing_point
+from attnscale.theory.limits import critical_spread
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
@@ -40,14 +40,14 @@ class Spread:
         return mean(self.heads)
 
     @property
-    def freezes(self) -> float:
+    def critical(self) -> float:
         """√(2 ln n) over the keys that a row sees on average."""
-        return freezes_over(self.keys)
+        return critical_spread_over(self.keys)
 
 
-def freezes_over(keys: float) -> float:
+def critical_spread_over(keys: float) -> float:
     """Return the critical spread over this many keys."""
-    return freezing_point(max(1, round(keys)))
+    return critical_spread(max(1, round(keys)))
 
 
 def spread_of(layer: Layer) -> Spread:
@@ -66,7 +66,7 @@ def spreads_of(record: Record) -> list[Spread]:
     ]
 
 
-def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
+def critical_spreads(name: str, spreads: Sequence[Spread]) -> Figure:
     """Return the spread of each layer, at least one, beside its critical spread."""
     x, names = list(range(len(spreads))), tuple(spread.name for spread in spreads)
     low, high = ([edge(spread.heads, default=None) for spread in spreads] for edge in (min, max))
@@ -75,11 +75,11 @@ def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
     measured = Series("mean of its heads, lowest to highest", x, means, low, high, mode=mode, points=names)
     # one layer: a line through its place, and not a point
     across, spanning = (x, spreads) if len(x) > 1 else ([-0.5, 0.5], [*spreads, *spreads])
-    average, longest = ([one.freezes for one in spanning], [freezing_point(one.longest) for one in spanning])
+    average, longest = ([one.critical for one in spanning], [critical_spread(one.longest) for one in spanning])
     lines = [Series("√(2 ln n), n keys seen on average", across, average, tone="ink")]
     if longest != average:
         lines.append(Series("√(2 ln n) of the longest row", across, longest, tone="ink", dashed=True))
-    values = [value for spread in spreads for value in (*spread.heads, freezing_point(spread.longest))]
+    values = [value for spread in spreads for value in (*spread.heads, critical_spread(spread.longest))]
     top = 1.1 * (max(values, default=1.0) or 1.0)
     axes = Axis("layer", ticks=ticks(names)), Axis("spread of the scores", range=(0.0, top))
     return Figure(name, {"": Chart((measured, *lines), *axes, _notice(spreads))})
@@ -87,16 +87,16 @@ def freezing(name: str, spreads: Sequence[Spread]) -> Figure:
 
 def _notice(spreads: Sequence[Spread]) -> str:
     heads = sum(len(spread.heads) for spread in spreads)
-    beyond = sum(value > spread.freezes for spread in spreads for value in spread.heads)
-    known = [spread for spread in spreads if math.isfinite(spread.mean) and spread.freezes > 0]
+    beyond = sum(value > spread.critical for spread in spreads for value in spread.heads)
+    known = [spread for spread in spreads if math.isfinite(spread.mean) and spread.critical > 0]
     if not known:
         return "No layer has a spread that is a number."
-    nearest = max(known, key=lambda spread: spread.mean / spread.freezes)
-    where = "furthest past it" if nearest.mean > nearest.freezes else "nearest to it"
+    nearest = max(known, key=lambda spread: spread.mean / spread.critical)
+    where = "furthest past it" if nearest.mean > nearest.critical else "nearest to it"
     return (
         f"{beyond} of {heads} heads are beyond the critical spread for the keys they see. The layer {where} is "
         f"{nearest.name}: its spread is {number(nearest.mean)} over {nearest.keys:.0f} keys, the critical spread "
-        f"{number(nearest.freezes)}."
+        f"{number(nearest.critical)}."
     )
 
 

@@ -11,7 +11,7 @@ from attnscale.show.page import Note, Page, Section, Terms, render
 from attnscale.show.report.check import table_of, words_of_models
 from attnscale.show.report.heads import map_of_layers
 from attnscale.show.report.run import loss_chart, runs_over_time
-from attnscale.show.report.spread import densities, freezing, spread_of
+from attnscale.show.report.spread import critical_spreads, densities, spread_of
 from attnscale.show.text import formatted, shown
 
 
@@ -51,11 +51,11 @@ def _sections(twins: Twins) -> Iterator[Section]:
     found = [replace(figure, caption=name) for name, figure in scores if figure is not None]
     yield from _side_by_side("scores", "The scores, at the end", found)
     spreads = [
-        replace(freezing(f"freezing-{at}", list(map(spread_of, one.values()))), caption=name)
+        replace(critical_spreads(f"critical-spread-{at}", list(map(spread_of, one.values()))), caption=name)
         for at, (name, one) in enumerate(layers)
         if one
     ]
-    yield from _side_by_side("freezing", "Spread and critical spread, at the end", spreads)
+    yield from _side_by_side("critical-spread", "Spread and critical spread, at the end", spreads)
     if audits:
         tables = [table_of(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
