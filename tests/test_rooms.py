@@ -48,7 +48,7 @@ loading             10  1,220   1,300 with checking
 checking             2    240
 comparing            9  1,400   1,430
 bench                4    490   420
-lab                 21  3,100   4,500 with claims
+lab                 21  3,110   4,500 with claims
 claims               9  2,030
 show                21  3,060   2,400
 cli                 13  1,100   950
