@@ -71,6 +71,7 @@ BAD = [
     (dict(scale=torch.rand(head_dim)), ShapeError, "one number a row"),
     (dict(scale=torch.rand(1, 1, batch, heads, q_len, 1)), ShapeError, "one number a row"),
     (dict(scale=torch.empty(heads, 1, 1, device="meta")), DeviceError, "scale on the query's device"),
+    (dict(sinks=[0.0, 0.0, 0.0]), ShapeError, r"one logit for each of the 3 query heads, \(3,\), got list"),
 ]
 
 

@@ -42,9 +42,11 @@ def check_settings(dropout_p: float, softcap: float | None) -> None:
 
 def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     """Raise an error if sinks are not one logit for each head of the query, (…, heads, q_len, head_dim)."""
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
-        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+    if sinks is None:
+        return
+    heads, is_tensor = query.shape[-3] if query.dim() > 2 else 1, isinstance(sinks, Tensor)
+    if not is_tensor or sinks.shape != (heads,) or not sinks.is_floating_point():
+        found = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if is_tensor else type(sinks).__name__
         raise ShapeError(f"Expected sinks as one logit for each of the {heads} query heads, ({heads},), got {found}.")
 
 
