@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from attnscale.diagnose.forecast import Outlook
+from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, short, thinned
@@ -61,9 +61,8 @@ def _facts(run: Run) -> Iterator[Note]:
     growing = [(layer.growth, layer.name) for layer in run.layers if layer.growth is not None]
     if growing:
         growth, name = max(growing, key=lambda found: found[0].rate)
-        now = "it still grows" if growth.recent_rate > 0 else "it grows no more"
-        steps = f"{growth.span:,.0f} steps"
-        message = f"The fastest growth of a largest score is × {number(growth.grown)} in the last {steps}; {now}."
+        steps = f"{growth.observed:,.0f} steps"
+        message = f"The fastest growth of a largest score is × {number(growth.factor)} in the last {steps}."
         yield Note("fact", "growth", message, place=name)
     highest = max(run.layers, key=lambda layer: _or(layer.highest, -math.inf), default=None)
     if highest is not None and math.isfinite(highest.highest):
@@ -230,11 +229,11 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{short(labels[layer.name])}: forecast, 90% interval", layer.forecast, tone)
+        if layer.growth is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
+            yield _forecast(f"{short(labels[layer.name])}: forecast, 90% interval", layer.growth, tone)
 
 
-def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
+def _forecast(name: str, ahead: Growth, tone: int) -> Series:
     points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
     y, low, high = (
         [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
@@ -273,7 +272,7 @@ def _growth_notice(run: Run) -> str:
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
-        f"× {growth.grown:.3g} in the last {growth.span:,.0f} steps, to {number(first.last_max)}."
+        f"× {growth.factor:.3g} in the last {growth.observed:,.0f} steps, to {number(first.last_max)}."
     )
 
 
