@@ -89,7 +89,8 @@ def test_a_text_for_a_model_without_a_tokenizer_or_without_text_is_refused(tmp_p
 
 @pytest.mark.parametrize(("kind", "taken"), [("patchtst", "past_values"), ("whisper", "input_features")])
 def test_a_model_that_takes_something_else_is_told_how_to_be_given(tmp_path, kind, taken):
-    small = {"context_length": 16, "patch_length": 4, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    small = {"context_length": 16, "patch_length": 4, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1} | heads
     with pytest.raises(ModelError, match=f"takes '{taken}', cannot be made here. Give package.module"):
         load_model(Request(write(tmp_path, kind, **small)))
 
