@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from attnscale.diagnose.forecast import Outlook
+from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
@@ -203,11 +203,11 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{labels[layer.name]}: forecast, 90% interval", layer.forecast, tone)
+        if layer.growth is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
+            yield _forecast(f"{labels[layer.name]}: forecast, 90% interval", layer.growth, tone)
 
 
-def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
+def _forecast(name: str, ahead: Growth, tone: int) -> Series:
     points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
     y, low, high = (
         [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
@@ -246,7 +246,7 @@ def _growth_notice(run: Run) -> str:
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
-        f"× {growth.grown:.3g} in the last {growth.span:,.0f} steps, to {number(first.last_max)}."
+        f"× {growth.factor:.3g} in the last {growth.observed:,.0f} steps, to {number(first.last_max)}."
     )
 
 
