@@ -14,7 +14,6 @@ from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import finite, plain
 from attnscale.show.figures import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
-from attnscale.show.page import Row, Table
 from attnscale.show.text import number
 from attnscale.theory.limits import critical_spread
 from attnscale.train.record import Record
@@ -104,24 +103,16 @@ def _padded(values: Values) -> Values:
     return [[*plain(row), *[None] * (width - len(row))] for row in values]
 
 
-def errors_of(layers: Mapping[str, Layer]) -> Table | str:
-    """Return the standard errors over all heads where rows were sampled; a sentence where there are none."""
+def sampling_of(layers: Mapping[str, Layer]) -> str:
+    """Return a sentence on the rows that were measured, and what that leaves open."""
     stats = [layer.stats for layer in layers.values()]
     if all(one.exact for one in stats):
         return "Every row was measured, so no number has a sampling error."
-    rows = []
-    for entry in mapped():
-        if entry.has_error and entry.attribute is not None:
-            errors = entry.factor * torch.cat([one.stderr(entry.attribute).double() for one in stats])
-            known = errors[torch.isfinite(errors)]
-            typical, worst = (float(known.median()), float(known.max())) if len(known) else (math.nan, math.nan)
-            rows.append(Row((entry.long, number(typical), number(worst))))
     bound = max(float(one.max_bound.nan_to_num(-torch.inf).max()) for one in stats)
-    caption = (
-        "Standard errors of single heads, because only some rows were measured. The largest score has an upper bound "
+    return (
+        "Only some rows were measured: ± is the standard error that follows. The largest score has an upper bound "
         f"instead: no score exceeds {number(bound)}."
     )
-    return Table(("", "typical standard error", "largest"), (("", tuple(rows)),), caption=caption)
 
 
 def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:

@@ -7,11 +7,12 @@ from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
-from attnscale.show.page import Page, Row, Section, Table, Terms, render
-from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, unbroken
+from attnscale.show.page import Page, Section, Terms, render
+from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of
 from attnscale.show.report.heads import critical_spread_over, critical_spreads, map_of_record, mapped, spreads_of
-from attnscale.show.run import columns, conclusion
-from attnscale.show.text import by_pattern, number, place
+from attnscale.show.run import conclusion
+from attnscale.show.tables import run_table
+from attnscale.show.text import number, place
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
@@ -39,7 +40,7 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         spread = STATISTICS["spread"].long
         beside = Figure("spread-curves", {spread: curves.views[spread]})
         sections.append(Section("learning", "Learning, beside the spread", ((learned, beside),)))
-    sections.append(Section("layers", "Layer by layer", (_table(run),)))
+    sections.append(Section("layers", "Layer by layer", (run_table(run),)))
     if spreads:
         title_of = f"Spread and critical spread, at step {run.last_step}"
         sections.append(Section("lying", title_of, ((critical_spreads("critical-spread", spreads),),)))
@@ -53,20 +54,6 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         notes=notes,
         sections=(*sections, _method(run, records)),
     )
-
-
-def _table(run: Run) -> Table:
-    layers = {layer.name: layer for layer in run.layers}
-    groups = tuple(
-        (title, tuple(_row(index or "·", layers[name]) for index, name in members))
-        for title, members in by_pattern(layers)
-    )
-    return Table(("layer", *map(unbroken, columns()), "not before step"), groups)
-
-
-def _row(index: str, layer: LayerRun) -> Row:
-    earliest = "–" if layer.crossing is None else f"{layer.crossing.earliest:.0f}"
-    return Row((index, *(column.cell(layer) for column in columns()), earliest), layer.name)
 
 
 def _method(run: Run, records: Sequence[Record]) -> Section:

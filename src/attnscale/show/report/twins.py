@@ -6,8 +6,9 @@ from attnscale.checking import Checked
 from attnscale.lab.demo import Twins
 from attnscale.show.figures import Axis, Chart, Figure, Series
 from attnscale.show.page import Page, Section, Terms, render
-from attnscale.show.report.check import table_of, words_of_models
+from attnscale.show.report.check import words_of_models
 from attnscale.show.report.run import loss_chart, runs_over_time
+from attnscale.show.tables import layer_table
 from attnscale.show.text import shown
 
 
@@ -29,7 +30,7 @@ def _sections(twins: Twins) -> Iterator[Section]:
     if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
         yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
     if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
-        tables = [table_of(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
+        tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
     settings = Terms({name: shown(value) for name, value in twins.settings.items()})
     yield Section("method", "How it was measured", (settings, words_of_models()))
