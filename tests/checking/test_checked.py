@@ -16,7 +16,7 @@ from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import worst_code
 from attnscale.lab.demo import TwinRun, Twins
 from attnscale.loading import Request
-from attnscale.show.demo import show_twins
+from attnscale.show.lab import show_twins
 from attnscale.show.live_table import LiveTable
 from attnscale.show.report import report_page
 from attnscale.show.tables import NO_ALARM

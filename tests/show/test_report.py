@@ -16,8 +16,7 @@ from attnscale.show.page import Page, Terms, kind_of
 from attnscale.show.report.check import check_report
 from attnscale.show.report.heads import concentrated_heads, critical_spreads, map_of_layers, mapped, spread_of
 from attnscale.show.report.lab import lab_report
-from attnscale.show.report.run import run_report
-from attnscale.show.report.twins import twins_report
+from attnscale.show.report.run import run_report, twins_report
 from attnscale.train.run import summarise
 from tests.diagnose.layers import layer_of
 

@@ -36,7 +36,7 @@ def demo(
     from rich.console import Console
 
     from attnscale.lab.demo import Demo, TwinTraining
-    from attnscale.show.demo import show_progress, show_twins
+    from attnscale.show.lab import show_progress, show_twins
     from attnscale.show.report import twins_page
 
     console = Console(stderr=json)

@@ -1,18 +1,20 @@
-"""The report of a monitor's log."""
+"""The reports of training runs: of a monitor's log, and of the demo's two runs side by side."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from attnscale.checking import Checked
 from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
+from attnscale.lab.demo import Twins
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
 from attnscale.show.page import Page, Section, Terms, render
-from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of
+from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, words_of_models
 from attnscale.show.report.heads import critical_spread_over, critical_spreads, map_of_record, mapped, spreads_of
 from attnscale.show.run import conclusion
-from attnscale.show.tables import run_table
-from attnscale.show.text import number, place
+from attnscale.show.tables import layer_table, run_table
+from attnscale.show.text import number, place, shown
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
@@ -240,3 +242,39 @@ def _growth_notice(run: Run) -> str:
 def _change_notice(statistic: Statistic, records: Sequence[Record]) -> str:
     first, last = (statistic.factor * record.whole(statistic.name) for record in (records[0], records[-1]))
     return f"Over all layers the mean {statistic.long} went from {number(first)} to {number(last)}."
+
+
+def twins_page(twins: Twins) -> str:
+    """Return the report of training runs side by side as a string."""
+    return render(twins_report(twins))
+
+
+def twins_report(twins: Twins) -> Page:
+    """Return training runs side by side, as a report; parts that no run has are left out."""
+    return Page("attnscale demo", twins.title, twins.verdict, "note", (), tuple(_sections(twins)), twins.explanation)
+
+
+def _sections(twins: Twins) -> Iterator[Section]:
+    if losses := {run.name: run.losses for run in twins.runs if run.losses}:
+        yield Section("learning", "Learning", ((Figure("losses", {"loss": loss_chart("loss", dict(losses))}),),))
+    if shares := [(run.name, run.received) for run in twins.runs if run.received]:
+        yield Section("received", "How queries share the gradient, before the first step", ((_shares(shares),),))
+    if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
+        yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
+    if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
+        tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
+        yield Section("layers", "Layer by layer, at the end", tuple(tables))
+    settings = Terms({name: shown(value) for name, value in twins.settings.items()})
+    yield Section("method", "How it was measured", (settings, words_of_models()))
+
+
+def _shares(runs: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> Figure:
+    """Return the share of the gradient that the queries with the smallest gradients receive together."""
+    lines = (
+        Series(name, [x for x, _ in curve], [y for _, y in curve], tone=tone, marks=True)
+        for tone, (name, curve) in enumerate(runs)
+    )
+    even = Series("equal shares", (0.0, 1.0), (0.0, 1.0), tone="ink", dashed=True)
+    notice = "The lower a line runs, the less evenly queries share the gradient. A share says nothing of its size."
+    axes = Axis("share of the queries, smallest gradient first"), Axis("share of the gradient", range=(0.0, 1.0))
+    return Figure("shares", {"": Chart((*lines, even), *axes, notice)})
