@@ -8,7 +8,7 @@ import torch
 import attnscale
 from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm
 from attnscale.diagnose.scores import score_findings
-from attnscale.diagnose.verdict import head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import head_verdicts, verdict_word
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import plain
 from attnscale.theory.limits import CRITICAL_MARGIN, critical_spread
@@ -33,7 +33,7 @@ def at_the_edge(length=211, d=16):
 def test_a_head_within_its_error_of_a_limit_is_uncertain():
     layer = sampled(*at_the_edge(), rows=8)
     assert {head.verdict for head in head_verdicts(layer)} == {"uncertain"}
-    assert layer_verdict(layer).verdict == "uncertain"
+    assert verdict_word(layer, []) == "uncertain"
     assert [finding.code for finding in score_findings(layer, trained=False)] == []
     exact = layer_of(*at_the_edge())
     assert "uncertain" not in {head.verdict for head in head_verdicts(exact)}

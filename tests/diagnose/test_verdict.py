@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attnscale import score_stats
 from attnscale.diagnose.checks import findings_of
 from attnscale.diagnose.scores import score_findings
-from attnscale.diagnose.verdict import head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import head_verdicts, verdict_word
 from attnscale.plain import readable
 
 from .layers import codes, configured, layer_of, random_layer
@@ -59,7 +59,7 @@ def test_a_verdict_has_the_measured_numbers_beside_it():
 
 @pytest.mark.parametrize(("spread", "verdict"), [(0.1, "diluted"), (1.0, "healthy"), (5.0, "sharp")])
 def test_a_layer_has_the_verdict_its_heads_agree_on(spread, verdict):
-    assert layer_verdict(random_layer(length=64, query_std=spread)).verdict == verdict
+    assert verdict_word(random_layer(length=64, query_std=spread), []) == verdict
 
 
 def test_a_shift_of_whole_rows_does_not_saturate():
@@ -108,7 +108,7 @@ def test_a_sharp_head_of_a_trained_model_is_judged_by_the_gradient_that_reached_
 def test_a_layer_with_a_frozen_head_is_not_healthy():
     layer = random_layer(heads=3, length=64, query_std=torch.tensor([1.0, 30.0, 1.0]).view(3, 1, 1))
     assert [verdict.verdict for verdict in head_verdicts(layer)] == ["healthy", "sharp", "healthy"]
-    assert layer_verdict(layer).verdict == "sharp"
+    assert verdict_word(layer, []) == "sharp"
 
 
 @pytest.mark.parametrize(("keys", "expected"), [(2, []), (3, []), (5, ["sharp"]), (64, ["sharp"])])

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnscale.diagnose.checks import all_findings
 from attnscale.diagnose.finding import Finding, severity_rank, worst
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict, verdict_text, verdict_word
+from attnscale.diagnose.verdict import head_verdicts, verdict_text, verdict_word
 from attnscale.diagnose.what_if import WhatIf, what_if_calls
 from attnscale.errors import SettingError
 from attnscale.plain import printable
@@ -27,18 +27,12 @@ class Audit(PlottedResult):
     findings: list[Finding]  # the worst first, then by layer
     unchecked: tuple[str, ...] = ()  # a sentence each: what was not checked, and why
     unjudged: str = ""  # why the scores were not judged; empty where they were
-    forward_passes: int = 1  # of the model that were watched; a second one is in its other mode, if it has two
+    forward_passes: int = 1  # of the model that were watched; the second is in its other mode
 
     @property
     def worst(self) -> str | None:
         """The worst severity found; None where there are no findings."""
         return worst(self.findings)
-
-    @property
-    def verdicts(self) -> dict[str, Verdict]:
-        """The verdict on each layer, from the mean of its heads."""
-        found = ((name, layer_verdict(layer)) for name, layer in self.layers.items())
-        return {name: verdict for name, verdict in found if verdict is not None}
 
     @property
     def words(self) -> dict[str, str]:

@@ -1,14 +1,10 @@
 """audit: run a model under watch, in both its modes, and diagnose its attention."""
 
 import copy
-import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -24,18 +20,14 @@ from attnscale.watching.watcher import Settings
 
 Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
 ROWS_IN_OTHER_MODE = 1  # a head: enough to read how the scores are made
-ID_DTYPES = (torch.int64, torch.int32)
-FLAGS = 2  # values that a mask has, or the types of tokens: no ids
-MODE = re.compile(r"\btraining\b|dropout", re.IGNORECASE)
-MODES = {True: "training", False: "evaluation"}
 
 
 def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:
     """Run the model, as model(*args, **kwargs), and diagnose every attention in it.
 
-    The model runs once; and a second time in its other mode (training, evaluation), for what is wrong in that alone, if
-    it has dropout or its code asks for its mode. `Audit.forward_passes` tells how often it ran. With a `loss` of the
-    model's output, a backward pass shows which sharp heads still learn; no gradient is left on any parameter.
+    The model runs twice: as it is, and in its other mode (training, evaluation), for what is wrong in that alone. With
+    a `loss` of the model's output, a backward pass shows which sharp heads still learn; no gradient is left on any
+    parameter.
     """
     return audited(model, args, kwargs, loss=loss)
 
@@ -53,63 +45,37 @@ def audited(
 
     `unlike` says why the inputs are unlike what a trained model knows: its scores are then not judged.
     """
-    has_modes = any(map(_has_modes, model.modules()))
-    copied = _copied(args, kwargs) if has_modes else None  # before a cache among them grows
+    copied = _copied(args, kwargs)  # before a cache among them grows
     with watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
         if loss is None:
             with torch.no_grad():
                 model(*args, **kwargs)
         else:
             _run_with_backward(model, args, kwargs, loss)
-    ids = [each for each in _integers((*args, kwargs)) if FLAGS < len(each.unique()) < len(each)]  # positions differ
-    layers = {name: replace(layer, tokens=_of_length(ids, layer.key_len)) for name, layer in seen.layers.items()}
+    layers = dict(seen.layers)
     found = diagnose(layers, trained=is_trained(model))
-    findings, not_checked = found.findings, unchecked(seen.layers, seen.missed)
+    findings, not_checked = found.findings, unchecked(layers, seen.missed)
     if unlike and found.trained:
         findings = [each for each in findings if each.code not in SYMPTOMS]
         found = replace(found, unjudged=unlike)
     if not any(module.training for module in model.modules()):
         findings += evaluation_findings(layers)
     others = None if copied is None else _in_other_mode(model, *copied)
-    mode = MODES[not model.training]
-    if has_modes and others is None:
+    mode = "evaluation" if model.training else "training"
+    if others is None:
         not_checked += (f"The model could not be watched in {mode} mode, so that was not checked.",)
-    if others is not None:
+    else:
+        findings = [*findings, *mode_findings(layers, others, model.training)]
+        findings += evaluation_findings(others) if model.training else ()
         known = {(finding.layer, finding.code) for finding in found.findings}
         unreadable = {finding.layer for finding in found.findings if finding.code == "non_finite"}
-        there = [
-            *(evaluation_findings(others) if model.training else ()),
-            *mode_findings(layers, others, model.training),
-        ]
-        only_there = (
+        findings += (
             replace(each, message=f"In {mode} mode: {each.message}")
             for each in diagnose(others, trained=found.trained).findings
             if (each.layer, each.code) not in known and each.layer not in unreadable and each.code not in SYMPTOMS
         )
-        findings = [*findings, *there, *only_there]
     passes = 1 + (others is not None)
     return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)
-
-
-def _has_modes(module: nn.Module) -> bool:
-    """Return True if a module may compute something else in training than in evaluation."""
-    if type(module).__module__.startswith("torch."):
-        share = getattr(module, "p" if "Dropout" in type(module).__name__ else "dropout", 0.0)
-        return isinstance(share, float) and share > 0
-    return _asks_for_mode(type(module))  # type: ignore[arg-type]  # a class is hashable
-
-
-@cache
-def _asks_for_mode(kind: type) -> bool:
-    """Return True if the code of a class, or a function that it calls, names its mode or dropout, or cannot be read."""
-    own: list[Any] = [base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch.")]
-    methods = [each for base in own for each in vars(base).values() if isinstance(each, FunctionType)]
-    called = (method.__globals__.get(name) for method in methods for name in method.__code__.co_names)
-    functions = [each for each in called if isinstance(each, FunctionType) and not each.__module__.startswith("torch.")]
-    try:
-        return any(MODE.search(inspect.getsource(each)) for each in (*own, *functions))
-    except (OSError, TypeError):
-        return True
 
 
 def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:
@@ -167,19 +133,3 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
                 for module, name, buffer, before in buffers:
                     buffer.copy_(before)
                     setattr(module, name, buffer)  # a forward may put another in its place
-
-
-def _of_length(ids: Sequence[Tensor], length: int) -> Tensor | None:
-    """Return the token ids of this length, where the inputs leave no doubt which they are."""
-    fitting = [each for each in ids if len(each) == length]
-    return fitting[0] if fitting and all(torch.equal(each, fitting[0]) for each in fitting) else None
-
-
-def _integers(value: Any) -> Iterator[Tensor]:
-    """Yield the first sequence of every tensor of integers, (batch, length) or (length,)."""
-    if isinstance(value, Tensor):
-        if value.dtype in ID_DTYPES and value.dim() in (1, 2) and len(value) and not value.is_meta:
-            yield value[0] if value.dim() == 2 else value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _integers(each)
