@@ -13,11 +13,10 @@ from attnscale.errors import NotRecordedWarning
 from attnscale.train import LightningScoreCallback, Record, ScoreCallback, read_log, summarise
 from attnscale.train.ranks import merge_payloads
 from attnscale.train.record import LineError
-from attnscale.train.run import worse
 from attnscale.train.sinks import scalars
 from attnscale.train.tally import to_bytes
 
-from .corrupt import line
+from .logs import line
 from .test_huggingface import trainer
 from .test_sinks import record
 from .training import batch, loss_of, small_model
@@ -104,12 +103,6 @@ def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_give
     assert (old.loss, old.lr) == (None, None)
     with pytest.raises(LineError, match="'loss' as a number"):
         Record.from_line(line(loss="low").encode())
-
-
-def test_a_curve_keeps_the_highest_loss():
-    first, second = (Record(step, 0.0, {}, loss=loss, lr=0.1) for step, loss in ((0, 3.0), (1, 2.0)))
-    assert (worse(first, second).loss, worse(first, second).lr) == (3.0, 0.1)
-    assert math.isnan(worse(first, replace(second, loss=math.nan)).loss)
 
 
 def test_ranks_keep_the_mean_of_those_that_gave_one():

@@ -15,7 +15,7 @@ from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, port
 from attnscale.comparing.saved import is_saved, read, save
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import Damage, choose_run, read_runs, records_of
+from attnscale.train.log import LogReader
 from attnscale.train.record import Record
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    run = choose_run(path, read_runs(path, lambda *_: None, Damage()), name)
-    latest, alarms = deque[Record](maxlen=LATEST), []
-    for record in records_of(path, run):
+    reader = LogReader(path)
+    deque(reader, maxlen=0)
+    run, latest, alarms = reader.choose(name), deque[Record](maxlen=LATEST), []
+    for record in reader.records_of(run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"

@@ -114,7 +114,7 @@ class Monitor(PlottedResult):
         self._delivery = Delivery(self.sinks, on_alarm, self._tell)
         self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
-        self.run, self._part = new_name(), new_name()  # which tell its records from another run's in a log
+        self.run = new_name()  # tells its records from those of another run in a log
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may not have finished
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
@@ -241,7 +241,7 @@ class Monitor(PlottedResult):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where state_dict() was taken."""
         self.cancel()
-        self.run, self._part = str(state.get("run", self.run)), new_name()
+        self.run = str(state.get("run", self.run))
         self.steps = int(state["steps"])
         self._resumed += 1
         self.history.load_state_dict(state["history"])
@@ -322,7 +322,7 @@ class Monitor(PlottedResult):
             scale_errors=audit[1],
             rescaled={name: fact.rescaled for name, fact in facts.items()},
         )
-        self._last = record = Record(*at, found, alarms, *whose, self.run, self._part, loss, lr)
+        self._last = record = Record(*at, found, alarms, *whose, self.run, loss, lr)
         if merged.is_written_here:
             self._delivery.write(record)
         self._delivery.alarm(record, is_logged=merged.is_logged_here, is_over=self._history.is_calm)
