@@ -18,7 +18,7 @@ LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
 MOST = 2**53  # of a whole number: every reader of JSON keeps integers exact up to here
 LARGEST = 1e300  # of a number: sums over any number of heads stay finite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
-NAMES = {int: "a whole number", float: "a finite number", str: "a text", dict: "an object", list: "a list"}
+NAMES = {int: "a whole number", float: "a number", str: "a text", dict: "an object", list: "a list"}
 
 
 class LineError(ValueError):

@@ -127,10 +127,8 @@ def _package(tool: str) -> Any:
 class TensorBoard:
     """Write to an event file in a folder; alarms as text. With `heads` each head has its own curve as well."""
 
-    tool = "tensorboard"
-
     def __init__(self, folder: str, *, heads: bool = False) -> None:
-        _package(self.tool)
+        _package("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._heads, self._writer = heads, SummaryWriter(folder)
@@ -155,10 +153,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Log curves over `attnscale/step`, and alarms as alerts. With `heads` each head has its own curve as well."""
 
-    tool = "wandb"
-
     def __init__(self, *, heads: bool = False) -> None:
-        self._wandb, self._heads, self._run = _package(self.tool), heads, None
+        self._wandb, self._heads, self._run = _package("wandb"), heads, None
 
     def __call__(self, record: Record) -> None:
         """Log one point of every curve."""
@@ -183,10 +179,8 @@ class WeightsAndBiases:
 class MLflow:
     """Log one metric a layer and number, at the step of the record; every alarm as a tag of its own, with its step."""
 
-    tool = "mlflow"
-
     def __init__(self) -> None:
-        self._mlflow = _package(self.tool)
+        self._mlflow = _package("mlflow")
 
     def __call__(self, record: Record) -> None:
         """Log one point of every curve."""
