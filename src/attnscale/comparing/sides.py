@@ -22,8 +22,8 @@ from attnscale.comparing.portrait import (
 )  # fmt: skip
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import LogReader
 from attnscale.train.record import Record
+from attnscale.train.run import survey
 
 if TYPE_CHECKING:
     from attnscale.checking import Checked
@@ -130,10 +130,9 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    reader = LogReader(path)
-    deque(reader, maxlen=0)
-    run, latest, alarms = reader.choose(name), deque[Record](maxlen=LATEST), []
-    for record in reader.records_of(run):
+    log = survey(path, name)
+    run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
+    for record in log.reader.records_of(run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"
