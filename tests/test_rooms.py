@@ -36,11 +36,11 @@ attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
 measure             32  5,590   4,000
-declared             5    550
+declared             5    520
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
 probes               9  1,690
-diagnose            14  2,620   2,200
+diagnose            14  2,440   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
