@@ -1,12 +1,9 @@
-"""Configurations without a type, weights alone, GGUF files; adapters are refused."""
+"""Configurations without a type, adapters, which are refused, and GGUF files."""
 
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import nn
 
 import attnscale
 from attnscale.checking import check_model
@@ -26,20 +23,6 @@ def test_an_adapter_is_to_be_merged_first(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
     with pytest.raises(ModelError, match="merge the adapter into its base first"):
         load_model(Request(str(tmp_path)))
-
-
-def test_weights_alone_say_what_to_give_with_them(tmp_path):
-    path = tmp_path / "weights.safetensors"
-    save_file({name: value.contiguous() for name, value in nn.Linear(2, 3).state_dict().items()}, path)
-    with pytest.raises(ModelError, match=r"holds weights alone.*package\.module:callable, which makes"):
-        load_model(Request(str(path)))
-
-
-def test_a_pickle_with_more_than_tensors_is_refused_there_too(tmp_path):
-    path = tmp_path / "weights.pt"
-    torch.save({"model": nn.Linear(2, 2)}, path)
-    with pytest.raises(ModelError, match="could run code"):
-        load_model(Request(str(path)))
 
 
 def write_gguf(path, factor=1.0):
