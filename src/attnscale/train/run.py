@@ -11,7 +11,7 @@ from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, Group, grouped, severity_rank, worst
-from attnscale.diagnose.forecast import Crossing, Growth, Outlook, forecast
+from attnscale.diagnose.forecast import Crossing, Growth
 from attnscale.errors import InputError
 from attnscale.measure.statistics import STATISTICS, logged
 from attnscale.plain import plain
@@ -50,8 +50,7 @@ class LayerRun:
     highest: float  # the largest score of the whole run
     effective_max: float  # the largest score of the last record as far as softmax sees it
     numbers: dict[str, float]  # at the last record, over its heads
-    growth: Growth | None
-    forecast: Outlook | None  # of the largest score
+    growth: Growth | None  # of the largest score as far as softmax sees it
     crossing: Crossing | None  # of the next published threshold, where the forecast comes to it
     is_clipped: bool = False  # QK-Clip keeps it down
 
@@ -180,9 +179,8 @@ class _LayerSummary:
             effective_max,
             {number: last.whole(number) for number in logged() if number in last.numbers},
             found.growth,
-            found.ahead,
-            forecast(found.ahead, found.ceiling, next_threshold(effective_max, last.clipped is not None)),
-            found.ceiling.is_clipped,
+            found.passes(next_threshold(effective_max, last.clipped is not None)),
+            found.is_clipped,
         )
 
 
