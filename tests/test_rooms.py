@@ -44,7 +44,7 @@ diagnose            14  2,620   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading              9  1,090   1,300 with checking
+loading             10  1,214   1,300 with checking
 checking             2    240
 comparing            8  1,320   1,430
 bench                4    490   420
