@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from attnscale import audit
 from attnscale.diagnose.pattern import attention_pattern, pattern_of
 
 from .layers import layer_of
@@ -36,12 +37,17 @@ def test_queries_that_continue_a_cache_count_from_its_end():
     assert attention_pattern(causal(40, lambda row: row - 1)[-8:]).kind == "previous token"
 
 
-def test_a_few_keys_that_all_queries_look_at_are_named():
+SEPARATORS = (9, 30, 52)
+
+
+def test_one_token_that_recurs_is_a_separator_and_others_are_a_few_keys():
     weights = torch.full((60, 60), 0.1 / 60)
-    weights[torch.arange(60), torch.tensor([9, 30, 52])[torch.arange(60) % 3]] += 0.9
-    found = attention_pattern(weights)
-    assert found.kind == "few keys"
-    assert set(found.places) <= {9, 30, 52}
+    weights[torch.arange(60), torch.tensor(SEPARATORS)[torch.arange(60) % 3]] += 0.9
+    tokens = torch.arange(60)
+    assert (attention_pattern(weights, tokens).kind, attention_pattern(weights).kind) == ("few keys", "few keys")
+    tokens[list(SEPARATORS)] = 7
+    found = attention_pattern(weights, tokens)
+    assert (found.kind, set(found.places) <= set(SEPARATORS)) == ("separator", True)
 
 
 def test_rows_of_few_keys_say_nothing():
@@ -61,3 +67,29 @@ def test_what_one_query_looks_at_is_no_pattern():
     query, key = torch.randn(1, 1, 1, 11), torch.randn(1, 1, 23, 11)
     assert pattern_of(layer_of(query, key, 50.0), 0) is None
     assert pattern_of(layer_of(query.expand(-1, -1, 5, -1), key, 50.0), 0).kind == "sink"
+
+
+class RestsOnSeparators(torch.nn.Module):
+    """Every query looks at one of three places, in turns, and the norm says that it was trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(20, 8), torch.nn.LayerNorm(8)
+        self.place, self.turn = torch.nn.Parameter(torch.zeros(60, 8)), torch.nn.Parameter(torch.zeros(60, 8))
+        with torch.no_grad():
+            self.place[SEPARATORS, range(3)] = self.turn[range(60), [row % 3 for row in range(60)]] = 9.0
+            self.norm.weight[0] = 1.5
+
+    def forward(self, input_ids, attention_mask=None):
+        tokens = self.embedding(input_ids)[:, None]
+        attended = torch.nn.functional.scaled_dot_product_attention(tokens + self.turn, tokens + self.place, tokens)
+        return self.norm(attended)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(1, 60, dtype=torch.int64)}])
+def test_a_finding_says_that_a_head_rests_on_separators_where_the_inputs_are_ids(more):
+    tokens = 8 + torch.arange(60)[None] % 11
+    tokens[:, SEPARATORS] = 7
+    torch.manual_seed(0)
+    (found,) = audit(RestsOnSeparators(), tokens, **more).findings
+    assert "on one token that recurs, a separator (keys" in found.message

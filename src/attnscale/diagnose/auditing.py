@@ -169,7 +169,7 @@ def audited(
                 model(*args, **kwargs)
         else:
             _run_with_backward(model, args, kwargs, loss)
-    layers = dict(seen.layers)
+    layers = {name: replace(layer, tokens=_token_ids(layer, (*args, kwargs))) for name, layer in seen.layers.items()}
     found = diagnose(layers, trained=is_trained(model))
     findings, not_checked = found.findings, unchecked(layers, seen.missed)
     if unlike and found.trained:
@@ -193,6 +193,26 @@ def audited(
         )
     passes = 1 + (others is not None)
     return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)
+
+
+def _token_ids(layer: Layer, inputs: Any) -> Tensor | None:
+    """Return the ids of a layer's keys in the first sequence; None if no input, or more than one, can be those.
+
+    A mask and the types of tokens have two values, positions have no value twice.
+    """
+    found = [each for each in _first_sequences(inputs) if len(each) == layer.key_len]
+    ids = [each for each in found if 2 < len(each.unique()) < len(each)]
+    return ids[0] if ids and all(torch.equal(each, ids[0]) for each in ids) else None
+
+
+def _first_sequences(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        is_integer = value.dtype in (torch.int64, torch.int32) and not value.is_meta
+        if is_integer and value.dim() in (1, 2) and len(value):
+            yield value[0] if value.dim() == 2 else value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _first_sequences(each)
 
 
 def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:

@@ -17,19 +17,21 @@ FEW = 1 / 8  # of all keys
 class Pattern:
     """The place that gets most of a head's weight, and how much of it; `by content` where no place does."""
 
-    kind: str  # "itself", "previous token", "offset", "sink", "few keys", "by content"
+    kind: str  # "itself", "previous token", "offset", "sink", "separator", "few keys", "by content"
     share: float  # of the weight, over rows
     places: tuple[int, ...] = ()  # the offset, or the keys
 
     def __str__(self) -> str:
         if self.kind == "by content":
             return "no position takes most of its weight"
+        keys = ", ".join(map(str, self.places[:4])) + " …" * (len(self.places) > 4)
         where = {
             "itself": "the token itself",
             "previous token": "the token before",
             "offset": f"the token at an offset of {self.places[0]:+d}",
             "sink": f"key {self.places[0]} for all queries, a sink",
-            "few keys": f"keys {', '.join(map(str, self.places[:4]))}{' …' * (len(self.places) > 4)} for all queries",
+            "separator": f"one token that recurs, a separator (keys {keys})",
+            "few keys": f"keys {keys} for all queries",
         }
         return f"{self.share:.0%} of its weight is on {where[self.kind]}"
 
@@ -39,11 +41,11 @@ def pattern_of(layer: Layer, head: int) -> Pattern | None:
     if not layer.kept:
         return None
     weights = layer.weights(head)
-    return attention_pattern(weights, causal=layer.causal) if len(weights) >= FEW_ROWS else None
+    return attention_pattern(weights, layer.tokens, causal=layer.causal) if len(weights) >= FEW_ROWS else None
 
 
-def attention_pattern(weights: Tensor, *, causal: bool = False) -> Pattern:
-    """Return the pattern of weights (queries, keys) over one sequence.
+def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False) -> Pattern:
+    """Return the pattern of weights (queries, keys) over one sequence; `tokens` are the ids of its keys.
 
     Queries are the last of the sequence where there are fewer of them than keys. Rows that see few keys are left out.
 
@@ -68,7 +70,8 @@ def attention_pattern(weights: Tensor, *, causal: bool = False) -> Pattern:
     needed = int((top.values.cumsum(0) < MOST).sum()) + 1
     if needed <= len(top.indices):
         places = tuple(sorted(top.indices[:needed].tolist()))
-        return Pattern("few keys", float(top.values[:needed].sum()), places)
+        is_one = tokens is not None and len({int(tokens[place]) for place in places}) == 1
+        return Pattern("separator" if is_one else "few keys", float(top.values[:needed].sum()), places)
     return Pattern("by content", max(float(by_key[best_key]), best_offset[1]))
 
 

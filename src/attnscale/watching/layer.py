@@ -66,6 +66,7 @@ class Layer:
     query: Tensor | None = field(default=None, repr=False)  # of the longest call, where they were to be kept
     key: Tensor | None = field(default=None, repr=False)
     kept: tuple[SavedCall, ...] = field(default=(), repr=False)  # its calls, where they were to be kept
+    tokens: Tensor | None = field(default=None, repr=False)  # ids of its keys in the first sequence, where known
     origins: tuple[Origins, ...] = field(default=(), repr=False)  # a call: which parameters made queries, keys, values
     queries: int = 0  # of all calls, padding included
     left_out: tuple[Tensor, ...] = field(default=(), repr=False)  # a call, (batch, queries): which are padding
