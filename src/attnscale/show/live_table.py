@@ -15,7 +15,6 @@ from attnscale.plain import printable
 from attnscale.show.tables import record_table
 from attnscale.show.terminal import grids
 from attnscale.show.text import number, place
-from attnscale.train.delivery import bars_on_terminal
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5
@@ -80,6 +79,14 @@ class LiveTable:
             for group in grouped(record.alarms[::-1])[:SHOWN_ALARMS]
         ]
         return Group(Text(_title(record)), grid, *(Text(printable(sentence)) for sentence in told))
+
+
+def bars_on_terminal() -> list[Any]:
+    """Return tqdm's bars that are drawn on a terminal now; one that is disabled has no file."""
+    tqdm = sys.modules.get("tqdm.std")
+    bars = [] if tqdm is None else list(tqdm.tqdm._instances)
+    files = ((bar, getattr(bar, "fp", None)) for bar in bars if hasattr(bar, "start_t"))
+    return [bar for bar, file in files if file is not None and not file.closed and file.isatty()]
 
 
 def _is_in_notebook() -> bool:

@@ -48,7 +48,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
             str(entry.number),
             entry.name or "–",
             datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M"),
-            *map(str, (entry.first_step, entry.last_step, entry.records)),
+            *map(str, (entry.steps[0], entry.steps[-1], entry.records)),
         )
         for entry in runs[-LISTED:]
     ]

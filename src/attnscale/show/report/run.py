@@ -67,7 +67,7 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         f"layer, over all its heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
     if len(records) < run.records:
-        sentences.append(f"Curves have {len(records)} points; each stands for several records, with their extremes.")
+        sentences.append(f"Curves show {len(records)} of the records, among them every one with an alarm.")
     if run.damaged:
         sentences.append(f"{run.damaged} damaged lines were skipped.")
     bounds = known_values(layer.whole("max_bound") for layer in records[-1].layers.values())
