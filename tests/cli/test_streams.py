@@ -32,6 +32,14 @@ def test_a_full_disk_is_told_in_one_sentence(command):
 
 
 @posix
+@pytest.mark.parametrize("command", ["predict", "rules --json"])
+def test_a_closed_output_is_told_in_one_sentence(command):
+    result = shell(f"$attnscale {command} >&-")
+    assert result.returncode == 2
+    assert result.stderr == "attnscale: Could not write the output: Bad file descriptor.\n"
+
+
+@posix
 def test_a_reader_that_left_is_no_finding():
     result = shell(f"{{ $attnscale check {BROKEN}; echo status $? >&2; }} | true")
     assert result.stderr == f"status {CLOSED_PIPE}\n"

@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +15,18 @@ from attnscale.lab.result import Curve
 from attnscale.models import CausalTransformer
 from attnscale.show.page import Page, Terms, kind_of
 from attnscale.show.report.check import check_report
-from attnscale.show.report.heads import concentrated_heads, critical_spreads, map_of_layers, mapped, spread_of
+from attnscale.show.report.heads import (
+    concentrated_heads,
+    critical_spreads,
+    map_of_layers,
+    mapped,
+    score_histograms,
+    spread_of,
+)
 from attnscale.show.report.lab import lab_report
 from attnscale.show.report.run import run_report, twins_report
 from attnscale.train.run import summarise
-from tests.diagnose.layers import layer_of
+from tests.diagnose.layers import layer_of, random_layer
 
 from .reports import EVIL, checked, layers_of, records, result, twins
 
@@ -35,7 +43,7 @@ def text(page: Page):
 def test_a_check_has_every_part():
     page = check_report(checked())
     assert [section.name for section in page.sections] == [
-        "layers", "heads", "critical-spread", "what-if", "method",
+        "layers", "heads", "scores", "critical-spread", "what-if", "method",
     ]  # fmt: skip
     assert list(figure(page, "head-map").views) == [statistic.long for statistic in mapped()]
     what_if = next(section for section in page.sections if section.name == "what-if").blocks[1]
@@ -87,6 +95,19 @@ def test_layers_with_fewer_heads_and_heads_that_are_no_number_are_left_blank():
     view = map_of_layers("map", layers).views["spread"]
     assert view.values[0][1:] == [None, None]
     assert None not in view.values[1]
+
+
+def test_a_histogram_is_that_of_the_widest_head_beside_both_densities():
+    torch.manual_seed(0)
+    layer = random_layer(heads=2, head_dim=64, length=307, scale=3 / 8)
+    (view,) = score_histograms("scores", {"a": layer}).views.values()
+    measured, normal, expected = (np.array(series.y) for series in view.series)
+    width = view.series[0].x[1] - view.series[0].x[0]
+    assert measured.sum() * width == pytest.approx(1)
+    # normal scores: the histogram is the density, within the noise of its bins
+    assert np.abs(measured - normal).max() < 0.15 * normal.max()
+    assert expected.max() == pytest.approx(1 / math.sqrt(2 * math.pi), rel=0.05)  # 1/√d_k of unit-variance components
+    assert f"spread {float(layer.stats.std_within_rows.max()):.2g}" in view.notice.replace("3.0", "3")
 
 
 def test_the_critical_spread_is_that_of_the_keys_seen():

@@ -50,7 +50,7 @@ def attnscale(
 def main() -> None:
     """Run the command line; bad input ends with one sentence on stderr and status 2."""
     before: Any = sys.stdout
-    sys.stdout = CheckedOutput(before) if before is not None else None
+    sys.stdout = CheckedOutput(before)
     try:
         status = _status()
     finally:
@@ -62,8 +62,7 @@ def _status() -> int:
     try:
         with needing("This command"):
             status = app(prog_name="attnscale", standalone_mode=False)
-        if sys.stdout is not None:  # it is None where the shell closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UsageError as error:
         if message := error.format_message():  # empty if the help was shown
             command = "attnscale" if error.ctx is None else error.ctx.command_path

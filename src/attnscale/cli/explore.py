@@ -36,8 +36,9 @@ def explore(
     from rich.console import Console
 
     with Console(stderr=True).status("writing the page"):  # importing torch takes a moment
-        from attnscale.show.explore import explore_page
+        from attnscale.show.explore import explore_page, require_view
 
+        require_view(view)
         write_whole(out, explore_page())
     address = out.resolve().as_uri() + (f"#{quote(view, safe='=&,%')}" if view else "")
     opened = not no_open and webbrowser.open(address)

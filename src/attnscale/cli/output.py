@@ -42,8 +42,9 @@ class CheckedOutput:
     """A wrapper of standard output that raises an OutputError when it cannot be written."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        stream.reconfigure(errors="replace")  # a terminal without √ shows a question mark
+        self._stream = stream  # None where the shell closed it
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # a terminal without √ shows a question mark
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -59,10 +60,12 @@ class CheckedOutput:
     @contextmanager
     def _checked(self) -> Iterator[None]:
         try:
+            if self._stream is None:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             yield
         except OSError as error:
             # Discard what is left to write: Python would try again when it ends, and complain.
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, AttributeError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)

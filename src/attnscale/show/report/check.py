@@ -12,7 +12,14 @@ from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import finite
 from attnscale.show.figures import Axis, Figure, Heat, ticks
 from attnscale.show.page import Note, Page, Section, Terms, render
-from attnscale.show.report.heads import concentrated_heads, critical_spreads, map_of_layers, sampling_of, spread_of
+from attnscale.show.report.heads import (
+    concentrated_heads,
+    critical_spreads,
+    map_of_layers,
+    sampling_of,
+    score_histograms,
+    spread_of,
+)
 from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.text import place
 from attnscale.watching.seen import padding_told
@@ -58,6 +65,8 @@ def _of_layers(checked: Checked) -> Iterator[Section]:
     footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
     yield Section("layers", "Layer by layer", (layer_table(checked.lines), *footnotes))
     yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
+    if (histograms := score_histograms("score-histograms", layers)) is not None:
+        yield Section("scores", "The scores", ((histograms,),))
     spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from attnscale.checking import Checked
 from attnscale.diagnose.forecast import Growth
@@ -11,7 +12,15 @@ from attnscale.measure.statistics import STATISTICS, Place, Statistic
 from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
 from attnscale.show.page import Page, Section, Terms, render
 from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, words_of_models
-from attnscale.show.report.heads import critical_spread_over, critical_spreads, map_of_record, mapped, spreads_of
+from attnscale.show.report.heads import (
+    critical_spread_over,
+    critical_spreads,
+    map_of_layers,
+    map_of_record,
+    mapped,
+    score_histograms,
+    spreads_of,
+)
 from attnscale.show.run import conclusion
 from attnscale.show.tables import layer_table, run_table
 from attnscale.show.text import number, place, shown
@@ -262,6 +271,13 @@ def _sections(twins: Twins) -> Iterator[Section]:
     if recorded := [(run.name, run.records) for run in twins.runs if run.records]:
         yield Section("run", "Attention during training", ((runs_over_time("run-curves", recorded),),))
     if audits := [(run.name, run.audit) for run in twins.runs if run.audit is not None]:
+        for title, figure in (("Head by head", map_of_layers), ("The scores", score_histograms)):
+            figures = [
+                (name, figure(f"{figure.__name__}-{at}", audit.layers)) for at, (name, audit) in enumerate(audits)
+            ]
+            beside = tuple(replace(found, caption=name) for name, found in figures if found is not None)
+            if beside:
+                yield Section(figure.__name__, f"{title}, at the end", (beside,))
         tables = [layer_table(Checked(name, "", "", None, (), audit).lines, name) for name, audit in audits]
         yield Section("layers", "Layer by layer, at the end", tuple(tables))
     settings = Terms({name: shown(value) for name, value in twins.settings.items()})
