@@ -50,7 +50,7 @@ comparing            8  1,340   1,430
 bench                4    490   420
 lab                 21  3,110   4,500 with claims
 claims               9  2,030
-show                20  2,470   2,400
+show                20  2,590   2,400
 cli                 13  1,100   950
 """
 TOTAL = {"src": (258, 39_200), "tests": (295, 36_950)}  # files and lines; goals: src 240 and 31,000, tests 24,000 lines

@@ -57,7 +57,7 @@ def test_where_no_browser_opens_it_says_so(monkeypatch, tmp_path):
         ("scores=1&n=nan", "Expected a number from 2 to 1,048,576 for n in --view, got 'nan'."),
         ("q=11", "Expected a number from 0.1 to 10.0 for q in --view, got '11'."),
         ("seed=", "Expected a number from 1 to 9,999 for seed in --view, got ''."),
-        ("rule=none", "Unknown rule 'none' in --view. Expected one of: inverse_sqrt, "),
+        ("rule=none", "Unknown rule 'none' in --view. Expected one of: inverse_dim, "),
         ("depth=3", "Unknown setting 'depth' in --view. Expected one of: d, n, "),
     ],
 )

