@@ -67,25 +67,9 @@ def probe(
     planned = design(rows, query.shape[2], len(query), not seen.is_full)
     if planned is None:
         return None  # so many rows are all there are
+    from attnscale.measure.cuda.lengths import measure_lengths  # not before it is needed: a CPU may have no triton
+
     with torch.no_grad():
         lengths = query.new_empty((2, query.shape[1]), dtype=torch.float64) if lengths is None else lengths
-        longest_query = _measure_lengths(query, padding, lengths[0])
-        longest_key = _measure_lengths(key, hidden_keys, lengths[1])
-        return Probed(measure_rows(call, planned, abs(scale) * longest_query * longest_key, table=table), lengths)
-
-
-def _measure_lengths(vectors: Tensor, left_out: Tensor | None, lengths: Tensor) -> Tensor:
-    """Write the root mean square length of what counts, for each query head; return the length of the longest.
-
-    Where nothing would count, everything does.
-    """
-    squares = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square_()  # (batch, heads, positions)
-    if left_out is None:
-        mean = squares.mean((0, 2), dtype=torch.float64)
-    else:
-        counted = (~(left_out & ~left_out.all())).expand(len(vectors), -1)
-        mean = torch.where(counted.unsqueeze(1), squares, 0.0).sum((0, 2), dtype=torch.float64) / counted.sum()
-    group = len(lengths) // vectors.shape[1]
-    torch.sqrt(mean.repeat_interleave(group), out=lengths)
-    longest: Tensor = squares.amax((0, 2)).sqrt_().repeat_interleave(group)
-    return longest
+        bounds = measure_lengths(query, key, padding, hidden_keys, scale, lengths)
+        return Probed(measure_rows(call, planned, bounds, table=table), lengths)
