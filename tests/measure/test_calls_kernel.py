@@ -58,7 +58,9 @@ def scores_of(call):
 @pytest.mark.parametrize("length", [q_len, 1])
 def test_every_row_is_measured_with_the_output_and_without(length, is_causal):
     call = call_of(Visibility.of(None, is_causal), length)
-    output, lse, table = attention._attended(call.query, call.key, call.value, call.scale, is_causal)
+    tensors = call.query, call.key, call.value
+    kernel = attention.kernel_for(*tensors, call.scale, is_causal)
+    output, lse, table = attention._attended(*tensors, kernel, call.scale)
     expected = F.scaled_dot_product_attention(
         call.query, call.key, call.value, scale=call.scale, is_causal=is_causal, enable_gqa=True
     )
@@ -123,7 +125,10 @@ def test_a_probe_leaves_to_others_what_has_few_rows():
 def test_packed_sequences_attend_to_themselves(is_causal):
     call = call_of(Visibility(), kv_len)
     query, key, value = (tensor[:1] for tensor in (call.query, call.key, call.value))
-    output, stats = attention.attend_directly(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len]))
+    output, stats = attention.attend_directly(
+        attention.kernel_for(query, key, value, 0.3, is_causal, in_sequences=True),
+        *(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len])),
+    )
     for begin, end in ((0, 17), (17, kv_len)):
         own = (tensor[:, :, begin:end] for tensor in (query, key, value))
         alone = F.scaled_dot_product_attention(*own, scale=0.3, is_causal=is_causal, enable_gqa=True)

@@ -29,9 +29,12 @@ TILE = 8192  # elements at a time
 
 
 @triton.jit(
-    do_not_specialize=["batch", "heads", "group", "q_len", "kv_len"],
+    do_not_specialize=[
+        "query_left_batch", "query_left_row", "key_left_batch", "key_left_row",
+        "batch", "heads", "group", "q_len", "kv_len",
+    ],
     do_not_specialize_on_alignment=["query_left_at", "key_left_at", "lengths_at"],  # parts of larger tensors
-)
+)  # fmt: skip
 def lengths_kernel(
     query_at: tl.tensor,
     key_at: tl.tensor,
