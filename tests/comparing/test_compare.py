@@ -34,7 +34,7 @@ def named(comparison):
 
 
 def unknown(profile):
-    """The same where nothing is known of parameters, as in a log."""
+    """Forget the parameters, as a log does."""
     return replace(profile, layers={name: replace(layer, weights="") for name, layer in profile.layers.items()})
 
 
