@@ -44,7 +44,7 @@ diagnose            13  2,440   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading             10  1,220   1,300 with checking
+loading             10  1,200   1,300 with checking
 checking             2    240
 comparing            8  1,340   1,430
 bench                4    490   420
