@@ -23,8 +23,8 @@ from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
 LENGTHS, GRADIENTS = 2, 2  # rows of them
-NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine
-COLUMNS = (POOLED, 2, 2, 1, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale, cosine
+NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 1  # and a scale
+COLUMNS = (POOLED, 2, 2, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale
 
 
 class CallNumbers(NamedTuple):
@@ -34,15 +34,14 @@ class CallNumbers(NamedTuple):
     lengths: Tensor  # (2, heads): root mean squares of ‖q‖ and ‖k‖
     gradients: Tensor  # (2, heads): ‖∂loss/∂q‖ and ‖∂loss/∂k‖
     scales: Tensor  # (heads,), written where the plan does not say them
-    cosine: Tensor  # (heads,), of queries and keys, written where the scores hold a bias too
 
     @classmethod
     def of_row(cls, row: Tensor, heads: int) -> "CallNumbers":
         """Return the views of a row."""
-        table, lengths, gradients, scales, cosine, _ = row.split(
-            [heads * TABLE, heads * LENGTHS, heads * GRADIENTS, heads, heads, len(row) - heads * NUMBERS_A_HEAD]
+        table, lengths, gradients, scales, _ = row.split(
+            [heads * TABLE, heads * LENGTHS, heads * GRADIENTS, heads, len(row) - heads * NUMBERS_A_HEAD]
         )
-        return cls(table.view(heads, TABLE), lengths.view(-1, heads), gradients.view(-1, heads), scales, cosine)
+        return cls(table.view(heads, TABLE), lengths.view(-1, heads), gradients.view(-1, heads), scales)
 
 
 class NumbersBuffer:
@@ -115,7 +114,7 @@ def _column_index(heads: tuple[int, ...], width: int) -> Tensor:
     found = []
     for row, own in zip(torch.arange(len(heads) * width).view(-1, width), heads, strict=True):
         numbers = CallNumbers.of_row(row, own)
-        by_head = torch.cat([numbers.lengths[:2], numbers.gradients, numbers.scales[None], numbers.cosine[None]]).mT
+        by_head = torch.cat([numbers.lengths, numbers.gradients, numbers.scales[None]]).mT
         found.append(torch.cat([numbers.table[:, :POOLED], by_head], dim=1))
     return torch.cat(found)
 
@@ -131,17 +130,14 @@ class ProbedCall:
     key_len: int
     dtype: torch.dtype
     key_heads: int
+    softcap: float | None
     place: int  # in the buffer
     buffer: CallNumbers
     multiplier: float | None = None  # of q·k; None where the buffer has the scale of each head
-    causal: bool = False
-    softcap: float | None = None
-    highest_bias: float = 0.0
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
-    has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not
     host: HostNumbers | None = None  # once the step is over
 
@@ -219,11 +215,9 @@ class ProbedCall:
         query_norm, key_norm = numbers.lengths[:2] / factors
         scales = numbers.scales if self.multiplier is None else torch.from_numpy(self.multiplier * self.factors.prod(0))
         seen.batch, seen.query_len, seen.key_len, seen.dtype = self.batch, self.query_len, self.key_len, self.dtype
-        seen.causal, seen.softcap, seen.highest_bias = self.causal, self.softcap, self.highest_bias
         seen.stats, seen.scales = stats, scales
         seen.padding = None if self.padding is None else self.padding.to(numbers.lengths.device)
         seen.query_norm, seen.key_norm, seen.depth = query_norm, key_norm, self.depth
-        seen.cosine = numbers.cosine if self.has_cosine else None
         query, key = (row if known else None for row, known in zip(numbers.gradients, self.has_gradients, strict=True))
         seen.gradients = GradientLengths(query, key)
         return seen

@@ -38,8 +38,8 @@ class QKClip:
     parameters make which heads. From then on probes take the maxima inside the model's own run, compiled or not:
     exact, over every row of every micro-batch; recomputation is not counted again. On a GPU nothing is waited for:
     factors are computed and applied there, and the report of what was clipped comes with a later step. A module that
-    attends only later is traced when it does. Where no probe can be placed, the module runs uncompiled under the
-    tracer at every step, or the whole model does where that is impossible; one warning says so.
+    attends only later is traced when it does. Where a module takes no probe, the whole model runs uncompiled under the
+    tracer at every step; one warning says so.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Name ranks that are not found, copies without DDP or ranks
@@ -229,7 +229,7 @@ class QKClip:
         placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
         why, ran, differs = seen.obstacle, bool(layers), False
         if placement is not None:
-            why = why_not_probed(placement, layers, axes)
+            why = why_not_probed(placement, layers)
         heads = {name: layer.heads for name, layer in layers.items()}
         for axis in axes:
             told = axis.gathered((why, heads, ran))
@@ -244,12 +244,6 @@ class QKClip:
         self._late.close()
         self._late = LateModules(placement)
         self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
-        if placement.fallbacks:
-            which = "; ".join(f"{printable(path)}: {placement.reason(path)}" for path in placement.fallbacks)
-            self._warn_once(
-                "QK-Clip runs some modules of this model uncompiled at every step and traces them, because no probe "
-                f"can be placed in them: {which}."
-            )
         return True
 
     def _stay_traced(self, why: str) -> None:

@@ -99,17 +99,17 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     if not calls:
         return {}
     heads, columns = [call.heads for call in calls], torch.cat([call.columns for call in calls])
-    pooled, lengths, gradients, scales, cosines = columns.split(COLUMNS, dim=1)
+    pooled, lengths, gradients, scales = columns.split(COLUMNS, dim=1)
     factors = torch.from_numpy(np.concatenate([call.factors for call in calls], axis=1))
     stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
     multiplier = torch.tensor(stated, dtype=torch.float64)
-    known = torch.tensor([(*call.has_gradients, call.has_cosine) for call in calls])
+    known = torch.tensor([call.has_gradients for call in calls])
     known, multiplier = (each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier))
     scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
     squares = (lengths.mT / factors).square()
-    cosine_square = torch.where(known[:, 2], cosines[:, 0].square(), math.nan)
-    reached = torch.where(known[:, :2], gradients.square(), 0.0).unbind(1)
-    packed = iter(_packed(pooled, (scale, *squares, cosine_square), reached).split(heads))
+    reached = torch.where(known, gradients.square(), 0.0).unbind(1)
+    no_cosine = torch.full_like(scale, math.nan)  # the spread of its scores tells it
+    packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
         found[key][:, -1] = 1.0  # all calls are of one rank
