@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.cuda.probe import probe
-from attnscale.measure.lengths import mean_lengths
+from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.probes.calls import ProbedCall
 from attnscale.probes.intercept import AttentionCall
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import measured_lengths
 from attnscale.watching.plan import PlannedCall
 from attnscale.watching.rows import Rows, spread_positions
 from attnscale.watching.watcher import Settings
@@ -44,10 +43,7 @@ def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) 
         attends_itself=given.attends_itself,
     )  # fmt: skip
     call.stats, call.padding, call.multiplier = kernel.stats(settings.rows), kernel.padding, given.scale
-    left_out = kernel.padding, kernel.hidden_keys
-    lengths = measured_lengths(kernel.query, kernel.key, left_out, settings.rows is None)
-    for row, found in zip(call.buffer.lengths, lengths, strict=False):
-        row.copy_(found)
+    _add_lengths(call, given.query, given.key, kernel.padding, kernel.hidden_keys, settings)
 
 
 def measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
@@ -73,9 +69,19 @@ def measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings
     call.stats = by_row.measure(rows, lambda: highest)
     call.padding = padding
     call.buffer.scales.copy_(_scales(call.planned, scores, query, key))
-    every = rows is None
-    call.buffer.lengths[0].copy_(_norm(query, padding, every))
-    call.buffer.lengths[1].copy_(_norm(key, hidden, every))
+    _add_lengths(call, query, key, padding, hidden, settings)
+
+
+def _add_lengths(
+    call: ProbedCall, query: Tensor, key: Tensor, padding: Tensor | None, hidden: Tensor | None, settings: Settings
+) -> None:
+    """Add lengths of all queries and keys, or of some that are spread evenly."""
+    sides = []
+    for vectors, left_out in ((query, padding), (key, hidden)):
+        step = 1 if settings.rows is None else max(1, vectors.shape[-2] // NORMED_ROWS)
+        sides.append((vectors.detach()[:, :, ::step], None if left_out is None else left_out[:, ::step]))
+    (query, padding), (key, hidden) = sides
+    add_lengths_(call.buffer.lengths, query, key, padding, hidden)
 
 
 def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -95,11 +101,6 @@ def _scales(planned: PlannedCall, scores: Tensor, query: Tensor, key: Tensor) ->
         found = found.masked_fill(~shown, 0.0)
     slope, _ = fit(of_product, found, shown)
     return torch.where((slope - 1).abs() > (DISAGREEMENT if known.is_constant else 0.0), stated * slope, stated)
-
-
-def _norm(vectors: Tensor, left_out: Tensor | None, every: bool) -> Tensor:
-    at = _spread(vectors, vectors.shape[-2] if every else NORMED_ROWS)
-    return mean_lengths(_wide(vectors[:, :, at]), None if left_out is None else left_out[:, at])
 
 
 def _spread(vectors: Tensor, most: int) -> Tensor:

@@ -17,7 +17,7 @@ from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Known, Pooled, merged
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
-from attnscale.probes.calls import COLUMNS, POOLED, ProbedCall, pooled_columns
+from attnscale.probes.calls import BOUND, COLUMNS, POOLED, ProbedCall, pooled_columns, score_bound
 from attnscale.train.record import LayerRecord
 from attnscale.watching.seen import LayerNumbers, Seen
 
@@ -104,10 +104,15 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
     multiplier = torch.tensor(stated, dtype=torch.float64)
     known = torch.tensor([call.has_gradients for call in calls])
-    known, multiplier = (each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier))
+    by_lengths = torch.tensor([call.probed is not None for call in calls])  # else the table has the bound
+    known, multiplier, by_lengths = (
+        each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier, by_lengths)
+    )
+    bound = torch.where(by_lengths, score_bound(multiplier, lengths[:, 2], lengths[:, 5]), -math.inf)
+    pooled[:, BOUND] = torch.maximum(pooled[:, BOUND], bound)
     scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
-    squares = (lengths.mT / factors).square()
-    reached = torch.where(known, gradients.square(), 0.0).unbind(1)
+    squares = (lengths[:, ::3] / lengths[:, 1::3].clamp(min=1.0)).mT / factors.square()
+    reached = torch.where(known, gradients[:, ::3], 0.0).unbind(1)
     no_cosine = torch.full_like(scale, math.nan)  # the spread of its scores tells it
     packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
