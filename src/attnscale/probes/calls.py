@@ -242,7 +242,7 @@ def copies_of_keys(planned: PlannedCall, keys: int) -> int:
 
 def score_bound(multiplier: Tensor | float, queries: Tensor, keys: Tensor) -> Tensor:
     """Return an upper bound of the scores of each head, by the squared lengths of its longest query and key."""
-    bound = (queries * keys).sqrt() * abs(multiplier)
+    bound = ((queries * keys).sqrt() * multiplier).abs()
     return bound + BOUND_SLACK * bound.clamp(min=1.0)
 
 
