@@ -24,7 +24,8 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_INCOMPLETE = 6  # plans that did not have all that attends; after that every step is traced
+MOST_INCOMPLETE = 6  # plans one after the other that soon missed some attention; after that every step is traced
+LASTING = 32  # steps; a plan that was complete for so many is no sign of a model that attends in turns
 
 
 class _InterruptedError(Exception):
@@ -83,7 +84,7 @@ class QKClip:
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
-        self._late, self._incomplete = LateModules(None), 0
+        self._late, self._incomplete, self._planned_at = LateModules(None), 0, 0
         self._told: set[str] = set()
         self._may_probe, self._is_closed = True, False
         clip_state(model).fetch = WeakMethod(self.flush)
@@ -201,7 +202,7 @@ class QKClip:
         self.flush()
         self._remove()
         self._late.close()
-        self._incomplete += 1
+        self._incomplete = 1 if self.steps - self._planned_at > LASTING else self._incomplete + 1
         if self._incomplete == MOST_INCOMPLETE:
             self._stay_traced("some of its attentions run, or run more often, at some steps only")
         self._begin_trace()
@@ -243,6 +244,7 @@ class QKClip:
             return False
         self._late.close()
         self._late = LateModules(placement)
+        self._planned_at = self.steps
         self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
         return True
 

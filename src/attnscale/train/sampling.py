@@ -18,7 +18,7 @@ from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
+MOST_MISSED = 2  # probed steps without a complete one between; after that every sampled step is traced
 
 
 class Sampling:
@@ -54,7 +54,8 @@ class Sampling:
 
     def note(self, seen: Seen) -> None:
         """Note a step that was seen to its end."""
-        self._missed += seen.is_probed and seen.plan is None
+        if seen.is_probed:
+            self._missed = self._missed + 1 if seen.plan is None else 0
         self._plan = seen.plan
 
     def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:
