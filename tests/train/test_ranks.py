@@ -12,7 +12,7 @@ import attnscale
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
-from attnscale.train.tally import Arriving, from_bytes, merge, to_bytes
+from attnscale.train.tally import PendingTallies, from_bytes, merge, to_bytes
 from attnscale.watching.seen import LayerNumbers
 from tests.ranks import on_ranks, processes
 
@@ -154,5 +154,5 @@ def tally(heads):
     with attnscale.watch(attention, rows=None) as seen:
         attention(x, x, x)
     numbers = LayerNumbers.of([call.seen for call in next(iter(seen.calls_by_layer().values()))[1]])
-    (found,) = Arriving({"": numbers}, 0).tallies().values()
+    (found,) = PendingTallies({"": numbers}, 0).tallies().values()
     return found

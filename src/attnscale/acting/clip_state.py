@@ -79,7 +79,7 @@ def clip_state(model: nn.Module) -> ClipState:
     return _STATES.setdefault(model, ClipState())
 
 
-def taken_from(model: nn.Module) -> dict[Head, float] | None:
+def clip_logs(model: nn.Module) -> dict[Head, float] | None:
     """Return logarithms of what scores were multiplied by, by layer and head, as layers are called in this model.
 
     None where no clip was ever at work.

@@ -27,7 +27,7 @@ from attnscale.train.ranks import Learned, Merged, Merging, Moment
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Arriving, MergedStats, pooled_of, records, whole_layers
+from attnscale.train.tally import PendingTallies, MergedStats, pooled_of, records, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watcher import Settings
@@ -269,7 +269,7 @@ class Monitor(PlottedResult):
         learning, self._learning = self._learning, {}
         audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
         facts = {} if seen is None else self._try(seen.facts) or {}
-        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._merging.part))
+        arriving = None if seen is None else self._try(partial(PendingTallies.of, seen, self._merging.part))
         if self._merging.is_needed:  # at once, and whatever failed here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
             merged = self._merging.merged(self._moment, own, _values(learning))
@@ -311,7 +311,7 @@ class Monitor(PlottedResult):
         if not merged.tallies:
             return
         whole, part = records(whole_layers(merged.tallies)), self._merging.part
-        found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in whole.items()}
+        found = {name: clipped.with_factors(own, name, facts.get(name), part) for name, own in whole.items()}
         whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
         alarms = self._history.add(
             at[0],

@@ -85,7 +85,7 @@ class QKClip:
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
         self._late, self._incomplete, self._planned_at = LateModules(None), 0, 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._may_probe, self._is_closed = True, False
         clip_state(model).fetch = WeakMethod(self.flush)
         self._begin_trace()
@@ -257,8 +257,8 @@ class QKClip:
         )
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, NotInsideWarning, stacklevel=5)
 
     def _deliver(self, reports: list[ClipReport]) -> ClipReport | None:

@@ -41,7 +41,7 @@ class MergedStats(ScoreStats):
         return torch.full_like(self.mean, torch.nan)
 
 
-class Arriving:
+class PendingTallies:
     """The sums of a step on their way to the host: nobody waits for probes on a GPU before their numbers are asked for.
 
     Calls that probes measured lie in buffers that are being copied. What was traced is copied when it is asked for.
@@ -56,7 +56,7 @@ class Arriving:
         self._hosts = {id(call.host): call.host for calls in self._probed.values() for call in calls}
 
     @classmethod
-    def of(cls, seen: Seen, part: int) -> "Arriving":
+    def of(cls, seen: Seen, part: int) -> "PendingTallies":
         """Return the sums of the layers that were seen in a step."""
         layers = {name: calls for name, (_, calls) in seen.calls_by_layer().items()}
         return cls(
@@ -117,7 +117,8 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
-        found[key][:, -1] = 1.0  # all calls are of one rank
+        if len(some) > 1:
+            found[key][:, -1] = 1.0  # all calls are of one rank
         for side in range(2):
             if not any(call.has_gradients[side] for call in some):
                 found[key][:, side - len(ADDED)] = math.nan
