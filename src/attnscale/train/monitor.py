@@ -27,7 +27,7 @@ from attnscale.train.ranks import Learned, Merged, Merging, Moment
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import PendingTallies, MergedStats, pooled_of, records, whole_layers
+from attnscale.train.tally import MergedStats, PendingTallies, pooled_of, records, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watcher import Settings
