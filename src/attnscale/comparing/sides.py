@@ -22,8 +22,8 @@ from attnscale.comparing.portrait import (
 )  # fmt: skip
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import Damage, choose_run, read_runs, records_of
 from attnscale.train.record import Record
+from attnscale.train.run import survey
 
 if TYPE_CHECKING:
     from attnscale.checking import Checked
@@ -130,9 +130,9 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    run = choose_run(path, read_runs(path, lambda *_: None, Damage()), name)
-    latest, alarms = deque[Record](maxlen=LATEST), []
-    for record in records_of(path, run):
+    log = survey(path, name)
+    run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
+    for record in log.reader.records_of(run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import is_intercepted, kernels_take
+from attnscale.measure.cuda.launch import is_intercepted, kernels_take
 from attnscale.numerics import lengths, wide_dtype
 from attnscale.visibility import EVERYTHING
 

@@ -60,7 +60,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
         table.add_column(heading, justify="right")
     for entry in runs[-LISTED:]:
         began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
-        numbers = map(str, (entry.first_step, entry.last_step, entry.records))
+        numbers = map(str, (entry.steps[0], entry.steps[-1], entry.records))
         name = Text(printable(entry.name or "–"))
         table.add_row(str(entry.number), name, began, *numbers, style="bold" if entry is shown else "")
     console.print(table)

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Tiles, padded_width, unit_stride
-from attnscale.measure.cuda.layout import Layout, layout_key
+from attnscale.measure.cuda.launch import LEAST_WIDTH, Launch, Layout, Tiles, layout_key, padded_width, unit_stride
 
 PROGRAMS = 264  # two a multiprocessor of an H200
 TILE_ELEMENTS = 4096
