@@ -40,7 +40,7 @@ declared             5    520
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
 probes               9  1,550
-diagnose            13  2,440   2,200
+diagnose            13  2,450   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
