@@ -161,8 +161,8 @@ def finish_kernel(
     field = tl.arange(0, FIELDS)
     left_at += (head * slots).to(tl.int64) * LEFT
     tl.store(left_at + slot * LEFT + field, sums)
-    tl.store(left_at + slot * LEFT + HIGHEST, largest_of(highest))
-    tl.store(left_at + slot * LEFT + ABOVE, largest_of(above))
+    tl.store(left_at + slot * LEFT + HIGHEST, _largest(highest))
+    tl.store(left_at + slot * LEFT + ABOVE, _largest(above))
     tl.debug_barrier()
     if tl.atomic_add(arrived_at + head, 1, sem="acq_rel") == slots - 1:
         sums = tl.zeros([FIELDS], tl.float64)
@@ -236,7 +236,7 @@ def _bound(
             here = at + entry * batch_stride + place * place_stride
             found = tl.load(here, mask=place < places, other=float("-inf"))
             bound = tl.maximum(bound, found, propagate_nan=tl.PropagateNan.ALL)
-    highest = largest_of(bound.to(tl.float64))
+    highest = _largest(bound.to(tl.float64))
     return highest + SLACK * tl.maximum(tl.abs(highest), 1.0)
 
 
@@ -292,11 +292,11 @@ def _highest(column_at: tl.tensor, slots: tl.tensor) -> tl.tensor:
         slot = start + tl.arange(0, AT_ONCE)
         here = tl.load(column_at + slot * LEFT, mask=slot < slots, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
-    return largest_of(highest)
+    return _largest(highest)
 
 
 @triton.jit
-def largest_of(values: tl.tensor) -> tl.tensor:
+def _largest(values: tl.tensor) -> tl.tensor:
     """Return the maximum, or NaN if any value is NaN."""
     bad = tl.sum(tl.where(values != values, 1, 0), 0) > 0
     return tl.where(bad, float("nan"), tl.max(values, 0))
