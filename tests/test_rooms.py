@@ -35,7 +35,7 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             32  5,590   4,000
+measure             30  5,270   4,000
 declared             5    550
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
@@ -44,7 +44,7 @@ diagnose            14  2,620   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading              9  1,090   1,300 with checking
+loading             10  1,214   1,300 with checking
 checking             2    240
 comparing            8  1,320   1,430
 bench                4    490   420

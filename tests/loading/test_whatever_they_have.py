@@ -1,5 +1,8 @@
-"""Configurations without a type, weights alone, GGUF files; adapters are refused."""
+"""Old configurations, weights alone, GGUF files and adapters."""
 
+import json
+import sys
+import warnings
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,21 +14,28 @@ from torch import nn
 import attnscale
 from attnscale.checking import check_model
 from attnscale.errors import ModelError
-from attnscale.loading import Request, load_model
+from attnscale.loading import Request, load_model, offline
 
 GGUF = pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not here")
+PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="the package peft is not here")
 
 
-def test_a_configuration_without_a_type_needs_one(configure, bert):
-    configure(model_type=None)
-    with pytest.raises(ModelError, match='Add it: "model_type": "bert"'):
+def without_type(folder, **fields):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+
+
+def test_a_configuration_without_a_type_needs_one(bert):
+    without_type(bert)
+    with pytest.raises(ModelError, match='such as "model_type": "bert", or give --model-type'):
         load_model(Request(str(bert)))
+    assert "BertForMaskedLM" in load_model(Request(str(bert), model_type="bert")).title
 
 
-def test_an_adapter_is_to_be_merged_first(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
-    with pytest.raises(ModelError, match="merge the adapter into its base first"):
-        load_model(Request(str(tmp_path)))
+def test_a_type_that_contradicts_the_configuration_is_refused(bert):
+    with pytest.raises(ModelError, match="leave --model-type out"):
+        load_model(Request(str(bert), model_type="gpt2"))
 
 
 def test_weights_alone_say_what_to_give_with_them(tmp_path):
@@ -122,3 +132,58 @@ def test_without_the_package_a_gguf_file_says_which_is_missing(tmp_path, monkeyp
     path.write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="needs the package gguf: pip install gguf"):
         load_model(Request(str(path)))
+
+
+@pytest.fixture
+def adapter(saved_bert, tmp_path):
+    """LoRA on the queries of a BERT, as peft saves it."""
+    peft = pytest.importorskip("peft")
+    base = load_model(Request(str(saved_bert))).model
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    folder = tmp_path / "adapter"
+    with offline(), warnings.catch_warnings(action="ignore"):  # on a base that has no name
+        peft.get_peft_model(base, config).save_pretrained(folder)
+    return folder
+
+
+@PEFT
+def test_an_adapter_is_put_on_its_base(saved_bert, adapter):
+    plain, adapted = (load_model(Request(str(path), base=str(saved_bert))) for path in (saved_bert, adapter))
+    before, after = (dict(loaded.model.named_parameters()) for loaded in (plain, adapted))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("query.weight")}
+    assert adapted.title.endswith(f"with the adapter {adapter}")
+
+
+@PEFT
+def test_an_adapter_names_its_base_and_leads_nowhere(adapter):
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    for name, said in (
+        ("/etc", "not a model's name"),
+        (None, "not a model's name"),
+        ("some/model", "no model 'some/model'"),
+    ):
+        (adapter / "adapter_config.json").write_text(
+            json.dumps(config | {"base_model_name_or_path": name}), encoding="utf-8"
+        )
+        with pytest.raises(ModelError, match=said):
+            load_model(Request(str(adapter)))
+
+
+@PEFT
+def test_an_adapter_of_another_model_is_told(adapter, saved_bert, tmp_path):
+    config = json.loads((saved_bert / "config.json").read_text(encoding="utf-8"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    with pytest.raises(ModelError, match=r"does not fit its base|Could not put"):
+        load_model(Request(str(adapter), base=str(other)))
+
+
+def test_without_the_package_an_adapter_says_which_is_missing(tmp_path, saved_bert, monkeypatch):
+    monkeypatch.setattr("attnscale.loading.adapter.find_spec", lambda name: None)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    with pytest.raises(ModelError, match="needs the package peft: pip install peft"):
+        load_model(Request(str(tmp_path), base=str(saved_bert)))
+    assert "peft" not in sys.modules or find_spec("peft") is not None

@@ -26,6 +26,10 @@ Data = Annotated[
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens per sequence; 256 by default.")]
 Device = Annotated[str, typer.Option(help="Device to run it on: cpu, cuda, cuda:1, mps.")]
+ModelType = Annotated[
+    str | None, typer.Option(help="The model_type of an old config.json that has none: bert, gpt2, …")
+]
+Base = Annotated[str | None, typer.Option(help="The base model of an adapter: a folder, or org/name.")]
 
 
 def read_input(

@@ -1,5 +1,6 @@
 """`attnscale check`: audit the attention of a model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ def check(
         str | None,
         typer.Argument(
             help="A Hugging Face folder (config.json with safetensors), org/name or org/name@revision in the "
-            "local cache, a GGUF file, a config.json alone (random initialisation), or "
+            "local cache, a GGUF file, the folder of a PEFT adapter, a config.json alone (random initialisation), or "
             "package.module:callable that makes a model or (model, inputs). Without MODEL, the bundled model.",
             show_default=False,
         ),
@@ -36,6 +37,8 @@ def check(
     random_init: Annotated[
         bool, typer.Option("--random-init", help="Initialise the model at random instead of loading its weights.")
     ] = False,
+    model_type: arguments.ModelType = None,
+    base: arguments.Base = None,
     download: Annotated[
         bool,
         typer.Option("--download", help="Fetch org/name into the local cache first. Nothing is fetched without it."),
@@ -78,7 +81,8 @@ def check(
         from attnscale.checking import check_model
         from attnscale.loading import Request
 
-        request = Request(model, words, length, device, random_init, sequences, report, download)
+        request = Request(model, words, length, device, random_init, sequences, report)
+        request = replace(request, model_type=model_type, base=base, download=download)
         comparison = None
         if save is None and against is None:
             checked = check_model(request, rows, what_if)

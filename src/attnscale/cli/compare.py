@@ -35,6 +35,8 @@ def compare(
     data: arguments.Data = None,
     length: arguments.Length = None,
     device: arguments.Device = "cpu",
+    model_type: arguments.ModelType = None,
+    base: arguments.Base = None,
     tolerance: Tolerance = 0.01,
     json: AsJson = False,
 ) -> None:
@@ -64,7 +66,7 @@ def compare(
         from attnscale.comparing.sides import backends_by_name, compare_by_name
         from attnscale.loading import Request
 
-        request = Request(None, words, length, device, False, sequences, report)
+        request = Request(None, words, length, device, False, sequences, report, model_type, base=base)
         found: Comparison | BackendComparison
         if b is None:
             names = tuple(name.strip() for name in (backends or "").split(",") if name.strip())

@@ -24,13 +24,20 @@ MAX_DEPTH = 100  # of lists and objects in one another
 MAX_BYTES = 2**27  # of JSON that comes with a model: an index of 100,000 tensors has a tenth of that
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a model's configuration without its unsafe fields."""
+def read_config(path: Path, model_type: str | None = None) -> dict[str, Any]:
+    """Read a model's configuration without its unsafe fields; `model_type` is for one that names none."""
     config = read_safe_json(path)
     if not isinstance(config, dict):
         raise ModelError(f"Expected the configuration of a model in {path}, an object with a 'model_type'.")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f'Expected a \'model_type\' in {path}, and there is none. Add it: "model_type": "bert", say.')
+        if model_type is None:
+            raise ModelError(
+                f'Expected a \'model_type\' in {path}, and there is none. Add one, such as "model_type": "bert", '
+                "or give --model-type."
+            )
+        config["model_type"] = model_type
+    elif model_type is not None and model_type != config["model_type"]:
+        raise ModelError(f"{path} has the model_type {config['model_type']!r}; leave --model-type out.")
     return config
 
 

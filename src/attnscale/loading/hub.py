@@ -15,6 +15,7 @@ from attnscale.loading.request import Request
 
 PART = r"[A-Za-z0-9][\w.-]{0,95}"
 NAME = re.compile(rf"(?P<model>({PART}/)?{PART})(@(?P<revision>{PART}))?")
+CONFIGS = ("config.json", "adapter_config.json")
 DATA = ("*.json", "*.txt", "*.model")  # configuration and vocabulary: never code
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only if there is none of the first
 # Read when huggingface_hub and transformers are imported: no requests, and no kernels, which would be code.
@@ -39,9 +40,10 @@ def cached_folder(spec: str) -> Path:
     """Return the folder of a model in the local cache."""
     name, revision = _parsed(spec)
     hub = _hub()
-    found = hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(found, str):
-        return Path(found).parent
+    for file in CONFIGS:
+        found = hub.try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
     at = "" if revision is None else f" at revision {revision!r}"
     raise ModelError(
         f"No such file or folder, and no model {name!r}{at} in the local Hugging Face cache. "
@@ -50,18 +52,19 @@ def cached_folder(spec: str) -> Path:
 
 
 def download(request: Request) -> None:
-    """Fetch the requested model into the cache: data only, never code."""
-    spec = request.model
-    if spec is None or not is_name(spec) or Path(spec).exists():
-        raise SettingError(f"Expected the name of a model, as org/name, with --download, got {spec!r}.")
+    """Fetch the requested model, and the requested base of an adapter, into the cache: data only, never code."""
+    names = [name for name in (request.base, request.model) if name and is_name(name) and not Path(name).exists()]
+    if not names:
+        raise SettingError(f"Expected the name of a model, as org/name, with --download, got {request.model!r}.")
     hub = _hub()
-    request.report(f"fetching {spec}")
-    name, revision = _parsed(spec)
-    with as_model_error(f"fetch {spec}"):
-        for patterns in ((*DATA, WEIGHTS[0]), (WEIGHTS[1],)):
-            folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-            if any(folder.glob(WEIGHTS[0])):
-                break
+    for spec in names:
+        request.report(f"fetching {spec}")
+        name, revision = _parsed(spec)
+        with as_model_error(f"fetch {spec}"):
+            for patterns in ((*DATA, WEIGHTS[0]), (WEIGHTS[1],)):
+                folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+                if any(folder.glob(WEIGHTS[0])):
+                    break
 
 
 @contextmanager

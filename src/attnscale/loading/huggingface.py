@@ -28,7 +28,7 @@ RECOMPUTED = ("position_ids", "inv_freq", "masked_bias", "attn.bias")  # buffers
 
 def load_huggingface(config_path: Path, weights_path: Path | None, request: Request) -> nn.Module:
     """Load the model of a config.json; without weights it is randomly initialised."""
-    raw = read_config(config_path)
+    raw = read_config(config_path, request.model_type)
     if raw.pop("quantization_config", None) is not None and weights_path is not None:
         raise ModelError(
             f"The weights in {config_path.parent} are quantised, which is not supported. "

@@ -1,4 +1,4 @@
-"""Inputs for Hugging Face models: text, or pictures of the size that a configuration names."""
+"""Inputs for Hugging Face models: text, pictures or sound of the sizes that a configuration names."""
 
 import inspect
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from attnscale.loading.request import Request, Sequence, split_text
 from attnscale.models.text import default_text
 
 DEFAULT_LENGTH = 256  # tokens: enough for a distribution over keys, quick on a laptop
+SAMPLE_RATE = 16_000  # one second of sound, for models that take waveforms
 IMAGE_SIZE = 224  # pixels, if the configuration names none
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
 VOCABULARIES = ("tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
@@ -57,6 +58,12 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
     if main == "pixel_values" or is_pair:
         pixels = kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
         parts.append(f"a random picture {'×'.join(map(str, pixels.shape[1:]))}")
+    elif main == "input_features":
+        features = kwargs[main] = torch.cat([_features(config, request.length) for _ in range(request.samples)])
+        parts.append(f"random sound features {'×'.join(map(str, features.shape[1:]))}")
+    elif main == "input_values":
+        sound = kwargs[main] = torch.cat([_sound(config) for _ in range(request.samples)])
+        parts.append(f"random sound of {sound.shape[1]} samples")
     elif main != "input_ids":
         raise ModelError(
             f"Inputs for {type(model).__name__}, which takes {main!r}, cannot be made here. "
@@ -191,6 +198,24 @@ def _pictures(config: Any) -> Tensor:
     height, width = size if isinstance(size, tuple | list) else (size, size)
     frames = _first(parts, "num_frames", "frames_per_clip")
     return torch.randn(1, *([frames] if frames else []), channels, height, width)
+
+
+def _features(config: Any, length: int | None) -> Tensor:
+    """Draw log-mel features as Whisper takes them, (1, bins, frames), or (1, frames, features) as others do."""
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if bins and positions:
+        return torch.randn(1, bins, 2 * positions)
+    width = _first([config], "feature_projection_input_dim", "input_feat_per_channel")
+    if not width:
+        raise ModelError(f"The features that a {config.model_type} model takes cannot be made here.")
+    return torch.randn(1, length or DEFAULT_LENGTH, width)
+
+
+def _sound(config: Any) -> Tensor:
+    """Draw a spectrogram, (1, frames, bins), if the model takes one, else one second of noise, (1, samples)."""
+    if hasattr(config, "frequency_stride"):
+        return torch.randn(1, config.max_length, config.num_mel_bins)
+    return torch.randn(1, SAMPLE_RATE)
 
 
 def _first(parts: list[Any], *names: str) -> Any:

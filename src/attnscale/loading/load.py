@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnscale.errors import ModelError, SettingError
+from attnscale.loading.adapter import apply_adapter, base_of, is_adapter
 from attnscale.loading.hub import cached_folder, is_name
 from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
 from attnscale.loading.inputs import make_inputs, texts_of
@@ -120,6 +121,8 @@ def _on_bytes(model: CausalTransformer, title: str, request: Request) -> Loaded:
 
 def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
     """Load from a folder or a file; `name` is how the user called it if it lies in the cache."""
+    if path.is_dir() and is_adapter(path):
+        return _from_adapter(path, request, name)
     notes = []
     if path.suffix == GGUF and path.is_file():
         is_random, model = request.random_init, load_gguf(path, request)
@@ -144,9 +147,7 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
     """Return the configuration and the weights of a model."""
     if path.is_dir():
         if not (path / "config.json").is_file():
-            is_adapter = (path / "adapter_config.json").is_file()
-            advice = "merge the adapter into its base first (merge_and_unload)" if is_adapter else "no model to check"
-            raise ModelError(f"Expected a config.json in {path}, and there is none: {advice}.")
+            raise ModelError(f"Expected a config.json in {path}, and there is none: no model to check.")
         return path / "config.json", find_weights(path)
     if path.suffix == ".json":
         return path, None
@@ -161,6 +162,20 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
             "makes the model and loads its weights."
         )
     return path.parent / "config.json", path
+
+
+def _from_adapter(folder: Path, request: Request, name: str | None) -> Loaded:
+    if request.random_init:
+        raise SettingError(f"--random-init is for a model, and {folder} is an adapter.")
+    base = request.base or base_of(folder)
+    if request.base is not None and (path := Path(base)).exists():
+        if path.is_dir() and is_adapter(path):
+            raise ModelError(f"Expected a model as --base, and {base} is an adapter too.")
+        loaded = _from_path(path, request)
+    else:
+        loaded = _from_path(cached_folder(base), request, base)
+    title = f"{loaded.title} with the adapter {name or folder}"
+    return replace(loaded, model=apply_adapter(loaded.model, folder), title=title)
 
 
 def _from_factory(spec: str, request: Request) -> Loaded:

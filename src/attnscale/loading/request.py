@@ -24,6 +24,8 @@ class Request:
     random_init: bool = False
     sequences: tuple[Sequence, ...] = ()  # texts or token ids, run as one batch
     report: Callable[[str], None] = field(default=lambda stage: None, repr=False)  # called with each stage
+    model_type: str | None = None  # for a config.json without one
+    base: str | None = None  # the model to put an adapter on, if not the one that the adapter names
     download: bool = False  # fetch a model by its name first
     samples: int = 1  # sequences to cut a text into, or to draw
 

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -102,6 +103,7 @@ def free_memory(device: str) -> float:
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
+    _require_uncompressed(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # about pickle protocols that torch does not write
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -121,3 +123,16 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise ModelError(f"Refused {path}: {name!r} is sparse or expanded, and would take more memory when used.")
     return content
+
+
+def _require_uncompressed(path: Path) -> None:
+    """Refuse an archive that could unpack to any size; torch.save does not compress."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            is_compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # a pickle of an older torch, or a damaged one, which is reported when it is read
+    if is_compressed:
+        raise ModelError(
+            f"Refused {path}: it is compressed, which torch.save never does, and could unpack to any size."
+        )
