@@ -41,8 +41,8 @@ tracing             10  2,250   2,000
 watching            20  3,920   2,900
 probes               9  1,690
 diagnose            14  2,620   2,200
-acting               8  1,760
-train               17  3,210   2,500
+acting               8  1,700
+train               17  2,940   2,500
 models               4    260
 loading             10  1,214   1,300 with checking
 checking             2    240
