@@ -36,17 +36,17 @@ attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
 measure             30  5,270   4,000
-declared             5    550
+declared             5    520
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
 probes               9  1,690
-diagnose            14  2,620   2,200
+diagnose            13  2,440   2,200
 acting               8  1,700
 train               17  2,940   2,500
 models               4    260
-loading             10  1,214   1,300 with checking
+loading             10  1,220   1,300 with checking
 checking             2    240
-comparing            8  1,320   1,430
+comparing            8  1,340   1,430
 bench                4    490   420
 lab                 21  3,110   4,500 with claims
 claims               9  2,030
