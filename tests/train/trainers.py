@@ -67,6 +67,6 @@ def fit(folder, callback, max_steps, checkpoint=None, logger=False):
         default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         log_every_n_steps=1,
     )  # fmt: skip
-    module, loader = Module(), DataLoader(batch(28, 1), batch_size=2)
+    module, loader = Module(), DataLoader(batch(16, 1), batch_size=2)  # four steps an epoch
     run.fit(module, loader, loader, ckpt_path=checkpoint)
     return run, module
