@@ -286,7 +286,7 @@ def bundled_scores() -> dict[str, float]:
 def gradients(scale: str) -> dict[str, Band]:
     """Measure the gradient on W_q of deep models with wide heads before training, as the lab does."""
     settings: Settings = {"part": MODEL, "layers": DEEP, "head_dim": WIDE, "scale": scale}
-    found = [run_cell(Cell("gradients", 4, {**settings, "seed": seed})).outcome for seed in range(RUNS)]
+    found = [run_cell(Cell("gradients", 5, {**settings, "seed": seed})).outcome for seed in range(RUNS)]
     return {name: band(each[name] for each in found) for name in ("first_query", "backwards")}
 
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
 from attnscale.lab.outcomes import Outcomes, band, percent, tally
-from attnscale.lab.result import Curve, Plot, Table
 from attnscale.lab.training import gradient_shares
 from attnscale.measure import score_stats
 from attnscale.operator import attention

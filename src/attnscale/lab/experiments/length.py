@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
-from attnscale.lab.outcomes import Band, Outcomes, band, percent, tally
-from attnscale.lab.result import Check, Curve, Plot, column
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.outcomes import Band, Outcomes, band, column, percent, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
 from attnscale.plain import readable
