@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from attnscale import reference, theory
-from attnscale.claims import INDEX
 from attnscale.claims.computations import gradient_without_scale
 from attnscale.lab.demo import Demo, TwinTraining
 from attnscale.models import encode, load_bundled
@@ -25,6 +24,7 @@ from attnscale.show.explore import CONTROLS, explore_page, presets
 from attnscale.watching import watch
 from tests.browser import PHONE, sideways
 from tests.busy import held_up
+from tests.claims.index import INDEX
 from tests.show.test_scales import by_length
 
 ROOT = Path(__file__).parents[2]
