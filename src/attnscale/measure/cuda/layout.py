@@ -10,6 +10,7 @@ from attnscale.attending.call import Call
 from attnscale.numerics import KERNEL_DTYPES
 from attnscale.torch_internals import looks_on
 
+HAS_TRITON = find_spec("triton") is not None  # looked for here, since Dynamo does not trace the import system
 ALIGNMENT = 16  # bytes, of what is loaded at once
 HOPPER = (9, 0)  # the compute capability that the Hopper kernel is written for
 LEAST_SPAN = 128  # keys of one program, where the keys of sampled rows are split so that few rows still fill a GPU
@@ -45,12 +46,7 @@ def kernels_take(call: Call) -> bool:
 
 def _are_taken(vectors: Tensor) -> bool:
     fits = vectors.is_cuda and vectors.dtype in KERNEL_DTYPES and vectors.shape[-1] <= WIDEST_HEAD
-    return fits and vectors.numel() > 0 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return fits and vectors.numel() > 0 and HAS_TRITON
 
 
 def is_intercepted(*tensors: Tensor) -> bool:
