@@ -87,6 +87,12 @@ def _ledger() -> str:
     return "\n\n".join(parts)
 
 
+def _index() -> str:
+    kinds = {source.name: source.kind for source in claims.SOURCES}
+    rows = ([kinds[one.source], one.kind, text_of(one.what), f"`{one.command}`"] for one in claims.INDEX)
+    return table(["text", "", "what", "command"], rows)
+
+
 def _results() -> str:
     results = [json.loads((DOCS / f"results/{name}.json").read_text(encoding="utf-8")) for name in EXPERIMENTS]
     rows = (
@@ -130,6 +136,7 @@ PARTS = {
     "statistics of a log": lambda: _statistics(one for one in STATISTICS.values() if one.attribute is None),
     "commands": _commands,
     "ledger": _ledger,
+    "index": _index,
     "results": _results,
 }
 

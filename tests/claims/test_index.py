@@ -1,20 +1,21 @@
 """Every exercise, listing and worked example has a command, and each command is one that there is."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from attnscale.claims import SOURCES
+from attnscale.claims import INDEX, SOURCES
 from attnscale.cli import app
 from attnscale.lab.experiments import EXPERIMENTS
-from tests.claims.index import INDEX, ROOT
 
+ROOT = Path(__file__).parents[2]
 EXERCISES = ("standard deviation", "softmax([x, 0, 0, 0])", "with and without", "temperatures", "peaked and uniform")
 
 
 def test_every_source_is_in_the_index():
-    assert {worked.article for worked in INDEX} == {source.kind for source in SOURCES}
+    assert {worked.source for worked in INDEX} == {source.name for source in SOURCES}
 
 
 def test_the_five_exercises_and_both_listings_are_there():

@@ -40,7 +40,7 @@ def by_id(claims):
 
 
 def test_exports_are_the_promised_ones():
-    promised = {"Claim", "SOURCES", "VERDICTS", "changed", "ledger", "record"}
+    promised = {"Claim", "INDEX", "SOURCES", "VERDICTS", "Worked", "changed", "ledger", "record"}
     assert set(attnscale.claims.__all__) == promised
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from attnscale import reference, theory
+from attnscale.claims import INDEX
 from attnscale.claims.computations import gradient_without_scale
 from attnscale.models import encode, load_bundled
 from attnscale.operator import attention_weights
@@ -22,7 +23,6 @@ from attnscale.show.explore import CONTROLS, THIRD, explore_page, presets
 from attnscale.watching import watch
 from tests.browser import A4, PHONE, sideways
 from tests.busy import held_up
-from tests.claims.index import INDEX
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-6

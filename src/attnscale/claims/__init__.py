@@ -1,6 +1,6 @@
 """Claims of four articles on attention scaling, recomputed and judged."""
 
 from attnscale.claims.judging import VERDICTS, Claim
-from attnscale.claims.ledger import SOURCES, changed, ledger, record
+from attnscale.claims.ledger import INDEX, SOURCES, Worked, changed, ledger, record
 
-__all__ = ["SOURCES", "VERDICTS", "Claim", "changed", "ledger", "record"]
+__all__ = ["INDEX", "SOURCES", "VERDICTS", "Claim", "Worked", "changed", "ledger", "record"]

@@ -36,7 +36,7 @@ class SweepError(AttnscaleError):
 
 @dataclass(frozen=True)
 class Stored:
-    """Outcome of a cell, and the seconds it took."""
+    """Outcome of a cell, and the seconds of one core that it took."""
 
     outcome: Outcome
     seconds: float
@@ -133,9 +133,9 @@ def run_cell(cell: Cell) -> Stored:
     run = EXPERIMENTS[cell.experiment].run
     with _ONE_CELL, torch.random.fork_rng(), one_thread():
         torch.manual_seed(int(cell.settings["seed"] or 0))
-        start = time.perf_counter()
+        start = time.thread_time()
         outcome = run(**cell.settings)
-        return Stored(outcome, time.perf_counter() - start)
+        return Stored(outcome, time.thread_time() - start)
 
 
 def run_cells(folder: Path, cells: Sequence[Cell]) -> list[Stored]:
