@@ -163,4 +163,4 @@ def _plots(along: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment("divisors", "No divisor, √d_k or d_k: what does each do, and why not d_k?", grid, run,
-                        conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.38)  # fmt: skip
+                        conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.2)  # fmt: skip

@@ -160,4 +160,4 @@ def _plots(jacobians: Outcome, deep: Outcomes) -> tuple[Plot | Heatmap, ...]:
 
 
 EXPERIMENT = Experiment("gradients", "How much gradient passes softmax, and how much reaches queries and W_q?",
-                        grid, run, conclude, seeds=16, quick_seeds=6, version=5, core_minutes=3.3)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=6, version=5, core_minutes=3.2)  # fmt: skip

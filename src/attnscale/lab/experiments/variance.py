@@ -113,5 +113,5 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment(
-    "variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=3
+    "variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=2.2
 )
