@@ -35,18 +35,18 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             32  5,590   4,000
-declared             5    550
+measure             31  5,430   4,000
+declared             5    520
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
-probes               9  1,690
-diagnose            14  2,620   2,200
+probes               9  1,550
+diagnose            13  2,450   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading             10  1,214   1,300 with checking
+loading             10  1,200   1,300 with checking
 checking             2    240
-comparing            8  1,320   1,430
+comparing            8  1,340   1,430
 bench                4    490   420
 lab                 19  2,800   4,500 with claims
 claims               9  2,010
