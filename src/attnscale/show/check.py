@@ -86,7 +86,7 @@ def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> N
     say(title, console, "dim")
     for head in heads[:SHOWN]:
         say(head.place, console, "bold")
-        for sentence in (*head.told.split("; "), f"{head.by_factor}."):
+        for sentence in (*head.text.split("; "), f"{head.by_factor}."):
             say(sentence, console, indent=2)
     if len(heads) > SHOWN:
         say(f"and {len(heads) - SHOWN} more, which changed less", console, "dim")

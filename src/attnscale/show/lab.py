@@ -8,8 +8,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from attnscale.lab.demo import Twins, TwinTraining
-from attnscale.lab.experiment import Experiment
-from attnscale.lab.result import Result
+from attnscale.lab.experiment import Experiment, Result
 from attnscale.show.tables import lab_table, table_of
 from attnscale.show.terminal import print_table, say
 

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
+from attnscale.claims import SOURCES, VERDICTS, Claim
 from attnscale.claims.judging import ARITHMETIC, STATEMENT, Source
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
@@ -46,18 +45,6 @@ def counted(claims: Sequence[Claim]) -> list[str]:
         found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         sentences += [f"{counts.total()} {what}: {found}."] if counts else []
     return sentences
-
-
-def show_index() -> None:
-    """Print every exercise, listing and worked example of each source with its command."""
-    console = Console()
-    for source in SOURCES:
-        _print_title(source, console)
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for worked in INDEX:
-            if worked.source == source.name:
-                table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
-        console.print(table)
 
 
 def shown_value(value: object) -> str:

@@ -140,7 +140,7 @@ def _(table: WhatIf) -> View:
 @view_of.register
 def _(comparison: Comparison) -> View:
     changed = [*comparison.changed, *comparison.carried]
-    rows = ((head.layer, str(head.head), head.told, str(head.by_factor), head.reason) for head in changed)
+    rows = ((head.layer, str(head.head), head.text, str(head.by_factor), head.reason) for head in changed)
     table = table_of(("layer", "head", "change", "by factor", "cause"), rows, (0, 2, 3, 4))
     found = [("new", comparison.new), ("gone", comparison.gone)]
     notes = [f"{word}: {group}" for word, findings in found for group in grouped(findings)]

@@ -9,7 +9,7 @@ from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.diagnose.finding import severity_rank
 from attnscale.diagnose.verdict import worst_code
 from attnscale.diagnose.what_if import COLUMNS, WhatIf
-from attnscale.lab import result as lab
+from attnscale.lab import experiment as lab
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.show.text import DIGITS, by_pattern, formatted, number, shown
 from attnscale.train.record import Record

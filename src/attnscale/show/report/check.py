@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from attnscale.checking import Checked, Group
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.comparing.backend_comparison import BackendComparison
-from attnscale.comparing.moves import LEVEL
-from attnscale.comparing.portrait import COMPARED, RATIOS
+from attnscale.comparing.profiles import COMPARED, RATIOS
+from attnscale.comparing.statistic_change import LEVEL
 from attnscale.diagnose.finding import grouped
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import finite
@@ -161,7 +161,7 @@ def backends_report(comparison: BackendComparison) -> Page:
 
 
 def _change(head: HeadChange) -> Note:
-    told = f"{head.told}."
+    told = f"{head.text}."
     return Note("warning" if head.worse else "note", "changed", told, "", head.place, f"{head.by_factor}.")
 
 
@@ -186,7 +186,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
     changes = [[None if move is None else finite(entry.factor * move.change) for move in row] for row in moves]
     known = [head for head in comparison.heads if statistic in head.moves]
     most = max(known, key=lambda head: head.moves[statistic].size)
-    beyond = sum(head.moves[statistic].is_beyond for head in known)
+    beyond = sum(head.moves[statistic].is_significant for head in known)
     widest = entry.factor * most.moves[statistic].size or 1.0
     return Heat(
         values=changes,
@@ -199,7 +199,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
         diverging=True,
         notice=(
             f"{'Logarithm of the ratio; red' if is_ratio else 'Red'} is more than before, blue is less. "
-            f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].told}; "
+            f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].text}; "
             f"it changed by more than its error in {beyond} of {len(known)} heads."
         ),
         errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
