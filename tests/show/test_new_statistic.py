@@ -8,7 +8,7 @@ import pytest
 
 import attnscale
 from attnscale import Monitor, ScoreStats
-from attnscale.measure.statistics import STATISTICS, Place, Statistic
+from attnscale.measure.statistics import STATISTICS, Place, Statistic, of_scores
 from attnscale.show.check import show_check
 from attnscale.show.live_table import LiveTable
 from attnscale.show.report.check import check_report
@@ -37,6 +37,9 @@ def _registered(monkeypatch):
     )
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    of_scores.cache_clear()
+    yield
+    of_scores.cache_clear()
 
 
 @pytest.fixture
