@@ -46,7 +46,7 @@ train               17  3,210   2,500
 models               4    260
 loading             10  1,210   1,300 with checking
 checking             2    240
-comparing            8  1,320   1,430
+comparing            8  1,330   1,430
 bench                4    490   420
 lab                 21  3,110   4,500 with claims
 claims               9  2,030
