@@ -71,11 +71,6 @@ class RowSums:
             learned_sink=own / total,
         )
 
-    def merge_keys(self, other: "RowSums") -> "RowSums":
-        """Merge with the same rows over further keys, as context-parallel ranks do, each with keys of its own."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
-        return RowSums(*map(torch.stack, pairs)).over_shards()
-
     def over_shards(self) -> "RowSums":
         """Merge rows that saw their keys in shards, (shards, batch, heads, rows), in the order of the keys."""
         seen = self.visible > 0  # a shard in which a row sees nothing has no maximum, and weighs nothing
@@ -102,3 +97,11 @@ class RowSums:
 
 
 ROW_FIELDS = tuple(each.name for each in fields(RowSums) if each.name != "learned_sink")  # what a pass leaves
+
+
+def joined_rows(parts: list[RowSums]) -> RowSums:
+    """Return the rows of all parts as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    names = ROW_FIELDS if parts[0].learned_sink is None else (*ROW_FIELDS, "learned_sink")
+    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})

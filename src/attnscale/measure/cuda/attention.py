@@ -5,7 +5,7 @@ much as the kernels behind it, so they are launched directly where no compiler a
 """
 
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,7 @@ from attnscale.measure.cuda.sdpa import (
     packed_gradients,
 )
 from attnscale.measure.lengths import max_bound
-from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
-from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import Visibility
@@ -70,7 +68,7 @@ def _is_plain(call: Call) -> bool:
 
 def attends(call: Call) -> bool:
     """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
-    is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
+    is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1] and call.sinks is None
     if not is_whole or not _is_plain(call) or not takes_as_given(call):
         return False
     programs = call.key.shape[0] * call.key.shape[1]
@@ -127,32 +125,22 @@ def sample_planned(
     return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
 
 
-def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure every row, or about this many a head; the sums of rows are kept, for who sees only some of the keys.
-
-    `sinks`, (heads,), are learned logits that join the denominators.
-    """
+def measure(call: Call, rows: int | None) -> ScoreStats:
+    """Measure every row, or about this many a head."""
     from attnscale.measure.cuda import finish  # not before: a CPU may have no triton
     from attnscale.measure.cuda import rows as every_row
 
     (batch, heads, q_len, _), kv_len, is_causal = call.query.shape, call.key.shape[2], call.visibility.is_causal
     planned = None if rows is None else design(rows, q_len, batch, is_causal)
     with torch.no_grad():
-        sinks = own_logits(sinks)
         if planned is not None:
-            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+            return measure_rows(call, planned, max_bound(call)).stats(capturing())
+        sinks = own_logits(call.sinks)
         if q_len == 1:
             return _measure_one_query(call.query, call.key[:, :, :1] if is_causal else call.key, call.scale, sinks)
         sums = every_row.score_rows(call.query, call.key, call.scale, is_causal)
         table = finish.finish_rows(sums, kv_len, is_causal, sinks)
-    pool = Unpooled(partial(_rows, sums, kv_len, is_causal), known=Table(table), sinks=sinks)
-    return ScoreStats(heads, exact=True, pool=pool, refreshed=capturing())
-
-
-def _rows(sums: Tensor, kv_len: int, is_causal: bool) -> RowSums:
-    every = torch.arange(sums.shape[-1], device=sums.device)
-    visible = Visibility.of(None, is_causal).counts_at(every, kv_len)
-    return RowSums(visible.expand_as(sums[0]), *sums)
+    return ScoreStats(heads, exact=True, pool=Table(table), refreshed=capturing())
 
 
 def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> ScoreStats:

@@ -1,6 +1,6 @@
 """Statistics of a few rows a head on a CUDA device, and of rows behind masks, by passes of their own."""
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.lengths import max_bound
-from attnscale.measure.pool import Unpooled, uncertainty_of
-from attnscale.measure.pooled import NUMBERS, Table
+from attnscale.measure.pooled import NUMBERS, Table, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design, rows_are_shared
 from attnscale.measure.stats import ScoreStats
@@ -34,10 +33,8 @@ class SampledRows(NamedTuple):
 
     def stats(self, refreshed: bool, exact: bool = False) -> ScoreStats:
         """Return the statistics; what standard errors need is computed from the sums when one is asked for."""
-        known = Table(self.table, None if exact else self._errors)
-        sample = None if exact else self.sample
-        pool = Unpooled(self.rows, self._bound, sample, in_shards=True, known=known, sinks=self.sinks)
-        return ScoreStats(self.sums.shape[3], exact=exact, pool=pool, refreshed=refreshed)
+        table = Table(self.table, None if exact else self._errors)
+        return ScoreStats(self.sums.shape[3], exact=exact, pool=table, refreshed=refreshed)
 
     def rows(self) -> RowSums:
         """Return the sums of each row over each span of keys."""
@@ -47,9 +44,6 @@ class SampledRows(NamedTuple):
         begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
         visible = (counts - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
         return RowSums(visible.expand_as(self.sums[0]), *self.sums.double())
-
-    def _bound(self) -> Tensor:
-        return self.table[:, NUMBERS.index("max_bound")]
 
     def _errors(self) -> Uncertainty:
         rows = self.rows().over_shards()
@@ -62,9 +56,7 @@ def rows_of(sums: Tensor) -> RowSums:
     return RowSums(sums[7].long(), *sums[:7].double())
 
 
-def measure_rows(
-    call: Call, planned: Design, bounds: Tensor, sinks: Tensor | None = None, table: Tensor | None = None
-) -> SampledRows:
+def measure_rows(call: Call, planned: Design, bounds: Tensor, table: Tensor | None = None) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
     `bounds` are upper bounds of scores: the lse of every row, or one of each head. `table` is written to, if given.
@@ -79,7 +71,7 @@ def measure_rows(
     else:
         is_causal = False  # the pass counts what each row sees
         sums = masked_rows.score_masked_rows(call, sample.positions, span)
-    weights = weights_of(planned, device)
+    weights, sinks = weights_of(planned, device), own_logits(call.sinks)
     table = finish.finish_sampled(sums, bounds, sample.positions, weights, kv_len, span, is_causal, sinks, table)
     return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks)
 
@@ -89,19 +81,18 @@ def measures_masked(call: Call) -> bool:
     return kernels_take(call) and not is_intercepted(call.query, call.key)
 
 
-def measure_masked(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
+def measure_masked(call: Call, rows: int | None) -> ScoreStats:
     """Measure every row, or about this many a head; what the mask hides is False or −∞."""
     from attnscale.measure.cuda import finish, masked_rows
 
     (batch, heads, q_len, _), kv_len = call.query.shape, call.key.shape[2]
     planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
     with torch.no_grad():
-        sinks = own_logits(sinks)
         if planned is not None:
-            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+            return measure_rows(call, planned, max_bound(call)).stats(capturing())
         sums = masked_rows.score_masked_rows(call, None, kv_len)[:, 0]
-        known = Table(finish.finish_rows(sums, kv_len, False, sinks))
-    return ScoreStats(heads, True, Unpooled(partial(rows_of, sums), known=known, sinks=sinks), capturing())
+        table = finish.finish_rows(sums, kv_len, False, own_logits(call.sinks))
+    return ScoreStats(heads, exact=True, pool=Table(table), refreshed=capturing())
 
 
 def own_logits(sinks: Tensor | None) -> Tensor | None:

@@ -1,16 +1,13 @@
 """Exact statistics of sequences laid end to end on a CUDA device, by kernels that look at each of them alone."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, as_one_row
 from attnscale.measure.cuda.attention import KernelChoice, attend_planned, choice_of, takes_as_given
 from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take
-from attnscale.measure.cuda.sampled import rows_of
+from attnscale.measure.cuda.sampled import own_logits
 from attnscale.measure.cuda.sdpa import Packing
-from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import HALF_DTYPES
@@ -31,7 +28,8 @@ def measures(ragged: Ragged) -> bool:
 def attends(ragged: Ragged) -> bool:
     """Return True if one kernel gives the output too, and torch has a backward for it."""
     row = ragged.row
-    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not takes_as_given(row) or not measures(ragged):
+    is_whole = not row.dropout_p and row.sinks is None and row.value.shape[-1] == row.query.shape[-1]
+    if not is_whole or not takes_as_given(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
         row.query.dtype in HALF_DTYPES
@@ -55,14 +53,14 @@ def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
 
 
 def measure(ragged: Ragged) -> ScoreStats:
-    """Measure every row alone; the sums of rows are kept."""
+    """Measure every row alone."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
         sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        pool = Unpooled(partial(rows_of, sums), known=Table(finish.finish_rows(sums, 0, False)))
-    return ScoreStats(row.query.shape[1], exact=True, pool=pool, refreshed=capturing())
+        table = finish.finish_rows(sums, 0, False, own_logits(row.sinks))
+    return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 
 def _learns(ragged: Ragged) -> bool:
