@@ -35,7 +35,7 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             32  5,590   4,000
+measure             29  5,370   4,000
 declared             5    550
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
