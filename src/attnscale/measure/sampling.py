@@ -1,13 +1,11 @@
-"""Rows that are looked at where not all are: drawn without replacement in strata of neighbouring positions.
+"""Sampled rows, drawn without replacement in strata of neighbouring positions.
 
-Rows that are predicted to stand out are taken for certain. A CPU draws from all batch entries together. Kernels of a
-GPU take as many rows of each entry, drawn apart. Attention written out takes the same rows of every entry: each then
+Rows whose scores should have an unusual variance are taken for certain. A CPU draws from all batch entries together.
+Kernels of a GPU take as many rows of each entry. Attention written out takes the same rows of every entry: each then
 stands for that row of the whole batch (a cluster).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -27,30 +25,6 @@ STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any
 STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
 FORESEEN_KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
 SOURCE = np.random.default_rng(0)  # of its own: measuring a model must not change the random numbers it trains with
-SEED: ContextVar[int | None] = ContextVar("seed", default=None)
-
-
-@contextmanager
-def same_rows(seed: int) -> Iterator[None]:
-    """Draw the same positions for all queries of one length, whatever keys they see: ranks then look at the same rows.
-
-    >>> draws = []
-    >>> for uneven in (False, True):
-    ...     with same_rows(7):
-    ...         draws.append(sample_positions(5, 100, 1, uneven).positions.tolist())
-    >>> draws[0] == draws[1]
-    True
-    """
-    token = SEED.set(seed)
-    try:
-        yield
-    finally:
-        SEED.reset(token)
-
-
-def rows_are_shared() -> bool:
-    """Return True if calls elsewhere look at the same rows, over other keys: nothing may depend on how keys are cut."""
-    return SEED.get() is not None
 
 
 @dataclass(frozen=True)
@@ -61,7 +35,7 @@ class Sample:
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
     entries: Tensor | None = None  # (rows,) the batch entry of each; None: so many of every entry
-    foreseen: Callable[[], Tensor] | None = None  # Design.cumulants() of what was foreseen of all rows
+    foreseen: Callable[[], Tensor] | None = None  # cumulants of what was foreseen of all rows
 
     @property
     def length(self) -> int:
@@ -107,34 +81,15 @@ class Design:
         sizes = [self.certain, *(stop - start for start, stop in pairwise(self.edges))]
         return torch.from_numpy(np.array(sizes, dtype=np.int64))
 
-    def cumulants(self, values: Tensor) -> Tensor:
-        """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
-
-        They are its second and third cumulant, and the sum of the squares of each stratum's second.
-        """
-        values = values.double()
-        sizes, taken = self.sizes.to(values), torch.bincount(self.stratum, minlength=len(self.sizes)).to(values)
-        of = torch.repeat_interleave(torch.arange(len(sizes)), self.sizes)
-        means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
-        apart = values - means[:, of]
-        left = (sizes - taken) / taken.clamp(min=1)
-        second = sizes / (sizes - 1).clamp(min=1) * left
-        third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
-        third = third / taken.clamp(min=1)
-        each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
-        return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)
-
     def draws(self, count: int) -> NDArray[np.int32]:
         """Return so many draws, (count, rows), each in increasing order: Floyd's algorithm on all strata at once."""
-        seed = SEED.get()
-        source = SOURCE if seed is None else np.random.default_rng(seed)
         edges, taken = np.array(self.edges), np.array(self.taken)
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
         for step in range(widest):
             # the step-th of a stratum comes from so many of its first, and one more
             size = np.diff(edges) - taken + step
-            picked = source.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
+            picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
             met = (chosen[..., :step] == picked[..., None]).any(-1)
             chosen[..., step] = np.where(step < taken, np.where(met, size, picked), -1)
         positions = np.sort(np.where(chosen < 0, -1, chosen + edges[:-1, None]), axis=-1).reshape(count, -1)
@@ -152,17 +107,13 @@ class Design:
         return Sample(positions, self.stratum, self.sizes)
 
 
-def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
+@lru_cache(maxsize=64)
+def design(rows: int, length: int, batch: int, uneven: bool, standing_out: int = 0) -> Design | None:
     """Return a design for about `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
-    towards the end. Rows that see part of their keys here count as such.
+    towards the end. So many rows that stand out are taken for certain besides.
     """
-    return _design(rows, length, batch, uneven or rows_are_shared(), 0)
-
-
-@lru_cache(maxsize=64)
-def _design(rows: int, length: int, batch: int, uneven: bool, standing_out: int) -> Design | None:
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
         return None
@@ -186,10 +137,10 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
 
     `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
     """
-    known = None if foreseen is None or rows_are_shared() else foreseen.permute(1, 2, 0).flatten(1)
+    known = None if foreseen is None else foreseen.permute(1, 2, 0).flatten(1)
     first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
     certain = 0 if first is None else len(first)
-    planned = _design(rows, batch * length, 1, uneven or rows_are_shared(), certain)
+    planned = design(rows, batch * length, 1, uneven, certain)
     if planned is None:
         return None
     order = torch.arange(batch * length)
@@ -197,12 +148,8 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
         others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
         order = torch.cat([first, order[others]])
     drawn = order[planned.draw()]
-    told = None if known is None else partial(_cumulants_of, planned, known, order)
-    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, told)
-
-
-def _cumulants_of(planned: Design, known: Tensor, order: Tensor) -> Tensor:
-    return planned.cumulants(known[:, order])
+    cumulants = None if known is None else partial(_cumulants, planned, known[:, order])
+    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, cumulants)
 
 
 def _standing_out(known: Tensor, most: int) -> Tensor | None:
@@ -235,3 +182,21 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
     means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
     return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: new pages take longer than products
+
+
+def _cumulants(planned: Design, values: Tensor) -> Tensor:
+    """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
+
+    They are its second and third cumulant, and the sum of the squares of each stratum's second.
+    """
+    values = values.double()
+    sizes, taken = planned.sizes.to(values), torch.bincount(planned.stratum, minlength=len(planned.sizes)).to(values)
+    of = torch.repeat_interleave(torch.arange(len(sizes)), planned.sizes)
+    means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
+    apart = values - means[:, of]
+    left = (sizes - taken) / taken.clamp(min=1)
+    second = sizes / (sizes - 1).clamp(min=1) * left
+    third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
+    third = third / taken.clamp(min=1)
+    each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
+    return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)

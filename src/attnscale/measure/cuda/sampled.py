@@ -11,7 +11,7 @@ from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_interc
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.pooled import NUMBERS, Table, uncertainty_of
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Design, Sample, design, rows_are_shared
+from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.torch_internals import current_stream
@@ -117,9 +117,6 @@ class DrawnAhead:
 
     def next(self) -> Sample:
         """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
-        if rows_are_shared():
-            drawn = torch.from_numpy(self.planned.draws(self.batch))
-            return self.planned.sample(drawn.to(self.device, non_blocking=True))
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not is_capturing or not self.drawn:
