@@ -11,7 +11,7 @@ import torch
 
 from attnscale import attention_with_stats, score_stats
 from attnscale.measure import sampling
-from attnscale.measure.cuda.sampled import drawn_ahead
+from attnscale.measure.cuda import sampled
 
 from .oracle import NAMES
 from .test_ops import DEVICES, on_gpu
@@ -72,10 +72,11 @@ def test_what_is_written_to_query_and_key_afterwards_is_not_read(device, way, ro
 
 
 def _seeded(way, tensors, rows):
-    """Measure the same rows each time."""
-    sampling.SOURCE = np.random.default_rng(7)
-    drawn_ahead.cache_clear()
-    return WAYS[way](*tensors, rows)
+    """Measure the same rows every time."""
+    sampled.drawn_ahead.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "SOURCE", np.random.default_rng(7))
+        return WAYS[way](*tensors, rows)
 
 
 @every(measured)

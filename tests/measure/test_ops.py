@@ -30,7 +30,7 @@ def score_rows(*given):
     """The sums of every row; triton is imported on a GPU only."""
     from attnscale.measure.cuda import rows
 
-    return rows.score_rows(*given)
+    return rows.score_rows(*given)[:7]
 
 
 def qkv(device, dtype=torch.float32, heads=6, kv_heads=2, q_len=13, kv_len=17, head_dim=16, grad=False, batch=2):

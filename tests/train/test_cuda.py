@@ -45,8 +45,8 @@ def train(steps, rate=1e-3, same=False, **settings):
 
 def test_the_forward_is_the_same_to_the_last_bit_and_takes_no_more_memory():
     """At rate 0, since backward passes of attention add up in any order."""
+    watched, records, most = train(7, rate=0.0, rows=64)  # first: cuBLAS keeps its workspace, 32 MB, from then on
     plain, _, least = train(7, rate=0.0)
-    watched, records, most = train(7, rate=0.0, rows=64)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert [record.step for record in records] == [0, 2, 4, 6]
     assert most < 1.01 * least

@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import attnscale
 from attnscale.attending.ragged import as_one_row, as_tokens
-from attnscale.diagnose.audit import diagnose
+from attnscale.diagnose.auditing import diagnose
 from attnscale.errors import NotFollowedWarning, NotInsideWarning
 from attnscale.tracing.lineage import Ledger
 from attnscale.watching import watcher

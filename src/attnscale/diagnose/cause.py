@@ -1,4 +1,4 @@
-"""Find out why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
+"""Explain why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
 
 Each factor is compared with what it is for unit-variance, independent components: a with 1/√d_k (or what the model
 declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. Their logarithms add up to that of the

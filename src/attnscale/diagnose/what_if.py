@@ -17,7 +17,7 @@ from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import scaled_call
-from attnscale.plain import plain
+from attnscale.plain import plain, readable
 from attnscale.results import Result
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
@@ -61,23 +61,14 @@ class Outcome:
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
+        start = readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
         return (
             *start,
             f"{self.top1:.3f}",
             f"{self.jacobian_trace:.3f}",
-            _short(self.max),
+            readable(self.max),
             "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}",
         )
-
-
-def _short(value: float) -> str:
-    """Format a number with three digits, and thousands with commas.
-
-    >>> _short(0.1776), _short(3338.2), _short(1.5e7)
-    ('0.178', '3,338', '1.5e+07')
-    """
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, repr=False)

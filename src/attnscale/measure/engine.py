@@ -12,7 +12,7 @@ from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
 from attnscale.measure import ragged
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda.layout import is_intercepted, layout_key
+from attnscale.measure.cuda.launch import is_intercepted, layout_key
 from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, measure, moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pooled import MeasuredRows
@@ -124,12 +124,10 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            way = partial(
-                on_cuda.attend_planned, call.scale, is_causal, on_cuda.choice_of(call.query, call.key, call.value)
-            )
+            way = partial(on_cuda.attend_directly, call.scale, is_causal)
     elif rows is not None and sinks is None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
-        way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)
+        way = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
     elif rows is None and attends_rows(call):
         output, found = attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))

@@ -11,9 +11,8 @@ from attnscale.attending.call import Call
 from attnscale.attending.running import run
 from attnscale.errors import SettingError
 from attnscale.inputs import refuse_vmap
-from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda.layout import capturing, is_intercepted
+from attnscale.measure.cuda.launch import capturing, is_intercepted
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pooled import SUMS, TABLE, MeasuredRows, Table, pool_rows
@@ -48,10 +47,8 @@ def measure(call: Call, rows: int | None) -> ScoreStats:
 def measured(call: Call, rows: int | None, lse: Tensor | None = None) -> ScoreStats:
     """Measure every row of an attention, or about this many a head; `lse` is what a kernel left of all rows."""
     call = _with_infinite_mask(call)
-    if on_cuda.measures(call):
-        return on_cuda.measure(call, rows)
-    if sampled.measures_masked(call):
-        return sampled.measure_masked(call, rows)
+    if sampled.measures(call):
+        return sampled.measure(call, rows)
     sample = None if rows is None else _sample(call, rows)
     if sample is None:
         pool = MeasuredRows(every_row(call))

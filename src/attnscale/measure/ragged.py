@@ -9,8 +9,8 @@ from attnscale.attending.nested import nested_call
 from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tokens, layouts, packed_call, window_of
 from attnscale.attending.running import run_sequences
 from attnscale.inputs import refuse_vmap
+from attnscale.measure.cuda import sampled
 from attnscale.measure.cuda import sequences as on_cuda
-from attnscale.measure.cuda.sampled import measures_masked
 from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, every_row, measured, moments_of
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.pooled import MeasuredRows
@@ -111,7 +111,7 @@ def _measure(ragged: Ragged, rows: int | None) -> ScoreStats:
     if rows is None and on_cuda.measures(ragged):
         return on_cuda.measure(ragged)
     documents = ragged.as_documents()
-    if documents is not None and (documents.query.device.type == "cpu" or measures_masked(documents)):
+    if documents is not None and (documents.query.device.type == "cpu" or sampled.measures(documents)):
         return measured(documents, rows)
     total = max(1, ragged.row.query.shape[-2])
     shares = [None if rows is None else max(2, -(-rows * length // total)) for length in ragged.rows.lengths]

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, as_one_row
-from attnscale.measure.cuda.attention import KernelChoice, attend_planned, choice_of, takes_as_given
-from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take
-from attnscale.measure.cuda.sampled import own_logits
-from attnscale.measure.cuda.sdpa import Packing
+from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper
+from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take
+from attnscale.measure.cuda.sampled import own_sinks
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import HALF_DTYPES
@@ -29,7 +28,7 @@ def attends(ragged: Ragged) -> bool:
     """Return True if one kernel gives the output too, and torch has a backward for it."""
     row = ragged.row
     is_whole = not row.dropout_p and row.sinks is None and row.value.shape[-1] == row.query.shape[-1]
-    if not is_whole or not takes_as_given(row) or not measures(ragged):
+    if not is_whole or not has_one_dtype(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
         row.query.dtype in HALF_DTYPES
@@ -41,25 +40,25 @@ def attends(ragged: Ragged) -> bool:
 def attends_for_less(ragged: Ragged) -> bool:
     """Return True on Hopper, where all rows with the output cost less than torch's kernel and a pass over some."""
     row = ragged.row
-    return attends(ragged) and choice_of(row.query, row.key, row.value, True) is KernelChoice.HOPPER
+    return attends(ragged) and is_on_hopper(row.query, row.key, row.value)
 
 
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
-    row, packing = ragged.row, Packing(ragged.rows.offsets, ragged.rows.longest if _learns(ragged) else 0)
-    given = row.query, row.key, row.value
-    output, stats = attend_planned(row.scale, row.visibility.last == 0, None, *given, packing)
+    row, longest = ragged.row, ragged.rows.longest if _learns(ragged) else 0
+    given = row.query, row.key, row.value, ragged.rows.offsets, longest
+    output, stats = attend_directly(row.scale, row.visibility.last == 0, *given)
     return as_one_row(output), stats
 
 
 def measure(ragged: Ragged) -> ScoreStats:
-    """Measure every row alone."""
+    """Measure every row without the output."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
         sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        table = finish.finish_rows(sums, 0, False, own_logits(row.sinks))
+        table = finish.finish(sums.unsqueeze(1), sinks=own_sinks(row))
     return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 
