@@ -87,10 +87,11 @@ def own_sinks(call: Call) -> Tensor | None:
     return None if call.sinks is None else call.sinks.detach().to(torch.float64, copy=True)
 
 
-def measure_rows(call: Call, planned: Design, bounds: Tensor, table: Tensor | None = None) -> SampledRows:
+def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
-    `bounds` are upper bounds of scores: the lse of every row, or one of each head. `table` is written to, if given.
+    `bounds` are upper bounds of scores: the lse of every row, or one of each head; None: they are told
+    otherwise. `table` is written to, if given.
     """
     from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
 
