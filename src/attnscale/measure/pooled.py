@@ -68,14 +68,14 @@ class Table:
 
     def __call__(self) -> Pooled:
         """Return views of it: reading launches nothing, and reads what a replayed graph has written."""
-        columns = self.columns.unbind(-1)
+        numbers, sums, shown = self.columns.split([len(NUMBERS), len(SUMS), len(FINISHED) + 2], dim=-1)
+        looked_rows, looked_scores, mean, largest, bound, above = numbers.unbind(-1)
+        *columns, rows, count = shown.unbind(-1)
         if not torch.compiler.is_compiling() and in_transform():  # torch.func has no such view in torch 2.11
-            rows, count = (column.long() for column in columns[:2])
+            rows, count = looked_rows.long(), looked_scores.long()
         else:
-            rows, count = (column.view(torch.int64) for column in columns[-2:])
-        mean, largest, bound, above = columns[2 : len(NUMBERS)]
-        finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
-        sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
+            rows, count = rows.view(torch.int64), count.view(torch.int64)
+        finished = dict(zip(FINISHED, columns, strict=True))
         return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 
