@@ -44,12 +44,12 @@ diagnose            13  2,450   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading             10  1,220   1,300 with checking
+loading             10  1,200   1,300 with checking
 checking             2    240
 comparing            8  1,340   1,430
 bench                4    490   420
-lab                 21  3,110   4,500 with claims
-claims               9  2,030
+lab                 19  2,800   4,500 with claims
+claims               9  2,010
 show                20  2,630   2,400
 cli                 13  1,100   950
 """

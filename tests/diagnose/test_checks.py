@@ -1,4 +1,4 @@
-"""What the zoo has no model for: limits, messages, and stacks of layers."""
+"""Cases that the zoo has no model for: limits, messages, and stacks of layers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the scores of a layer show: verdicts on heads, and the findings that follow."""
+"""Findings from the scores of a layer: verdicts on heads, and the findings that follow."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an audit did not judge is said, and a model without attention that can be read is a result."""
+"""An audit says what it did not judge, and a model without attention that can be read is a result."""
 
 import math
 

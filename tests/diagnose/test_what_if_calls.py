@@ -1,4 +1,4 @@
-"""What an audit tries on a layer is the layer: its bias, padding, keys, sequences and values."""
+"""An audit tries other settings on the layer itself: its bias, padding, keys, sequences and values."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""What would take forever or all memory is refused by what it declares, in a sentence, before anything is built."""
+"""Models that would take forever or all memory are refused in one sentence, before anything is built."""
 
 import json
 import os

@@ -85,7 +85,9 @@ class Audit(PlottedResult):
         shown = [table(self.layers.values(), words), ""] if count else []
         where = f"{count} attention layer{'s' * (count != 1)}"
         checked = (
-            f"Not all was checked of {where}; the rest is fine." if self.unchecked else f"Nothing found in {where}."
+            f"No findings in {where}, but not everything could be checked."
+            if self.unchecked
+            else f"Nothing found in {where}."
         )
         found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]
         unsaid = [self.unjudged] if self.unjudged else []

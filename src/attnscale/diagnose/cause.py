@@ -46,11 +46,11 @@ class Change:
         """Δ ln of the root mean square score."""
         return self.multiplier + self.query_norm + self.key_norm + self.alignment
 
-    @property
-    def factor(self) -> str:
-        """The factor that moved most."""
-        ratios = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
-        return dominant({name: math.exp(change) for name, change in ratios.items()})
+    def grown_factor(self, least: float = 0.0) -> str:
+        """Return the factor that grew most, by more than `least`: `multiplier`, `norms`, `alignment`, or nothing."""
+        grown = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
+        known = {name: each for name, each in grown.items() if each > least}  # without NaN
+        return max(known, key=lambda name: known[name], default="")
 
     def __str__(self) -> str:
         return (

@@ -56,10 +56,12 @@ def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 def is_chosen(layer: Layer, scale: float) -> bool:
     """Return True if a configuration or a rule asks for this multiplier, or for one that depends on the tensors."""
-    said = layer.declared
-    if said.scale_authority is not Authority.CONFIGURED:
+    declared = layer.declared
+    if declared.scale_authority is not Authority.CONFIGURED:
         return False
-    return said.scale is None or any(_close(scale, reading, _tolerance(layer)) for reading in said.scale_readings)
+    return declared.scale is None or any(
+        _close(scale, reading, _tolerance(layer)) for reading in declared.scale_readings
+    )
 
 
 def is_cosine(layer: Layer) -> bool:
@@ -90,13 +92,13 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
     intent. Only where no slip explains it, it is taken for a choice.
     """
-    said, tolerance = layer.declared, _tolerance(layer)
+    declared, tolerance = layer.declared, _tolerance(layer)
     stretched = _stretch_mismatch(layer, scale)
     if stretched is not None:
         return stretched
     if is_chosen(layer, scale):
         return None
-    is_declared = any(_close(scale, reading, tolerance) for reading in said.scale_readings)
+    is_declared = any(_close(scale, reading, tolerance) for reading in declared.scale_readings)
     ignores = not is_declared and _says_another(layer)
     if _is_usual(layer, scale) or is_cosine(layer):
         return _ignored(layer, scale) if ignores else None
@@ -120,24 +122,26 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
 
 def _stretch_mismatch(layer: Layer, scale: float) -> Finding | None:
     """Find the factor of a context stretched by YaRN that neither the rotation nor the scale has, or both have."""
-    said, tolerance = layer.declared, _tolerance(layer)
-    stretch, origins = said.stretch, layer.origins[:1]
+    declared, tolerance = layer.declared, _tolerance(layer)
+    stretch, origins = declared.stretch, layer.origins[:1]
     if abs(stretch - 1) < 2 * tolerance or not origins or origins[0].query is None or origins[0].key is None:
         return None
     rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
-    base = said.scale if said.scale_authority is Authority.CONFIGURED and said.scale else layer.head_dim**-0.5
+    base = (
+        declared.scale if declared.scale_authority is Authority.CONFIGURED and declared.scale else layer.head_dim**-0.5
+    )
     applied = scale / base * rotation
     found = {
         "neither the rotation nor the scale has it": 1.0,
         "both the rotation and the scale have it": stretch**2,
-        "they have the factor of mscale, where mscale_all_dim counts": said.stretch_confused,
+        "they have the factor of mscale, where mscale_all_dim counts": declared.stretch_confused,
     }
     has = next((words for words, wrong in found.items() if _close(applied, wrong, tolerance)), "")
     if not has or _close(applied, stretch, tolerance):
         return None
     right = base * stretch / rotation
     message = (
-        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them by "
+        f"{declared.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them by "
         f"{rotation:.4g}, the scale is {scale:.4g}."
     )
     advice = f"Multiply the scores by {right:.4g}"
@@ -169,10 +173,10 @@ def _is_usual(layer: Layer, scale: float) -> bool:
 
 def _says_another(layer: Layer) -> bool:
     """Return True if the model clearly asks for a multiplier of its own; restating 1/√d_k asks for nothing."""
-    said = layer.declared
-    if said.scale is None or said.scale_authority < Authority.NAMED:
+    declared = layer.declared
+    if declared.scale is None or declared.scale_authority < Authority.NAMED:
         return False
-    return said.scale_authority is Authority.CONFIGURED or not _restates_usual(layer)
+    return declared.scale_authority is Authority.CONFIGURED or not _restates_usual(layer)
 
 
 def _classic(layer: Layer, scale: float) -> Finding | None:
@@ -202,8 +206,8 @@ def _classic(layer: Layer, scale: float) -> Finding | None:
 
 def _restates_usual(layer: Layer) -> bool:
     """Return True if the module itself means 1/√d_k: then 1/d_k is that, applied twice, and not another width."""
-    said = layer.declared.scale
-    return said is not None and _close(said, layer.head_dim**-0.5, TOLERANCE)
+    declared = layer.declared.scale
+    return declared is not None and _close(declared, layer.head_dim**-0.5, TOLERANCE)
 
 
 def _is_folded(layer: Layer) -> bool:
@@ -262,13 +266,13 @@ def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
 
 
 def _ignored(layer: Layer, scale: float) -> Finding:
-    said = layer.declared
-    assert said.scale is not None  # else there is nothing to ignore
-    wanted = said.scale
-    if is_cosine(layer) and said.scale_authority is not Authority.CONFIGURED:
+    declared = layer.declared
+    assert declared.scale is not None  # else there is nothing to ignore
+    wanted = declared.scale
+    if is_cosine(layer) and declared.scale_authority is not Authority.CONFIGURED:
         wanted = max(wanted, 1 / wanted)  # cosines are multiplied by 10 or divided by 0.1: below one is no choice
-    message = f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {wanted:.4g}."
-    advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {said.scale_source}."
+    message = f"The scores are multiplied by {scale:.4g}, and {declared.scale_source} sets {wanted:.4g}."
+    advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {declared.scale_source}."
     return layer_finding(layer, "config_mismatch", message, advice, (scale, wanted))
 
 

@@ -147,7 +147,7 @@ def _(comparison: Comparison) -> View:
     changed = [*comparison.changed, *comparison.carried]
     rows = (
         ("warning" if head.worse else "note", [
-            head.layer, str(head.head), head.told, str(head.by_factor),
+            head.layer, str(head.head), head.text, str(head.by_factor),
             head.reason,
         ])
         for head in changed
