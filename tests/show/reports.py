@@ -11,7 +11,7 @@ from attnscale.comparing import LayerProfile, Profile, compare_profiles
 from attnscale.comparing.profiles import COMPARED
 from attnscale.diagnose import Finding, diagnose
 from attnscale.lab.demo import TwinRun, Twins
-from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
+from attnscale.lab.experiment import Check, Curve, Heatmap, Plot, Result, Table
 from attnscale.measure.statistics import logged
 from attnscale.train.record import LayerRecord, Record
 from tests.diagnose.layers import layer_of
