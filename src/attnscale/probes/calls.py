@@ -206,9 +206,6 @@ class ProbedCall:
                 row.copy_(torch.hypot(row, lengths) if is_more else lengths)
         self.has_gradients = (True, found.key is not None)
 
-    def settle(self) -> None:
-        """Do nothing: gradients are in the buffer as soon as they have passed."""
-
     @cached_property
     def seen(self) -> SeenCall:
         """The call as a trace would have seen it."""

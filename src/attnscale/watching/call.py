@@ -118,9 +118,6 @@ class NotedCall(Protocol):
     def seen(self) -> "SeenCall":
         """All that is known of it."""
 
-    def settle(self) -> None:
-        """Wait for no further backward pass."""
-
 
 @dataclass(eq=False)
 class SeenCall:
@@ -166,11 +163,6 @@ class SeenCall:
     def seen(self) -> "SeenCall":
         """The call itself; one that a probe measured is made only when it is asked for."""
         return self
-
-    def settle(self) -> None:
-        """Wait for no further backward pass."""
-        if self.gradients is not None:
-            self.gradients.settle()
 
     @property
     def rescaled(self) -> tuple[str, ...]:

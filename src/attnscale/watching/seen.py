@@ -72,10 +72,6 @@ class Seen(PlottedResult):
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
 
-    def settle(self) -> None:
-        for call in (call for calls in self._sites.values() for call in calls):
-            call.settle()
-
     @property
     def calls(self) -> int:
         """Attention calls seen."""
@@ -94,7 +90,6 @@ class Seen(PlottedResult):
         Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
         loop over time, and one layer.
         """
-        self.settle()
         if self._built[0] != self.calls:
             by_layer = self.calls_by_layer().items()
             layers = {name: self._layer(name, path, [call.seen for call in calls]) for name, (path, calls) in by_layer}

@@ -21,7 +21,7 @@ from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
 from attnscale.watching.axes import find_axes, key_channels
 from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import of_kernel
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
@@ -157,7 +157,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def conclude(self) -> None:
         """Warn of what could not be followed; where nothing was seen at all, raise."""
-        self.seen.settle()
         unfollowed = self.tracer.unfollowed
         if self._settings.training and not self.failures and not unfollowed:
             self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
@@ -258,8 +257,8 @@ class Reporter:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
         if torch.is_grad_enabled():
-            query, key, *turn = call.given or (call.query, call.key)
-            seen.gradients = of_kernel(query, key, seen.heads, seen.key_owners, *turn)
+            query, key, by_head = call.given or (call.query, call.key, lambda gradient: gradient)
+            seen.gradients = GradientLengths.followed(query, key, seen.heads, seen.key_owners, by_head)
         self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
         return seen.softmax
 
@@ -309,9 +308,9 @@ class Reporter:
         self._plan.add_written(path, self._stack.line_within(path), seen, planned)
 
     def _note_run(self, path: str) -> None:
-        compiled = self._stack.compiled()
-        self._seen.is_compiled |= compiled.is_compiled
-        self._plan.ran_as(path, *compiled, self._stack.depth(path))
+        is_compiled, is_pinned = self._stack.compiled()
+        self._seen.is_compiled |= is_compiled
+        self._plan.ran_as(path, is_compiled, is_pinned, self._stack.depth(path))
 
     def _measured(self, call: KernelCall | WrittenCall) -> SeenCall:
         if self._settings.training and not torch.is_grad_enabled():

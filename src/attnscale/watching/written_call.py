@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
-from attnscale.numerics import HALF_DTYPES, wide_dtype
+from attnscale.numerics import HALF_DTYPES, constant_on, wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
 from attnscale.tracing.following import ProjectionPath, Trail
 from attnscale.tracing.parameters import Origins, released
@@ -30,7 +30,7 @@ from attnscale.watching.call import (
     rescaled_sides,
     scale_after_cap,
 )
-from attnscale.watching.gradients import GradientLengths, of_product
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_written_call
 
@@ -204,9 +204,14 @@ class WrittenCall:
     def gradients(self, factor: float = 1.0) -> GradientLengths:
         """Follow the gradients of the operands of the product, or of what a factor multiplied to make them."""
         product, groups = self.axes.product, self.axes.groups
-        entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        found = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        if product.left.dim() != 3 or product.right.dim() != 3 or len(np.unique(found)) < len(found):
+            return GradientLengths()  # several heads in one entry cannot be told apart by it
+        entries = found.reshape(groups.shape)
         query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
-        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners, factor)
+        return GradientLengths.followed(
+            query, key, self.heads, self.axes.owners, lambda each: factor * each[constant_on(each.device, entries)]
+        )
 
     def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return ‖q‖, ‖k‖ and their cosine for each head, padding aside, as they left their projections."""
