@@ -17,8 +17,8 @@ from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
 from attnscale.torch_internals import copy_each_
-from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import GradientLengths
+from attnscale.watching.layer import Factors, SeenCall
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls

@@ -57,7 +57,7 @@ def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) 
     lengths = measured_lengths(kernel.query, kernel.key, (found.padding, found.hidden_keys), settings.rows is None)
     for row, found_lengths in zip(call.buffer.lengths, lengths, strict=False):
         row.copy_(found_lengths)
-    if template.biased:  # FlexAttention; other biased calls are not planned
+    if template.wiring.biased:  # FlexAttention; other biased calls are not planned
         call.buffer.cosine.copy_(kernel.cosine(found))
         call.has_cosine = True
 

@@ -19,7 +19,7 @@ from attnscale.watching.rows import is_bias
 
 if TYPE_CHECKING:
     from attnscale.watching.axes import Axes
-    from attnscale.watching.call import Factors, SeenCall
+    from attnscale.watching.layer import Factors, SeenCall
     from attnscale.watching.written_call import WrittenCall
 
 ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
@@ -107,11 +107,11 @@ def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
     trail, axes = call.trail, call.axes
     if trail.blended or trail.dropped or trail.other_scores or trail.learned_terms or len(trail.caps) > 1:
         return False
-    if axes.over_pairs or axes.between_channels or seen.softcap_discarded or call.finite_gaps:
+    if axes.over_pairs or axes.between_channels or seen.wiring.softcap_discarded or call.finite_gaps:
         return False
     if any(NEVER_A_SCORE < fill <= -HIDING_GAP for fill in trail.fills) or seen.reading.inert_fill is not None:
         return False
-    if seen.biased or any(is_bias(bias) for bias, _ in call.biases):
+    if seen.wiring.biased or any(is_bias(bias) for bias, _ in call.biases):
         return False
     return seen.sinks is None and not call.probed.arrival.shift.any()
 

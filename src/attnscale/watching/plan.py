@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from attnscale.declared import Declared, declared
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.layer import Factors, SeenCall
 from attnscale.watching.layout import WrittenPlan
 from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
@@ -128,7 +128,7 @@ class PlanRecorder:
             self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")
-        elif seen.biased and kernel.kind != "flex":
+        elif seen.wiring.biased and kernel.kind != "flex":
             self._fall_back(path, "a bias is added to its scores")
         else:
             self._add(path, line, seen, None, kernel.key.shape[1])

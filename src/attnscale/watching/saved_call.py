@@ -18,8 +18,8 @@ from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.axes import Axes, Operands
 
 if TYPE_CHECKING:
-    from attnscale.watching.call import Factors
     from attnscale.watching.kernels.kernel_call import KernelCall
+    from attnscale.watching.layer import Factors
     from attnscale.watching.written_call import WrittenCall
 
 ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was added to them

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +15,8 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.results import PlottedResult
-from attnscale.watching.call import NotedCall, Reading, SeenCall
 from attnscale.watching.gradients import norm_over
-from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.layer import Layer, NotedCall, SeenCall, merged
 from attnscale.watching.missed import MissedAttention
 from attnscale.watching.module_stack import Line
 
@@ -133,19 +132,12 @@ class Seen(PlottedResult):
             query_norm=_root_over_rows(calls, lambda call: call.query_norm),
             key_norm=_root_over_rows(calls, lambda call: call.key_norm),
             declared=self._declare(path, last.head_dim),
-            wiring=Wiring(
-                normalised=all(call.normalised for call in calls),
-                biased=any(call.biased for call in calls),
-                bias_is_scaled=any(call.bias_is_scaled for call in calls),
-                softcap_discarded=any(call.softcap_discarded for call in calls),
-                softcap_unbounded=any(call.softcap_unbounded for call in calls),
-                factor_after_softmax=last.softmax.factor_after,
-                mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
-                axis_of_keys=_axis_of_keys(calls),
+            wiring=replace(
+                merged([call.wiring_of_all for call in calls]),
                 unused_norms=self.unused_norms(path),
                 misplaced_norms=self.misplaced_norms(path),
             ),
-            reading=Reading.of_calls([call.reading for call in calls]),
+            reading=merged([call.reading for call in calls]),
             softmaxes=tuple(call.softmax for call in calls),
             calls=len(calls),
             queries=sum(call.rows for call in calls),
@@ -241,13 +233,6 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
-
-
-def _axis_of_keys(calls: list[SeenCall]) -> tuple[int, int, int] | None:
-    """Return the axis of a softmax, the one that values are summed over instead, and the rank; None where the same."""
-    found = (each.softmax for each in calls if not each.mixes_along_softmax and each.softmax.axis_of_keys is not None)
-    softmax = next(found, None)
-    return None if softmax is None else (softmax.axis, softmax.axis_of_keys or 0, softmax.rank)
 
 
 def _is_over_time(keys: list[int]) -> bool:

@@ -20,9 +20,9 @@ from attnscale.tracing.lineage import Ledger, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
 from attnscale.watching.axes import find_axes, key_channels
-from attnscale.watching.call import SeenCall
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
+from attnscale.watching.layer import SeenCall
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack

@@ -3,7 +3,7 @@
 The operations on the way say what multiplies q·k; the numbers are compared with that, and believed where they differ.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,17 +20,8 @@ from attnscale.tracing.parameters import Origins, released
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
 from attnscale.watching.axes import Axes, Operands, arrive, channels_of
-from attnscale.watching.call import (
-    COMPUTED,
-    Reading,
-    SeenCall,
-    detached_sides,
-    differs_by_row,
-    lost_on_the_way,
-    rescaled_sides,
-    scale_after_cap,
-)
 from attnscale.watching.gradients import GradientLengths
+from attnscale.watching.layer import COMPUTED, Reading, SeenCall, Wiring, differs_by_row
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_written_call
 
@@ -119,12 +110,14 @@ class WrittenCall:
             batch=batch,
             attends_itself=attends_itself,
             padding=padding,
-            normalised=query_path.normalised and key_path.normalised,
-            biased=biased,
+            wiring=Wiring(
+                normalised=query_path.normalised and key_path.normalised,
+                biased=biased,
+                bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
+                softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
+                softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
+            ),
             cosine=cosine if biased else None,
-            bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-            softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
-            softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
             over_pairs=axes.over_pairs,
             kept=kept,
             origins=self.origins(),
@@ -306,18 +299,18 @@ class Fit(NamedTuple):
 
 def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Reading:
     """Return what is known of the way to the softmax; `fitted` where nothing but q·k should be in the probed rows."""
-    query, key = call.paths
-    return Reading(
-        _unread(call, fitted),
-        call.trail.learned_terms,
-        query.learned_factor or key.learned_factor or call.trail.learned_factor,
-        detached_sides(query, key),
-        call.trail.dropped,
-        fill,
-        capped_mask(call.trail, call.softcap),
-        next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
-        scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
-        rescaled_sides(query, key),
+    of_paths, trail = Reading.of_paths(*call.paths), call.trail
+    after = trail.after_caps
+    return replace(
+        of_paths,
+        unread=_unread(call, of_paths.unread, fitted),
+        learned_terms=trail.learned_terms,
+        learned_factor=of_paths.learned_factor or trail.learned_factor,
+        dropped=trail.dropped,
+        inert_fill=fill,
+        capped_mask=capped_mask(trail, call.softcap),
+        inert_added=next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
+        scale_after_cap=float(np.prod(after[:-1])) if trail.caps and len(after) > 1 else None,
     )
 
 
@@ -356,7 +349,7 @@ def _or_one(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 1.0)
 
 
-def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
+def _unread(call: WrittenCall, lost: str, fitted: Fit | None) -> str:
     """Return why the multiplier cannot be judged; empty where it can."""
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
@@ -366,7 +359,7 @@ def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
         return "q·k is one of several terms, by a learned share"
     if call.trail.computed_factor:
         return COMPUTED
-    why = lost_on_the_way(*call.paths) or differs_by_row(call.stated)
+    why = lost or differs_by_row(call.stated)
     if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
     explained = float(fitted.explained.min())

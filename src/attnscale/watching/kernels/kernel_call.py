@@ -30,16 +30,8 @@ from attnscale.tracing.parameters import Origin, Origins, released, sampled_orig
 from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
-from attnscale.watching.call import (
-    Factors,
-    Reading,
-    SeenCall,
-    detached_sides,
-    differs_by_row,
-    lost_on_the_way,
-    rescaled_sides,
-)
 from attnscale.watching.gradients import owners_told
+from attnscale.watching.layer import Factors, Reading, SeenCall, Wiring, differs_by_row
 from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_kernel_call
 
@@ -103,6 +95,7 @@ class KernelCall:
         kept = (
             save_kernel_call(call, found.multiplier * factor, (query_path, key_path), found.softcap) if keep else None
         )
+        of_paths = Reading.of_paths(query_path, key_path)
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
         return SeenCall(
             kind=self.kind,
@@ -124,18 +117,15 @@ class KernelCall:
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,
-            normalised=query_path.normalised and key_path.normalised,
-            biased=found.bias is not None,
+            wiring=Wiring(query_path.normalised and key_path.normalised, biased=found.bias is not None),
             cosine=None if found.bias is None else call.cosine(found),
             kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_path.factor, key_path.factor) if query_path.constant and key_path.constant else None,
-            reading=Reading(
-                differs_by_row(by_end) or lost_on_the_way(query_path, key_path),
-                learned_factor=query_path.learned_factor or key_path.learned_factor,
-                detached=detached_sides(query_path, key_path),
-                rescaled=rescaled_sides(query_path, key_path),
+            reading=replace(
+                of_paths,
+                unread=differs_by_row(by_end) or of_paths.unread,
                 inert_added=flags_added(self.visibility.bias),
             ),
             softmax=self.softmax,
