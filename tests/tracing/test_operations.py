@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import torch
 
-from attnscale.tracing import READ_WHOLE, READERS, Tracer
+from attnscale.tracing import READERS, Tracer
 from attnscale.tracing.lineage import Ledger, Node
 from attnscale.watching.kernels import traits_of
 
@@ -22,7 +22,7 @@ def overloads(name):
 
 
 def test_no_reader_waits_for_an_operation_that_arrives_in_parts():
-    for name in set(READERS) - FUSED_ON_CUDA - OF_NESTED_TENSORS - READ_WHOLE:
+    for name in set(READERS) - FUSED_ON_CUDA - OF_NESTED_TENSORS:
         traits = list(overloads(name))
         assert traits, f"torch has no operation {name}"
         assert any(not each.is_composite or each.fused_on for each in traits), f"{name} is decomposed"

@@ -13,7 +13,6 @@ from attnscale.errors import SettingError
 from attnscale.measure.statistics import logged
 from attnscale.train import read_log
 from attnscale.train.tally import Arriving, from_bytes, merge, to_bytes
-from attnscale.watching.seen import LayerNumbers
 from tests.ranks import on_ranks, processes
 
 from . import rank_runs
@@ -153,6 +152,5 @@ def tally(heads):
     x = torch.randn(2, 5, heads * 4)
     with attnscale.watch(attention, rows=None) as seen:
         attention(x, x, x)
-    numbers = LayerNumbers.of([call.seen for call in next(iter(seen.calls_by_layer().values()))[1]])
-    (found,) = Arriving({"": numbers}, 0).tallies().values()
+    (found,) = Arriving(seen.layers, 0).tallies().values()
     return found

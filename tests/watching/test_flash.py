@@ -8,15 +8,9 @@ import torch.nn.functional as F
 
 import attnscale
 from attnscale.tracing.lineage import Ledger
-from attnscale.watching import watcher
 from attnscale.watching.kernels import kernel_calls
 from tests.attending.test_memory import LargestTensor
 from tests.zoo.entry import SelfAttention, above_diagonal
-
-
-@pytest.fixture(autouse=True)
-def failures_raise(monkeypatch):
-    monkeypatch.setattr(watcher, "RAISE_FAILURES", True)
 
 
 def attend(q, k, v, softmax_scale, causal):

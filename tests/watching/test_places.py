@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attnscale
+from tests.watching.layers import Fused
 from tests.zoo import ENTRIES
 from tests.zoo.entry import SelfAttention
 
@@ -68,21 +68,6 @@ def test_two_inputs_of_one_encoder_are_two_depths_whatever_their_lengths():
         with attnscale.watch(model := Siamese()) as seen:
             model(*(torch.randn(1, length, 24) for length in lengths))
         assert list(seen.layers) == ["attention[0]", "attention[1]"]
-
-
-def test_a_loop_over_time_is_one_layer():
-    class OverTime(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
-
-        def forward(self, x):
-            steps = (self.attention(x[:, i : i + 1], x[:, : i + 1], x[:, : i + 1]) for i in range(x.shape[1]))
-            return torch.cat([mixed for mixed, _ in steps], 1)
-
-    with attnscale.watch(model := OverTime()) as seen:
-        model(torch.randn(1, 5, 24))
-    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 5}
 
 
 @pytest.mark.filterwarnings("default")  # reentrant checkpointing shows no gradients, and that is told
@@ -158,18 +143,14 @@ def test_sequences_that_several_kernels_attend_are_one_attention():
 
 
 def test_a_table_shown_before_the_backward_pass_does_not_keep_its_gradients_from_being_seen():
-    class Sdpa(SelfAttention):
-        def forward(self, x):
-            return self.merge(F.scaled_dot_product_attention(*self.project(x)))
-
-    model = Sdpa(33, 3)
+    model = Fused(33, 3)
     with attnscale.watch(model) as seen:
         loss = model(torch.randn(2, 7, 33)).square().sum()
-        assert "Sdpa" in str(seen)
-        layer = seen.layers["Sdpa"]
+        assert "Fused" in str(seen)
+        layer = seen.layers["Fused"]
         assert layer.query_gradient is None
         loss.backward()
-    for found in (layer, seen.layers["Sdpa"]):
+    for found in (layer, seen.layers["Fused"]):
         assert bool((found.query_gradient > 0).all())
         assert bool((found.key_gradient > 0).all())
 

@@ -10,13 +10,9 @@ from attnscale.tracing import arithmetic, moving, products, softmaxes
 from attnscale.tracing.lineage import Ledger, Node, Operation, unknown
 from attnscale.tracing.roles import Product, Softmax
 
-# By ATen's names: einsum, matmul and `@` have become bmm and views by then, unless they are read whole. The later know
+# By ATen's names: einsum, matmul and `@` have become bmm and views by then, also in inference mode. The later know
 # more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
 READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
-
-# Composite operations that are read as one where they arrive as one, as in inference mode. Taken
-# apart, a layer of BERT has twice as many operations to read.
-READ_WHOLE = frozenset(("linear", "layer_norm", "dropout"))
 
 
 class OnSoftmax(Protocol):
@@ -60,10 +56,6 @@ class Tracer:
     def are_normalised(self, product: Product) -> None:
         """Note that what they mixed was divided by their sum."""
         self._unnormalised[product.modules[-1]] -= 1
-
-    def reads_whole(self, name: str, args: Sequence[Any]) -> bool:
-        """Return True if a composite operation that is about to run is read as one."""
-        return name in READ_WHOLE and (name != "linear" or self.ledger.node(args[1]).parameter)
 
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
         """Read an operation that ran."""

@@ -20,7 +20,7 @@ from attnscale.tracing.roles import (
 )
 
 Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
-WITH_A_GAIN = ("layer_norm", "native_layer_norm", "_fused_rms_norm")
+WITH_A_GAIN = ("native_layer_norm", "_fused_rms_norm")
 
 
 def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:

@@ -116,8 +116,6 @@ def _view_as_complex(op: Operation) -> Node:
 
 
 def _dropout(op: Operation) -> Result:
-    if op.name == "dropout" and not op.argument(2, "train"):
-        return _alias(op)
     node = moved(op.node(), op.shape, None, "drop")
     return [node] if isinstance(op.result, (tuple, list)) else node
 
@@ -214,7 +212,7 @@ READERS: dict[str, Reader] = {
     "index": _index,
     "topk": _topk,
     "mean": _mean,
-    **dict.fromkeys(("dropout", "native_dropout", "_fused_dropout"), _dropout),
+    **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),

@@ -80,7 +80,9 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
     for side, node in enumerate(nodes):
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
-            node.role.softmax.keep_values(node, operands[1 - side], side)
+            keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # it holds the operands
+            if keep_values is not None and side == 0:
+                keep_values(node, operands[1])
             _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
             _compare_pairs(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))
@@ -226,17 +228,6 @@ def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node
     return _projected(shape, activation, parameter, channel, (axis % len(parameter.shape),), bias)
 
 
-def _linear(op: Operation) -> Node:
-    """Read a projection as a layer calls it, whose weight is (outputs, inputs)."""
-    given = op.argument(2, "bias")
-    bias = None if given is None else op.ledger.node(given)
-    return _projected(op.shape, op.node(0), op.node(1), _output_of_linear, (1,), bias)
-
-
-def _output_of_linear(points: Points) -> Points:
-    return np.stack([points[:, -1], np.zeros_like(points[:, -1])], axis=1)
-
-
 def _projected(
     shape: Shape, activation: Node, weight: Node, channel: Map, inputs: tuple[int, ...], bias: Node | None
 ) -> Node:
@@ -279,7 +270,6 @@ def _convolution(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(OPERANDS, _matrix_product),
-    "linear": _linear,
     "convolution": _convolution,
     "sum": _sum_of_pairs,
 }

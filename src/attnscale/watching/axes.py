@@ -265,10 +265,9 @@ class Operands:
         )
         return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
 
-    def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
-        """Return keys as they entered the product, (groups, keys, features): about so many of them, or those chosen."""
+    def keys(self, chosen: Indices | None = None) -> Tensor:
+        """Return keys as they entered the product, (groups, keys, features): all of them, or those chosen."""
         product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
-        columns = columns if most is None else columns[:: -(-len(columns) // most)]
         columns = columns if chosen is None else columns[chosen]
         operand = product.right.mT if self.axes.keys_are_right else product.left
         if operand.dim() == 2:

@@ -13,7 +13,6 @@ from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, grid
 from attnscale.tracing.following import ProjectionPath, follow
 from attnscale.tracing.lineage import Node
-from attnscale.tracing.roles import Softmax, Weights
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.axes import Axes, Operands
 
@@ -103,12 +102,19 @@ def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
     return SavedCall(query, key, scales, seen, call.softcap)
 
 
-def save_values(axes: Axes, kept: SavedCall, softmax: Softmax, weights: Node, values: Tensor, side: int) -> None:
-    """Save the values that the weights of a call meet."""
-    found = values_met(axes, softmax, weights, values, side)
-    if found is not None and found.shape[-2] < len(axes.columns):
-        found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
-    kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found.to(kept.query.dtype)
+def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor) -> None:
+    """Save the values (…, keys, features) that the weights of a call meet, where those stand as the softmax left them.
+
+    Weights that were reordered since keep no values: no change of the output can be told of such an attention.
+    """
+    if values.dim() != 3 or len(weights.shape) != 3 or max(axes.other_axes, default=-1) > min(axes.query_axes):
+        return
+    entries, rows, keys = weights.shape
+    trails = follow(weights, grid(entries, 1, 1))
+    at = [np.ravel_multi_index(tuple(trail.points.T), trail.node.shape) for trail in trails]
+    if len(trails) > 1 or (at[0] != np.arange(entries) * rows * keys).any() or keys != len(axes.columns):
+        return
+    kept.value = values.detach()[axes.groups].to(kept.query.dtype)
 
 
 def _sinks(axes: Axes) -> tuple[int, int]:
@@ -124,32 +130,6 @@ def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visib
     if bool(shown.abs().amax() > ROUNDING * predicted.abs().amax()) if shown.numel() else False:
         return Visibility(mask=rest if visible is None else rest.masked_fill(~visible, -math.inf))
     return EVERYTHING if visible is None else Visibility(mask=visible)
-
-
-def values_met(axes: Axes, softmax: Softmax, weights: Node, values: Tensor, side: int) -> Tensor | None:
-    """Return the values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
-
-    `side` is 0 where the weights stand left of the values, 1 where they stand right of their transpose.
-    """
-    values = values.mT if side else values
-    if values.dim() != 3 or len(weights.shape) != 3:
-        return None
-    entries, *sizes = weights.shape
-    rows = sizes[side]
-    points = grid(entries, 1, rows) if side else grid(entries, rows, 1)
-    place = np.full(math.prod(axes.shape[at] for at in axes.other_axes), NOWHERE)
-    for trail in follow(weights, points):
-        if not isinstance(trail.node.role, Weights) or trail.node.role.softmax is not softmax:
-            return None
-        element = np.ravel_multi_index(tuple(trail.points.T), trail.node.shape)
-        at = np.unravel_index(element, axes.shape)
-        other = np.ravel_multi_index(
-            tuple(at[axis] for axis in axes.other_axes) or (np.zeros_like(element),),
-            tuple(axes.shape[axis] for axis in axes.other_axes) or (1,),
-        )
-        place[other] = points[trail.index, 0]
-    found = place[axes.groups]
-    return None if (found == NOWHERE).any() else values.detach()[found]
 
 
 def _by_head(factor: "Factors", like: Tensor) -> Tensor:

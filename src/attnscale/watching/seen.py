@@ -1,9 +1,8 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
-from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.measure.stats import merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.results import PlottedResult
-from attnscale.watching.gradients import norm_over
 from attnscale.watching.layer import Layer, NotedCall, SeenCall, merged
 from attnscale.watching.missed import MissedAttention
 from attnscale.watching.module_stack import Line
@@ -86,12 +84,11 @@ class Seen(PlottedResult):
         """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
 
         A module that runs several times in one forward, as ALBERT's does, is shown by depth: `path[0]`, `path[1]`, …
-        Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
-        loop over time, and one layer.
+        What runs more often than models are deep is a loop over time, and one layer.
         """
         if self._built[0] != self.calls:
             by_layer = self.calls_by_layer().items()
-            layers = {name: self._layer(name, path, [call.seen for call in calls]) for name, (path, calls) in by_layer}
+            layers = {name: self.layer_of(name, path, calls) for name, (path, calls) in by_layer}
             self._built = (self.calls, Layers(layers))
         return self._built[1]
 
@@ -113,7 +110,9 @@ class Seen(PlottedResult):
             found |= {name + suffix: (path, some) for suffix, some in by_depth(calls).items()}
         return found
 
-    def _layer(self, name: str, path: str, calls: list[SeenCall]) -> Layer:
+    def layer_of(self, name: str, path: str, noted: Sequence[NotedCall]) -> Layer:
+        """Return the layer of this name, at the path of a module, that these calls are of."""
+        calls = [call.seen for call in noted]
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
         return Layer(
             name=name,
@@ -170,35 +169,6 @@ class LayerFacts(NamedTuple):
     rescaled: tuple[str, ...]  # "queries", "keys": normalised, or given a temperature, after their projection
 
 
-@dataclass(frozen=True)
-class LayerNumbers:
-    """Numbers of one layer over all its calls: fields of Layer that a record needs."""
-
-    heads: int
-    stats: ScoreStats
-    scales: Tensor
-    query_norm: Tensor
-    key_norm: Tensor
-    query_gradient: Tensor | None
-    key_gradient: Tensor | None
-    cosine: Tensor | None
-
-    @classmethod
-    def of(cls, calls: list[SeenCall]) -> "LayerNumbers":
-        """Merge the calls of a layer."""
-        gradients = [call.gradients for call in calls if call.gradients is not None]
-        return cls(
-            calls[-1].heads,
-            merged_when_read([call.stats for call in calls]),
-            _over_rows(calls, lambda call: call.scales),
-            _root_over_rows(calls, lambda call: call.query_norm),
-            _root_over_rows(calls, lambda call: call.key_norm),
-            norm_over(gradients, "query"),
-            norm_over(gradients, "key"),
-            _cosine_over_rows(calls),
-        )
-
-
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
     """Return one line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
     columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
@@ -218,8 +188,7 @@ def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
     depths: dict[int, list[NotedCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
-    keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
-    if len(depths) == 1 or len(depths) > DEEPEST or _is_over_time(keys):
+    if len(depths) == 1 or len(depths) > DEEPEST:
         return {"": calls}
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
@@ -233,12 +202,6 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
-
-
-def _is_over_time(keys: list[int]) -> bool:
-    """Return True if each run saw as many keys more than the one before."""
-    steps = {after - before for before, after in pairwise(keys)}
-    return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
 
 def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:

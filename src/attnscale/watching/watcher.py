@@ -91,7 +91,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if is_fake(types):
                 return func(*args, **kwargs)  # it has shapes alone: sharded tensors compute their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if traits.is_composite and self._is_decomposed(traits, args):
+        if traits.is_composite and not (any(map(is_nested, args)) or _is_fused(traits, args)):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -102,12 +102,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         except Exception as error:  # a model that runs must go on running
             self._failed(func, error)
         return result
-
-    def _is_decomposed(self, traits: OpTraits, args: Any) -> bool:
-        """Return True if a composite operation runs in its parts: not where it is read whole or has a kernel."""
-        if any(map(is_nested, args)) or _is_fused(traits, args):
-            return False
-        return not self.tracer.reads_whole(traits.name, args)
 
     def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if not self.norms.are_none:
@@ -290,7 +284,7 @@ class Reporter:
             keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
         )
         if seen.kept is not None:
-            seen.softmax.keep = partial(save_values, call.axes, seen.kept)
+            seen.softmax.keep_values = partial(save_values, call.axes, seen.kept)
         product.has_softmax = True
         return seen.softmax
 
