@@ -110,9 +110,11 @@ def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor) -> N
     if values.dim() != 3 or len(weights.shape) != 3 or max(axes.other_axes, default=-1) > min(axes.query_axes):
         return
     entries, rows, keys = weights.shape
+    if entries != axes.groups.size or keys != len(axes.columns):
+        return
     trails = follow(weights, grid(entries, 1, 1))
     at = [np.ravel_multi_index(tuple(trail.points.T), trail.node.shape) for trail in trails]
-    if len(trails) > 1 or (at[0] != np.arange(entries) * rows * keys).any() or keys != len(axes.columns):
+    if len(trails) > 1 or (at[0] != np.arange(entries) * rows * keys).any():
         return
     kept.value = values.detach()[axes.groups].to(kept.query.dtype)
 
