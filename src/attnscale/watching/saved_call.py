@@ -107,7 +107,11 @@ def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor) -> N
 
     Weights that were reordered since keep no values: no change of the output can be told of such an attention.
     """
-    if values.dim() != 3 or len(weights.shape) != 3 or max(axes.other_axes, default=-1) > min(axes.query_axes):
+    if (
+        values.dim() != 3
+        or len(weights.shape) != 3
+        or max(axes.other_axes, default=-1) > min((*axes.query_axes, axes.key_axis))
+    ):
         return
     entries, rows, keys = weights.shape
     if entries != axes.groups.size or keys != len(axes.columns):
