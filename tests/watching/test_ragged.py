@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 import attnscale
 from attnscale.attending.ragged import as_one_row, as_tokens
 from attnscale.errors import NotFollowedWarning, NotInsideWarning
-from attnscale.tracing.lineage import Ledger
+from attnscale.tracing.lineage import Lineage
 from attnscale.watching.kernels import kernel_calls
 from tests.measure.oracle import NAMES
 from tests.others import OTHERS_MAY_WARN
@@ -186,10 +186,10 @@ def test_a_batch_of_one_length_in_those_kernels_is_one_call():
     query = torch.randn(2, 5, HEADS, HEAD_DIM)
     given = {"query": query, "key": query, "value": query, "custom_mask_type": 2, "is_causal": True}
     for name in ("aten::_efficient_attention_forward", "aten::_flash_attention_forward"):
-        (call,) = kernel_calls(Ledger(lambda tensor: None), name, given)
+        (call,) = kernel_calls(Lineage(lambda tensor: None), name, given)
         assert (call.query.shape, call.visibility.last, call.scale) == ((2, HEADS, 5, HEAD_DIM), 0, 0.5)
     shorter = given | {"key": query[:, :3], "value": query[:, :3], "custom_mask_type": 1}
-    assert not list(kernel_calls(Ledger(lambda tensor: None), "aten::_efficient_attention_forward", shorter))
+    assert not list(kernel_calls(Lineage(lambda tensor: None), "aten::_efficient_attention_forward", shorter))
 
 
 def test_a_model_on_jagged_tensors_is_not_accused_of_what_they_do_inside():

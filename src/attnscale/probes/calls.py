@@ -1,7 +1,7 @@
 """The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
 
 While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
-SeenCall, is made of the plan and the buffer when somebody asks for it.
+MeasuredCall, is made of the plan and the buffer when somebody asks for it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on
 from attnscale.torch_internals import copy_each_
 from attnscale.watching.gradients import GradientLengths
-from attnscale.watching.layer import Factors, SeenCall
+from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
@@ -207,11 +207,11 @@ class ProbedCall:
         self.has_gradients = (True, found.key is not None)
 
     @cached_property
-    def seen(self) -> SeenCall:
+    def seen(self) -> MeasuredCall:
         """The call as a trace would have seen it."""
         return self._seen(self.numbers, self.statistics)
 
-    def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> SeenCall:
+    def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> MeasuredCall:
         seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
         query_norm, key_norm = numbers.lengths[:2] / factors
         scales = numbers.scales if self.multiplier is None else torch.from_numpy(self.multiplier * self.factors.prod(0))

@@ -11,7 +11,7 @@ from attnscale.probes.calls import ProbedCall
 from attnscale.probes.intercept import MODIFICATIONS, AttentionCall, WrittenScores
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.kernels import KernelCall
-from attnscale.watching.kernels.kernel_call import Found, measured_lengths
+from attnscale.watching.kernels.kernel_call import KernelScores, measured_lengths
 from attnscale.watching.kernels.sdpa import modification
 from attnscale.watching.plan import PlannedCall
 from attnscale.watching.rows import Rows, spread_positions
@@ -51,7 +51,7 @@ def measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings) 
         causal = kernel.is_causal if kernel.visibility.mask is None else template.causal
         bias = template.highest_bias if kernel.query.is_cuda else kernel.highest_bias()
         stats, hidden = kernel.stats(settings.rows), kernel.hidden_keys
-        found = Found(stats, kernel.scale, kernel.softcap, bias, causal, hidden, kernel.padding)
+        found = KernelScores(stats, kernel.scale, kernel.softcap, bias, causal, hidden, kernel.padding)
     call.causal, call.softcap, call.highest_bias = found.causal, found.softcap, max(0.0, found.bias or 0.0)
     call.stats, call.padding, call.multiplier = found.stats, found.padding, found.multiplier
     lengths = measured_lengths(kernel.query, kernel.key, (found.padding, found.hidden_keys), settings.rows is None)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attnscale.tracing import arithmetic, moving, products, softmaxes
-from attnscale.tracing.lineage import Ledger, Node, Operation, unknown
+from attnscale.tracing.lineage import Lineage, Node, Operation, unknown
 from attnscale.tracing.roles import Product, Softmax
 
 # By ATen's names: einsum, matmul and `@` have become bmm and views by then, also in inference mode. The later know
@@ -29,8 +29,8 @@ class Tracer:
     `modules` returns those that are running, outermost first.
     """
 
-    def __init__(self, ledger: Ledger, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
-        self.ledger, self.modules, self.softmax = ledger, modules, softmax
+    def __init__(self, lineage: Lineage, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
+        self.lineage, self.modules, self.softmax = lineage, modules, softmax
         self._not_understood: dict[str, None] = {}  # modules, in order
         self._unnormalised: Counter[str] = Counter()  # times that exponentials mixed values and were not divided yet
 
@@ -63,12 +63,12 @@ class Tracer:
         if not isinstance(node, Node):
             for tensor, its in zip(result, node, strict=False):
                 if isinstance(tensor, Tensor) and its is not None:
-                    self.ledger.write(tensor, its)
+                    self.lineage.write(tensor, its)
             return
         if is_mutable and isinstance(args[0], Tensor):
-            self.ledger.write_through(self.ledger.node(args[0]), node)
+            self.lineage.write_through(self.lineage.node(args[0]), node)
         if isinstance(result, Tensor):
-            self.ledger.write(result, node)
+            self.lineage.write(result, node)
 
 
 def is_nested(value: Any) -> bool:

@@ -27,8 +27,8 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
     """Read a sum or product of elements; `meant`: what it does to its first operand, and to its second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
-    main, other = op.ledger.node(operands[side]), operands[1 - side]
-    second = op.ledger.node(other) if isinstance(other, Tensor) else None
+    main, other = op.lineage.node(operands[side]), operands[1 - side]
+    second = op.lineage.node(other) if isinstance(other, Tensor) else None
     effect, operand = _effect(meant[side], main, other, second)
     node = moved(main, op.shape, widened(main, op.shape), effect, operand)
     if node.steps:
@@ -75,7 +75,7 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
     ranks = {}
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
-            node = op.ledger.node(operand)
+            node = op.lineage.node(operand)
             followed = node.role is not None and node.role.is_image
             is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not of a layer before
             ranks[side] = (node.learned, followed, is_new, node.shape == op.shape, not node.parameter, -side)
@@ -141,7 +141,7 @@ def _where(op: Operation) -> Node:
     if len(op.args) < 3:
         return opaque(op)
     side = _main_operand(op, op.args[1:3])
-    main, other = op.ledger.node(op.args[1 + side]), op.args[2 - side]
+    main, other = op.lineage.node(op.args[1 + side]), op.args[2 - side]
     node = moved(main, op.shape, widened(main, op.shape), "fill", _scalar(other))
     node.learned = any(parent.learned for parent in op.nodes())
     return node
@@ -180,8 +180,8 @@ def _norm(op: Operation) -> Result:
     node = moved(op.node(), op.shape, None, "norm")
     if node.steps and op.name in WITH_A_GAIN:
         gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name != "_fused_rms_norm" else None
-        node.steps[0].multiplied = None if gain is None else op.ledger.node(gain)
-        node.steps[0].added = None if bias is None else op.ledger.node(bias)
+        node.steps[0].multiplied = None if gain is None else op.lineage.node(gain)
+        node.steps[0].added = None if bias is None else op.lineage.node(bias)
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 

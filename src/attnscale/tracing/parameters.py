@@ -92,8 +92,8 @@ class Origin:
         """
         last = self.points.copy()
         last[:, self.axis] += self.features - 1
-        trails = follow(self.node, np.concatenate([self.points, last])) if len(self.points) else []
-        found = [trail.amplitude for trail in trails if trail.amplitude is not None]
+        traces = follow(self.node, np.concatenate([self.points, last])) if len(self.points) else []
+        found = [trace.amplitude for trace in traces if trace.amplitude is not None]
         return max(found, key=lambda amplitude: abs(amplitude - 1), default=math.nan)
 
     def _source(self, parts: "list[_Part]") -> Source:

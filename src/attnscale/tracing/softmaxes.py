@@ -44,7 +44,7 @@ def _softmax(op: Operation) -> Node:
 def _is_mixture(weights: Node) -> bool:
     """Return True if anything but moving happened to the weights of a softmax."""
     first = np.zeros((1, len(weights.shape)), dtype=np.int64)
-    return any(trail.blended or trail.added for trail in follow(weights, first))
+    return any(trace.blended or trace.added for trace in follow(weights, first))
 
 
 def _log_softmax(op: Operation) -> Node:

@@ -99,12 +99,12 @@ def shares_as_kernels_do(heads: int, keys: int, owners: Indices | None) -> bool:
     return len(set(owners.tolist())) == keys and bool((owners == owners[:: heads // keys].repeat(heads // keys)).all())
 
 
-def owners_told(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
+def key_owners_of(ends: Sequence[Sequence[object]], otherwise: Indices) -> Indices:
     """Return which key each head has, numbered as they come, by the channels that made the first and the last of each.
 
     A cache stands before the new keys, padding after them: the end that tells more heads apart is believed.
 
-    >>> owners_told([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
+    >>> key_owners_of([["a", "a", "b", "b"], [(), (), (), ()]], np.arange(4)).tolist()
     [0, 0, 1, 1]
     """
     found = max((_numbered(keys) for keys in ends if () not in keys), key=lambda own: int(own.max()), default=otherwise)

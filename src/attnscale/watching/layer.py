@@ -1,4 +1,4 @@
-"""Layer: everything seen of one attention of a model; SeenCall: one call of it."""
+"""Layer: everything seen of one attention of a model; MeasuredCall: one call of it."""
 
 import math
 import re
@@ -105,8 +105,8 @@ def merged(calls: Sequence[Facts]) -> Facts:
     return type(calls[0])(**found)
 
 
-class NotedCall(Protocol):
-    """A call as it is noted while a model runs: a SeenCall, or what one can be made of later."""
+class LayerCall(Protocol):
+    """A call as it is noted while a model runs: a MeasuredCall, or what one can be made of later."""
 
     depth: int
     key_len: int
@@ -125,11 +125,11 @@ class NotedCall(Protocol):
     def first_row(self) -> tuple[object, ...]: ...
 
     @property
-    def seen(self) -> "SeenCall": ...
+    def seen(self) -> "MeasuredCall": ...
 
 
 @dataclass(eq=False)
-class SeenCall:
+class MeasuredCall:
     """One attention call: the fields of Layer, before calls are merged."""
 
     kind: str
@@ -165,7 +165,7 @@ class SeenCall:
     softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
 
     @property
-    def seen(self) -> "SeenCall":
+    def seen(self) -> "MeasuredCall":
         """The call itself; one that a probe measured is made only when it is asked for."""
         return self
 

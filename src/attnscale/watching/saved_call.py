@@ -116,9 +116,9 @@ def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor) -> N
     entries, rows, keys = weights.shape
     if entries != axes.groups.size or keys != len(axes.columns):
         return
-    trails = follow(weights, grid(entries, 1, 1))
-    at = [np.ravel_multi_index(tuple(trail.points.T), trail.node.shape) for trail in trails]
-    if len(trails) > 1 or (at[0] != np.arange(entries) * rows * keys).any():
+    traces = follow(weights, grid(entries, 1, 1))
+    at = [np.ravel_multi_index(tuple(trace.points.T), trace.node.shape) for trace in traces]
+    if len(traces) > 1 or (at[0] != np.arange(entries) * rows * keys).any():
         return
     kept.value = values.detach()[axes.groups].to(kept.query.dtype)
 

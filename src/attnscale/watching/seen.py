@@ -14,7 +14,7 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.measure.stats import merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.results import PlottedResult
-from attnscale.watching.layer import Layer, NotedCall, SeenCall, merged
+from attnscale.watching.layer import Layer, LayerCall, MeasuredCall, merged
 from attnscale.watching.missed import MissedAttention
 from attnscale.watching.module_stack import Line
 
@@ -57,10 +57,10 @@ class Seen(PlottedResult):
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
         self.missed = MissedAttention()  # known when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
-        self._sites: dict[tuple[object, ...], list[NotedCall]] = {}
+        self._sites: dict[tuple[object, ...], list[LayerCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
+    def note(self, path: str, line: Line, call: LayerCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward.
 
         One line of a module may attend in a loop over heads, or over layers: each has other rows of the parameters.
@@ -99,9 +99,9 @@ class Seen(PlottedResult):
             for name, (path, calls) in self.calls_by_layer().items()
         }
 
-    def calls_by_layer(self) -> dict[str, tuple[str, list[NotedCall]]]:
+    def calls_by_layer(self) -> dict[str, tuple[str, list[LayerCall]]]:
         """Return the path and the calls of each layer, by its name."""
-        found: dict[str, tuple[str, list[NotedCall]]] = {}
+        found: dict[str, tuple[str, list[LayerCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
             name = self._shown(path)
@@ -110,7 +110,7 @@ class Seen(PlottedResult):
             found |= {name + suffix: (path, some) for suffix, some in by_depth(calls).items()}
         return found
 
-    def layer_of(self, name: str, path: str, noted: Sequence[NotedCall]) -> Layer:
+    def layer_of(self, name: str, path: str, noted: Sequence[LayerCall]) -> Layer:
         """Return the layer of this name, at the path of a module, that these calls are of."""
         calls = [call.seen for call in noted]
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
@@ -180,12 +180,12 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
         )
         for row in rows
     )
-    return "\n".join([*(line.rstrip() for line in lines), *padding_told(layers)])
+    return "\n".join([*(line.rstrip() for line in lines), *padding_note(layers)])
 
 
-def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
+def by_depth(calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
     """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
-    depths: dict[int, list[NotedCall]] = {}
+    depths: dict[int, list[LayerCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
     if len(depths) == 1 or len(depths) > DEEPEST:
@@ -193,7 +193,7 @@ def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
 
-def padding_told(layers: Collection[Layer]) -> list[str]:
+def padding_note(layers: Collection[Layer]) -> list[str]:
     """Return a sentence that says how many queries are not in the numbers; empty where all are."""
     padded = [layer for layer in layers if layer.padding]
     if not padded:
@@ -204,7 +204,7 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
 
 
-def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
+def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
     """Return the mean over the rows of all calls that count."""
     known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
     if len(known) == 1:
@@ -214,18 +214,18 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
     return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
 
 
-def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
+def _root_over_rows(calls: list[MeasuredCall], norms: Callable[[MeasuredCall], Tensor]) -> Tensor:
     """Return the root of the mean square over the rows of all calls that count."""
     return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
 
 
-def _cosine_over_rows(calls: list[SeenCall]) -> Tensor | None:
+def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
     """None where the scores of no call hold more than q·k: then their spread tells it."""
     known = {id(call): call.cosine for call in calls if call.cosine is not None}
     return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
-def _counted(call: SeenCall, device: torch.device) -> Tensor:
+def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
     """Return the rows of a call without padding, where that is known on this device: another would be waited for."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
     if call.padding is None or call.padding.device != device:

@@ -16,13 +16,13 @@ from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
 from attnscale.tracing import Tracer, is_nested
 from attnscale.tracing.following import are_outputs_of_one_projection
-from attnscale.tracing.lineage import Ledger, Node, shape_of
+from attnscale.tracing.lineage import Lineage, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
 from attnscale.watching.axes import find_axes, key_channels
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
-from attnscale.watching.layer import SeenCall
+from attnscale.watching.layer import MeasuredCall
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack
@@ -72,14 +72,14 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
         """Note calls in `seen`, to which others may add theirs; in a new one where none is given."""
         super().__init__()
-        ledger, modules = Ledger(ParameterNames(model)), modules_by_path(model)
-        self.norms = QueryKeyNorms(modules, ledger)
+        lineage, modules = Lineage(ParameterNames(model)), modules_by_path(model)
+        self.norms = QueryKeyNorms(modules, lineage)
         stack = self.stack = ModuleStack(modules, self._ran, self, settings.training)
         self.seen = Seen(stack.shown, partial(declared, model), self.norms.unused) if seen is None else seen
         self.seen.misplaced_norms = self.norms.misplaced
         self.plan_recorder = PlanRecorder()
         self.reporter = Reporter(settings, stack, self.seen, self.plan_recorder)
-        self.tracer = Tracer(ledger, lambda: tuple(stack.stack), self.reporter.softmax)
+        self.tracer = Tracer(lineage, lambda: tuple(stack.stack), self.reporter.softmax)
         self.failures: list[str] = []
         self._modules, self._settings = modules, settings
 
@@ -122,7 +122,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if "scaled_dot_product" in traits.name and is_nested(given["query"]):
             self._refuse_nested()
             return
-        for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
+        for call in kernel_calls(self.tracer.lineage, traits.full_name, given):
             self._report(call, given.get("value"), output)
 
     def _refuse_nested(self) -> None:
@@ -134,7 +134,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
                 softmax.measured(None, has_nan_of_its_own(output, value))
-            self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
+            self.tracer.lineage.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
         try:
@@ -288,7 +288,7 @@ class Reporter:
         product.has_softmax = True
         return seen.softmax
 
-    def _record(self, call: WrittenCall, seen: SeenCall, path: str, by: str, shape: tuple[int, ...]) -> None:
+    def _record(self, call: WrittenCall, seen: MeasuredCall, path: str, by: str, shape: tuple[int, ...]) -> None:
         """Record a call in the plan: by SDPA, or where one operation took a softmax of scores of this shape."""
         planned = None
         if by == OF_SDPA:
@@ -306,7 +306,7 @@ class Reporter:
         self._seen.is_compiled |= is_compiled
         self._plan.ran_as(path, is_compiled, is_pinned, self._stack.depth(path))
 
-    def _measured(self, call: KernelCall | WrittenCall) -> SeenCall:
+    def _measured(self, call: KernelCall | WrittenCall) -> MeasuredCall:
         if self._settings.training and not torch.is_grad_enabled():
             self._seen.without_gradients = True
         return call.measure(self._settings.rows, self._settings.keep)

@@ -22,7 +22,7 @@ from attnscale.show.report.heads import concentrated_heads, errors_of, map_of_la
 from attnscale.show.report.spread import critical_spreads, densities, spread_of
 from attnscale.show.text import Column, by_pattern, columns, number, place
 from attnscale.watching import Layer
-from attnscale.watching.seen import padding_told
+from attnscale.watching.seen import padding_note
 
 CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
 OF_MODELS = {
@@ -153,7 +153,7 @@ def _method(checked: Checked) -> Section:
         f"One forward pass on {checked.fed}, on {checked.device}; {rows} was measured. Judged by its norms and "
         f"biases, the model is {state}."
     )
-    padding = padding_told(checked.audit.layers.values())
+    padding = padding_note(checked.audit.layers.values())
     text = " ".join([told, *padding, *checked.notes])
     return Section("method", "How it was measured", (text, errors_of(checked.audit.layers), words_of_models()))
 
