@@ -8,7 +8,7 @@ INSTALLED := .venv/installed
 LOWEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLD := .venv-torch-$(LOWEST)
 
-.PHONY: demo test lint types tests slow faults lowest lowest-smoke print-lowest ranges upstream format gpu pictures docs outputs generated clean
+.PHONY: demo test lint types tests slow lowest lowest-smoke print-lowest ranges upstream format gpu pictures docs outputs generated clean
 
 demo: $(INSTALLED)
 	$(BIN)/attnscale demo
@@ -37,11 +37,6 @@ tests: $(INSTALLED)
 # Kills, inductor, training runs, the browser, large models from registries: all that takes too long for every day.
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
-
-# Threads, layouts, hostile models, kills, large logs, coverage, many times each. Prints what was tried and what
-# survived, and fails if something did not. KILLS=10 and SAMPLES=50 make it shorter.
-faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
 # With the lowest torch: all tests but those of pages and documentation; or, much sooner, those that show most of
 # torch: its private names, importing, the operator, watching and monitoring.

@@ -19,7 +19,7 @@ from typing import Any
 
 from attnscale.diagnose import Finding
 from attnscale.diagnose.alarm import Thresholds, next_threshold
-from attnscale.diagnose.forecast import Crossing, forecast
+from attnscale.diagnose.forecast import Crossing
 from attnscale.train import LayerRecord, Record
 from attnscale.train.history import WINDOW, History, Sample, trend
 
@@ -120,18 +120,19 @@ def replay(run: Replayed) -> Replayed:
 def _ask(run: Replayed, name: str, known: Sequence[Sample], ahead: Sequence[Sample]) -> None:
     layer = run.records[len(known) - 1].layers[name]
     found, now = trend(known[-WINDOW:], layer.softcap), known[-1]
-    if found.ahead is None:
+    growth = None if found.is_clipped else found.growth
+    if growth is None:
         return
-    crossing = forecast(found.ahead, found.ceiling, next_threshold(now.largest, layer.clipped is not None))
+    crossing = found.passes(next_threshold(now.largest, layer.clipped is not None))
     if crossing is not None:
         passed = next((sample.step for sample in ahead if sample.largest >= crossing.threshold), math.inf)
-        run.said.append(Said(now.step, name, crossing, passed, found.ahead.horizon))
+        run.said.append(Said(now.step, name, crossing, passed, growth.horizon))
     for sample in ahead:
         steps = sample.step - now.step
-        if steps > found.ahead.horizon or not sample.largest > 0:
+        if steps > growth.horizon or not sample.largest > 0:
             break
-        inside = found.ahead.lowest(steps) <= math.log(sample.largest) <= found.ahead.highest(steps)
-        run.covered.append((steps / found.ahead.spacing, inside))
+        inside = growth.lowest(steps) <= math.log(sample.largest) <= growth.highest(steps)
+        run.covered.append((steps / growth.spacing, inside))
 
 
 def share(parts: Iterable[bool]) -> float:

@@ -51,11 +51,11 @@ def exchange(rank: int, world: int, store: str, layers: int, heads: int, results
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    own, ranks = to_bytes(tallies(layers, heads)), Ranks(None, 60.0, print)
+    own, ranks = tallies(layers, heads), Ranks(None, None, 60.0, print)
     for step in range(REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        assert ranks.combine(Moment(0, step), own, merged).ranks == world
+        assert ranks.merged(Moment(0, step), own, (None, None)).ranks == world
         results.put((rank, time.perf_counter() - start))
     dist.barrier()
 

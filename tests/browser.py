@@ -11,6 +11,7 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 OWN = ("file:", "data:", "blob:")  # all that a self-contained page may load
 PATIENCE = 30_000  # milliseconds for anything to appear
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+A4 = {"width": 718, "height": 1047}  # pixels, at 1 cm margins
 
 
 def executable():

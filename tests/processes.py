@@ -24,10 +24,3 @@ def started(command, **settings):
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
-
-
-def finished(command, timeout=None, **settings):
-    """Run a process to its end, or to the end of the test, with all that it started; its status and what it said."""
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as process:
-        said, complained = process.communicate(timeout=timeout)
-    return subprocess.CompletedProcess(command, process.returncode, said, complained)

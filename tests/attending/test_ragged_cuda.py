@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnscale import Visibility, attention, attention_varlen, attention_varlen_with_stats, attention_with_stats
-from attnscale.measure.cuda.layout import on_hopper
+from attnscale.measure.cuda.launch import on_hopper
 from tests.measure.oracle import NAMES
 from tests.ragged import Batch
 

@@ -198,7 +198,7 @@ def test_a_name_that_is_code_stays_a_name_everywhere(page):
     assert EVIL in "".join(elements.text)
     assert [tag for tag, _ in elements.found].count("script") == 2
     island = re.search(r'<script type="application/json" id="figures">(.*?)</script>', written, re.DOTALL)[1]
-    assert EVIL in json.loads(island)["head-map"]["views"][0]["rows"][0]  # test_report_pages.py sees it drawn
+    assert EVIL in json.loads(island)["head-map"][0]["rows"][0]  # test_report_pages.py sees it drawn
     _, out, _ = check(f"{BROKEN}evil")
     assert EVIL in out
     _, out, _ = check(f"{BROKEN}coloured")

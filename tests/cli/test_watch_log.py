@@ -41,8 +41,8 @@ def test_it_prints_growth_alarms_and_when_a_threshold_will_be_passed(log):
     assert result.returncode == 0, result.stderr
     table = result.stdout.split("note exploding")[0]
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip()}
-    assert rows["0"] == ["5", "5", "×", "1", "(250)", "0.5", "50", "0.50", "–"]
-    assert rows["1"] == ["5", "578", "×", "3.49", "(250)", "0.5", "50", "0.50", "1,000", "at", "1128"]
+    assert rows["0"] == ["5", "5", "×", "1", "(350)", "0.5", "50", "0.50", "–"]
+    assert rows["1"] == ["5", "578", "×", "5.75", "(350)", "0.5", "50", "0.50", "1,000", "at", "1128"]
     assert "note exploding  blocks.1.attention, head 0 · step 750" in result.stdout
     assert (
         "1 alarm; forecast: blocks.1.attention is the first to pass 1,000, about step 1128 and not before 1088."

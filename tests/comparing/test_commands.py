@@ -68,7 +68,7 @@ def test_compare_prints_writes_and_fits(baseline, tmp_path):
     assert "blocks.1.attention, head 2" in text
 
 
-HEAD = '{"kind": "attnscale check", "version": 1, "title": "", "fed": "", "inputs": "", "layers": '
+HEAD = '{"kind": "attnscale check", "version": 2, "title": "", "fed": "", "inputs": "", "layers": '
 
 
 @pytest.mark.parametrize(

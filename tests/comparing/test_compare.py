@@ -11,7 +11,7 @@ from torch import nn
 
 import attnscale
 from attnscale.comparing import Move
-from attnscale.comparing.saved import save
+from attnscale.comparing.portrait import save_portrait
 from attnscale.comparing.sides import portrait_of
 from attnscale.errors import SettingError
 from tests.comparing.models import bundled, encoder, texts, with_a_head
@@ -35,7 +35,7 @@ def named(comparison):
 
 def unknown(portrait):
     """The same where nothing is known of parameters, as in a log."""
-    return replace(portrait, layers={name: replace(layer, digests=()) for name, layer in portrait.layers.items()})
+    return replace(portrait, layers={name: replace(layer, weights="") for name, layer in portrait.layers.items()})
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,6 @@ def test_heads_whose_mask_changed_are_not_moved_by_their_inputs(sequences):
 
 def test_a_saved_check_knows_visible_keys(tmp_path):
     sides = [portrait_of(Masked(*each), "model", (torch.ones(2, 13, 22),), {}, None) for each in ((5, 7), (5, 8))]
-    save(sides[0], tmp_path / "before.json")
+    save_portrait(sides[0], tmp_path / "before.json")
     found = attnscale.compare(tmp_path / "before.json", sides[1])
     assert {head.layer for head in found.heads if head.sees_others} == {"layers.1"}

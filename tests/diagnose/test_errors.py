@@ -78,4 +78,4 @@ def test_an_error_that_rows_cannot_tell_is_a_question_mark_and_no_verdict():
 @pytest.mark.parametrize(("error", "raised"), [(0.0, True), (0.001, True), (0.02, False)])
 def test_an_alarm_within_its_error_of_a_floor_is_not_raised(error, raised):
     snapshot = LayerSnapshot("layer", 1.0, 0, 0.5, 0.04, 0, error={"jacobian_trace": error}.__getitem__)
-    assert (layer_alarm(snapshot, None, Thresholds(), {})[0] is not None) == raised
+    assert (layer_alarm(snapshot, Thresholds(), {})[0] is not None) == raised

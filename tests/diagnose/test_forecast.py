@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnscale.diagnose import next_threshold, outlook
-from attnscale.diagnose.forecast import DAMPING, FARTHEST, Ceiling, forecast
+from attnscale.diagnose import Trend, growth, next_threshold
+from attnscale.diagnose.forecast import DAMPING, FARTHEST
 
 STEPS = np.arange(0, 1000, 50)
-GROWING = outlook(STEPS, 5.0 * np.exp(0.005 * STEPS))  # at 577
+GROWING = growth(STEPS, 5.0 * np.exp(0.005 * STEPS))  # at 577
 
 
 def test_the_growth_of_the_latest_samples_goes_on_and_is_damped():
@@ -31,25 +31,25 @@ def test_the_interval_holds_growth_that_ends_and_growth_that_goes_on():
 
 def test_nothing_is_said_of_more_samples_ahead_than_half_of_those_seen_nor_than_eight():
     assert GROWING.horizon == FARTHEST * 50
-    assert outlook(STEPS[:7], np.exp(0.005 * STEPS[:7])).horizon == 3 * 50
+    assert growth(STEPS[:7], np.exp(0.005 * STEPS[:7])).horizon == 3 * 50
 
 
 @pytest.mark.parametrize("values", [[1.0] * 3, [math.nan] * 20, [-1.0] * 20, []])
 def test_too_little_to_tell_is_none(values):
-    assert outlook(range(len(values)), values) is None
+    assert growth(range(len(values)), values) is None
 
 
 def test_a_score_far_below_a_threshold_is_not_forecast_to_pass_it():
     """A largest score of 0.40 was to be the first to pass 100."""
-    assert outlook(STEPS, 0.2 * np.exp(0.0007 * STEPS)).passes(100.0) is None
-    assert outlook(STEPS, 5.0 * np.exp(0.001 * STEPS)).passes(100.0) is None
+    assert growth(STEPS, 0.2 * np.exp(0.0007 * STEPS)).passes(100.0) is None
+    assert growth(STEPS, 5.0 * np.exp(0.001 * STEPS)).passes(100.0) is None
 
 
 def test_what_has_passed_or_does_not_grow_passes_nothing():
     steps = np.arange(10)
-    assert outlook(steps, np.exp(steps)).passes(100.0) is None
-    assert outlook(steps, 90.0 * np.exp(-0.1 * steps)).passes(100.0) is None
-    assert outlook(steps, np.full(10, 99.0)).passes(100.0) is None
+    assert growth(steps, np.exp(steps)).passes(100.0) is None
+    assert growth(steps, 90.0 * np.exp(-0.1 * steps)).passes(100.0) is None
+    assert growth(steps, np.full(10, 99.0)).passes(100.0) is None
 
 
 def test_growth_that_bends_is_not_drawn_out():
@@ -57,13 +57,13 @@ def test_growth_that_bends_is_not_drawn_out():
     steps = np.arange(0, 1600, 50)
     values = 60.0 - 55.0 * np.exp(-steps / 400.0)
     for count in range(4, len(steps) + 1):
-        assert outlook(steps[:count], values[:count]).passes(100.0) is None
+        assert growth(steps[:count], values[:count]).passes(100.0) is None
 
 
 def test_a_sudden_growth_is_seen_after_a_long_calm():
     steps = np.arange(0, 200, 5)
     values = np.where(steps < 170, 6.0, 6.0 * np.exp(0.12 * (steps - 170)))
-    crossings = [outlook(steps[:count], values[:count]).passes(100.0) for count in range(36, 41)]
+    crossings = [growth(steps[:count], values[:count]).passes(100.0) for count in range(36, 41)]
     assert any(crossing is not None for crossing in crossings)
 
 
@@ -71,27 +71,48 @@ def test_a_wild_sample_does_not_move_it():
     values = 5.0 * np.exp(0.005 * STEPS)
     wild = values.copy()
     wild[-3] *= 50
-    assert outlook(STEPS, wild).passes(1e3).step == pytest.approx(GROWING.passes(1e3).step, abs=15)
+    assert growth(STEPS, wild).passes(1e3).step == pytest.approx(GROWING.passes(1e3).step, abs=15)
 
 
-def test_a_soft_cap_is_never_passed():
-    crossing = GROWING.passes(1e3)
-    assert not Ceiling(softcap=50.0).allows(crossing)
-    assert Ceiling(softcap=5000.0).allows(crossing)
+GROWN = tuple(5.0 * np.exp(0.005 * STEPS))
 
 
-def test_scores_that_grow_towards_a_bound_that_does_not_will_not_pass_it():
-    crossing = GROWING.passes(1e3)
-    flat = outlook(STEPS, np.full(len(STEPS), 600.0))  # as of normalised queries and keys, whose gains hardly move
-    assert not Ceiling(bound=flat).allows(crossing)
-    along = outlook(STEPS, 10.0 * np.exp(0.005 * STEPS))  # as of norms that grow with the scores
-    assert Ceiling(bound=along).allows(crossing)
+@pytest.mark.parametrize(
+    ("limits", "passes"),
+    [
+        ({}, True),
+        ({"softcap": 5000.0}, True),
+        ({"softcap": 50.0}, False),
+        ({"is_clipped": True}, False),
+        ({"bounds": tuple(10.0 * np.exp(0.005 * STEPS))}, True),  # of norms that grow with the scores
+        ({"bounds": (600.0,) * len(STEPS)}, False),  # of normalised queries and keys, whose gains hardly move
+    ],
+)
+def test_a_soft_cap_a_clip_and_a_bound_stop_growth(limits, passes):
+    trend = Trend(STEPS, GROWN, limits.pop("bounds", ()), **limits)
+    assert trend.passes(1e3) == (GROWING.passes(1e3) if passes else None)
+    assert trend.passes(None) is None
 
 
-def test_without_an_outlook_or_a_threshold_there_is_no_forecast():
-    assert forecast(None, Ceiling(), 1e3) is forecast(GROWING, Ceiling(), None) is None
-    assert forecast(GROWING, Ceiling(is_clipped=True), 1e3) is None
-    assert forecast(GROWING, Ceiling(), 1e3) == GROWING.passes(1e3) is not None
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_runs_that_do_not_diverge_are_seldom_called_growing(correlation):
+    generator = np.random.default_rng(2)
+    steps, growing, runs = np.arange(0, 1600, 50), 0, 300
+    for _ in range(runs):
+        noise = generator.standard_normal(len(steps))
+        for at in range(1, len(steps)):
+            noise[at] = correlation * noise[at - 1] + math.sqrt(1 - correlation**2) * noise[at]
+        growing += growth(steps, 20.0 * np.exp(0.2 * noise)).is_growing
+    assert growing / runs <= 0.10
+
+
+def test_growth_is_that_of_the_latest_samples():
+    """A run that diverged and came back: most of its samples rise, its last ones fall."""
+    steps = np.arange(0, 320, 10)
+    values = 3.0 * np.exp(0.02 * np.minimum(steps, 240) - 0.01 * np.maximum(steps - 240, 0))
+    assert growth(steps[:24], values[:24]).is_growing
+    assert growth(steps[:24], values[:24]).factor == pytest.approx(math.exp(0.02 * 70))
+    assert not growth(steps, values).is_growing
 
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "divergence-float16.json"
@@ -102,7 +123,7 @@ def forecasts(run):
     series = [(step, value) for step, value in run["largest"] if value is not None]
     for count in range(4, len(series) + 1):
         step, value = series[count - 1]
-        crossing = forecast(outlook(*zip(*series[:count][-32:], strict=True)), Ceiling(), next_threshold(value))
+        crossing = Trend(*zip(*series[:count][-32:], strict=True), ()).passes(next_threshold(value))
         if crossing is not None:
             yield step, next((later for later, seen in series[count:] if seen >= crossing.threshold), math.inf)
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from attnscale.attending.call import Call
-from attnscale.measure.pooled import Table
+from attnscale.measure.pooled import TABLE, Table
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -17,7 +17,7 @@ from .oracle import assert_stats
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda import attention, probe, sampled, sdpa
+from attnscale.measure.cuda import attention, probe, sampled
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 6, 2, 37, 53, 16
 
@@ -36,7 +36,7 @@ class Drawn:
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(sampled, "drawn_ahead", Drawn)
-    monkeypatch.setattr("attnscale.measure.cuda.layout._are_taken", lambda vectors: True)
+    monkeypatch.setattr("attnscale.measure.cuda.launch._are_taken", lambda vectors: True)
     monkeypatch.setattr(attention, "on_hopper", lambda device: False)
 
 
@@ -64,22 +64,18 @@ def test_every_row_is_measured_with_the_output_and_without(length, is_causal):
     )
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     assert_stats(ScoreStats(heads, True, Table(table)), scores_of(call), rtol=2e-5, atol=2e-5)
-    alone = attention.measure(call, None)
-    rows = alone.pool.rows()
+    alone = sampled.measure(call, None)
     assert_stats(alone, scores_of(call), rtol=2e-5, atol=2e-5)
     assert alone.exact
     assert torch.equal(alone.max, alone.max_bound)
     wanted = measure_rows(Call(call.query.double(), call.key.double(), call.key, call.visibility, 0.0, 0.3, None))
-    torch.testing.assert_close(rows.lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), wanted.lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seen", ["everything", "causal", "window"])
 def test_a_sample_of_rows_is_about_what_all_rows_are(seen):
     call = call_of({"everything": Visibility(), "causal": Visibility(last=0)}.get(seen, Visibility.causal(window=9)))
-    plain = seen != "window"
-    every = attention.measure(call, None) if plain else sampled.measure_masked(call, None)
-    some = attention.measure(call, 20) if plain else sampled.measure_masked(call, 20)
+    every, some = sampled.measure(call, None), sampled.measure(call, 20)
     assert_stats(every, scores_of(call), rtol=2e-5, atol=2e-5)
     assert not some.exact
     assert some.rows.max() < every.rows.min()
@@ -96,12 +92,12 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
     hidden = torch.arange(kv_len).expand(batch, -1) >= torch.tensor([[kv_len], [31]])
     mask = ~hidden[:, None, None, :] if case in ("mask", "padding") else None
     padding = hidden if case == "padding" else None
-    table, lengths = torch.full((heads, 33), torch.nan, dtype=torch.float64), torch.empty(2, heads).double()
+    table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.empty(2, heads).double()
     found = probe.probe(
         call.query, call.key, mask, padding, None if mask is None else hidden, 0.3, case == "causal", 64, table, lengths
     )
     assert found.found.table is table
-    assert table[:, :31].isfinite().all()
+    assert table[:, :-3].isfinite().all()
     planned = design(64, kv_len, batch, case != "plain")
     rows = planned.sample(planned.stratum).positions.shape[-1] * batch
     assert (found.stats.rows <= rows).all() if padding is not None else (found.stats.rows == rows).all()
@@ -127,8 +123,7 @@ def test_a_probe_leaves_to_others_what_has_few_rows():
 def test_packed_sequences_attend_to_themselves(is_causal):
     call = call_of(Visibility(), kv_len)
     query, key, value = (tensor[:1] for tensor in (call.query, call.key, call.value))
-    packing = sdpa.Packing(torch.tensor([0, 17, 17, kv_len]), 0)
-    output, stats = attention.attend_planned(0.3, is_causal, None, query, key, value, packing)
+    output, stats = attention.attend_directly(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len]))
     for begin, end in ((0, 17), (17, kv_len)):
         own = (tensor[:, :, begin:end] for tensor in (query, key, value))
         alone = F.scaled_dot_product_attention(*own, scale=0.3, is_causal=is_causal, enable_gqa=True)

@@ -5,10 +5,13 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from attnscale import attention_with_stats, score_stats
+from attnscale.measure import sampling
+from attnscale.measure.cuda import sampled
 
 from .oracle import NAMES
 from .test_ops import DEVICES, on_gpu
@@ -69,9 +72,10 @@ def test_what_is_written_to_query_and_key_afterwards_is_not_read(device, way, ro
 
 
 def _seeded(way, tensors, rows):
-    from attnscale.measure.sampling import same_rows
-
-    with same_rows(7):
+    """Measure the same rows every time."""
+    sampled.drawn_ahead.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "SOURCE", np.random.default_rng(7))
         return WAYS[way](*tensors, rows)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnscale import reference
+from attnscale.attending.call import Call
 from attnscale.measure import RowSums, ScoreStats
 from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pool import pool_rows
@@ -22,10 +23,10 @@ from .oracle import ROW_NAMES, assert_rows, assert_stats, expected_rows
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda.finish import finish_rows, finish_sampled
+from attnscale.measure.cuda.finish import finish
 from attnscale.measure.cuda.launch import sample_tiles, tiles
+from attnscale.measure.cuda.masked_rows import score_masked_rows
 from attnscale.measure.cuda.rows import attend_rows, score_rows
-from attnscale.measure.cuda.sampled_rows import sample_rows
 
 EXACT = 6e-6  # float32 sums of up to 160 terms
 
@@ -49,7 +50,7 @@ def expected(query, key, value, scale, is_causal):
 
 def attend(query, key, value, scale, is_causal):
     """The output, and of each row max, total, gap, participation and lse."""
-    output, lse, sums = attend_rows(query, key, value, scale, is_causal)
+    output, lse, sums = attend_rows(query, key, value, scale, is_causal=is_causal)
     return output, torch.stack([*sums[:4], lse])
 
 
@@ -63,6 +64,10 @@ def assert_attended(found, wanted):
     assert_statistics(found[:4], wanted)
     lse = wanted["max"] + np.log(wanted["total"])
     assert np.abs(found[4].double().numpy() - lse).max() <= EXACT * np.abs(lse).max(initial=1.0)
+
+
+def call_of(query, key, scale, is_causal):
+    return Call(query, key, key, Visibility.of(None, is_causal), 0.0, scale, None)
 
 
 SHAPES = {
@@ -95,8 +100,11 @@ def test_fused_rows_are_those_of_the_full_matrix(shape, is_causal):
 def test_all_rows_are_measured_without_values(shape, is_causal):
     query, key, value = qkv(**SHAPES[shape])
     _, wanted = expected(query, key, value, -0.4, is_causal)
-    assert_statistics(score_rows(query, key, -0.4, is_causal), wanted)
-    assert_statistics(attend_rows(query, key, value, -0.4, is_causal).sums, wanted)
+    sums = score_rows(query, key, -0.4, is_causal)
+    assert_statistics(sums[:7], wanted)
+    visible = torch.arange(1, query.shape[2] + 1) if is_causal else torch.tensor(key.shape[2])
+    assert (sums[7] == visible.clamp(max=key.shape[2])).all()
+    assert torch.equal(attend_rows(query, key, value, -0.4, is_causal=is_causal)[2], sums)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy stands in for the GPU here
@@ -183,7 +191,7 @@ def test_every_element_is_written_and_none_beyond(is_causal, monkeypatch):
         return pages[-1][0]
 
     monkeypatch.setattr(torch, "empty", page)
-    attend_rows(query, key, value, 0.3, is_causal)
+    attend_rows(query, key, value, 0.3, is_causal=is_causal)
     monkeypatch.undo()
     assert len(pages) == 3
     assert all(page[0].isfinite().all() for page in pages)
@@ -199,8 +207,9 @@ def test_every_head_dim_has_tiles_that_fit_shared_memory(capability, dtype):
         for rows in (2, 16, 1000):
             cut = tiles(rows, head_dim, dtype, capability)
             assert (cut.rows + 2 * cut.stages * cut.keys) * width * dtype.itemsize <= room
-            cut = sample_tiles(rows, head_dim, dtype, capability)  # it reads no values
-            assert (cut.rows + cut.stages * cut.keys) * width * dtype.itemsize <= room
+            for banded in (False, True):  # it reads no values
+                cut = sample_tiles(rows, head_dim, dtype, capability, banded)
+                assert (cut.rows + cut.stages * cut.keys) * width * dtype.itemsize <= room
 
 
 @pytest.mark.parametrize("span", [16, 48, 128])
@@ -214,10 +223,9 @@ def test_rows_sampled_span_by_span_merge_into_those_of_the_full_matrix(shape, is
     _, wanted = expected(query, key, value, -0.4, is_causal)
     count = 1 + query.shape[2] // 2
     rows = torch.stack([torch.randperm(query.shape[2])[:count] for _ in query]).int()  # of each entry others
-    sums = sample_rows(query, key, rows, -0.4, is_causal, span)
+    sums = score_masked_rows(call_of(query, key, -0.4, is_causal), rows, span)
     counts = ((rows + 1).clamp(max=kv_len) if is_causal else torch.full_like(rows, kv_len)).unsqueeze(1)
-    visible = (counts - torch.arange(0, kv_len, span).view(-1, 1, 1, 1)).clamp(0, span).expand_as(sums[0])
-    merged = RowSums(visible, *sums).over_shards()
+    merged = RowSums(sums[7].long(), *sums[:7]).over_shards()
     assert (merged.visible == counts).all()
     found = torch.stack([getattr(merged, name).float() for name in ROW_NAMES])
     at = rows.long().numpy()[:, None]
@@ -244,7 +252,7 @@ def test_heads_are_finished_as_from_the_full_matrix(shape, is_causal, offset):
     scores = reference.attention_scores(q, k, scale, mask)
     sums = score_rows(query, key, scale, is_causal)
     for sinks in (None, torch.randn(query.shape[1], dtype=torch.float64) + 2.0):
-        table = finish_rows(sums, key.shape[2], is_causal, sinks)
+        table = finish(sums.unsqueeze(1), sinks=sinks)
         assert_stats(ScoreStats(query.shape[1], True, Table(table)), scores, rtol=2e-5, atol=2e-5, sinks=sinks)
 
 
@@ -255,18 +263,15 @@ def test_sampled_heads_are_finished_as_on_a_cpu(is_causal, bounds):
     query, key = query.repeat(2, 1, 1, 1) * torch.tensor([1.0, 0.4]).view(2, 1, 1, 1), key.repeat(2, 1, 1, 1)
     rows = torch.tensor([[0, 7, 50, 96], [0, 20, 21, 60]]).int()
     weights, span = torch.tensor([1.0, 30.5, 40, 25.5]).double(), 16
-    sums = sample_rows(query, key, rows, 0.4, is_causal, span)
+    sums = score_masked_rows(call_of(query, key, 0.4, is_causal), rows, span)
     bounds = {"of heads": torch.randn(3), "of rows": torch.randn(2, 3, 97), "none": None}[bounds]
     for sinks in (None, torch.tensor([-torch.inf, 0.7, 30.0], dtype=torch.float64)):
-        found = finish_sampled(sums, bounds, rows, weights, 61, span, is_causal, sinks)
-        wanted = on_a_cpu(sums, bounds, rows, weights, 61, span, is_causal, sinks)
-        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+        found, wanted = finish(sums, weights, bounds, sinks), on_a_cpu(sums, bounds, rows, weights, sinks)
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-def on_a_cpu(sums, bounds, rows, weights, kv_len, span, is_causal, sinks):
-    visible = Visibility.of(None, is_causal).counts_at(rows.long(), kv_len).unsqueeze(1)
-    shown = (visible - torch.arange(sums.shape[1]).mul(span).view(-1, 1, 1, 1)).clamp(min=0, max=span)
-    merged = RowSums(shown.expand_as(sums[0]), *sums.double()).over_shards()
+def on_a_cpu(sums, bounds, rows, weights, sinks):
+    merged = RowSums(sums[7].long(), *sums[:7].double()).over_shards()
     merged = merged if sinks is None else merged.with_sinks(sinks)
     if bounds is None:
         highest = merged.max.amax((0, 2)).double()

@@ -10,14 +10,13 @@ import torch.multiprocessing as mp
 
 from attnscale import score_moments, score_stats
 from attnscale.attending.call import Call
-from attnscale.measure import RowSums
 from attnscale.measure.pooled import pack, unpack
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import Visibility
 from tests.ranks import on_ranks
 
-from .oracle import NAMES
+from .oracle import NAMES, over_shards
 
 
 def assert_same(left, right, rtol=1e-12):
@@ -72,9 +71,7 @@ def test_keys_on_several_ranks_merge_row_by_row(cuts):
     query = torch.randn(2, 3, 5, 8, dtype=torch.float64) * 3
     key = torch.randn(2, 3, 11, 8, dtype=torch.float64)
     shards = [row_sums(query, part) for part in key.tensor_split(cuts, dim=-2)]
-    merged = shards[0]
-    for shard in shards[1:]:
-        merged = merged.merge_keys(shard)
+    merged = over_shards(shards)
     whole = row_sums(query, key)
     for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first", "entropy", "lse"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
@@ -88,11 +85,10 @@ def test_a_rank_whose_keys_a_row_cannot_see_changes_nothing():
     query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 6, 8)
     seen = row_sums(query, key)
     blind = row_sums(query, key, torch.zeros(1, 1, 4, 6, dtype=torch.bool))
-    for merged in (seen.merge_keys(blind), blind.merge_keys(seen)):
+    for merged in (over_shards([seen, blind]), over_shards([blind, seen])):
         for name in ("visible", "max", "total", "gap", "participation", "mean", "deviation", "first"):
             torch.testing.assert_close(getattr(merged, name), getattr(seen, name))
-    nothing = blind.merge_keys(blind)
-    assert isinstance(nothing, RowSums)
+    nothing = over_shards([blind, blind])
     assert nothing.visible.max() == 0
     assert nothing.total.max() == 0
 

@@ -26,13 +26,18 @@ CASES = [
 
 def kernels():
     from attnscale.measure.cuda import rows
-    from attnscale.measure.cuda.layout import on_hopper
+    from attnscale.measure.cuda.launch import layout_key, on_hopper, positive_scale
 
     found = {"triton": rows.attend_rows}
     if on_hopper(0):
         from attnscale.measure.cuda import hopper
 
-        found["hopper"] = hopper.attend_rows
+        def attend(query, key, value, scale, starts, is_causal):
+            rising, scale = positive_scale(query, scale)
+            layouts = map(layout_key, (rising, key, value))
+            return hopper.Attention(*layouts, is_causal, True)(rising, key, value, scale, starts)
+
+        found["hopper"] = attend
     return found
 
 
@@ -54,7 +59,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, heads, is_causa
     for name, kernel in kernels().items():
         if name == "hopper" and dtype == torch.float32:
             continue
-        output, lse, sums = kernel(query, key, value, scale, is_causal, starts.int())
+        output, lse, sums = kernel(query, key, value, scale, starts.int(), is_causal=is_causal)
         for begin, end in pairwise(starts.tolist()):
             own, theirs, values = (each[:, :, begin:end].double().cpu() for each in (query, key, value))
             theirs, values = (each.repeat_interleave(heads[0] // heads[1], 1) for each in (theirs, values))

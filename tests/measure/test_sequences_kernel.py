@@ -37,7 +37,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
     query = torch.randn(total, heads, width).transpose(0, 1).unsqueeze(0)
     key, value = (torch.randn(total, kv_heads, width).transpose(0, 1).unsqueeze(0) for _ in range(2))
     offsets = torch.tensor(starts, dtype=torch.int32)
-    output, lse, sums = attend_rows(query, key, value, scale, is_causal, offsets)
+    output, lse, sums = attend_rows(query, key, value, scale, offsets, is_causal=is_causal)
     alone = list(by_sequence(query, key.repeat_interleave(heads // kv_heads, 1), starts, scale, is_causal))
     for place, name in enumerate(SUMS):
         expected = torch.cat([getattr(each, name).double().expand_as(each.max) for each in alone], -1)
@@ -57,7 +57,7 @@ def test_every_sequence_is_measured_as_if_it_were_alone(lengths, is_causal, head
 def test_what_lies_in_a_neighbour_is_not_seen():
     tokens = torch.randn(1, 2, 30, 8)
     tokens[:, :, 13:] = torch.nan
-    output, lse, sums = attend_rows(tokens, tokens, tokens, 1.0, False, torch.tensor([0, 13, 30]))
+    output, lse, sums = attend_rows(tokens, tokens, tokens, 1.0, torch.tensor([0, 13, 30]))
     assert output[:13].isfinite().all()
     assert lse[..., :13].isfinite().all()
     assert sums[..., :13].isfinite().all()
@@ -67,7 +67,7 @@ def test_what_lies_in_a_neighbour_is_not_seen():
 def test_tokens_of_no_sequence_see_nothing():
     tokens = torch.randn(1, 2, 30, 8)
     for starts, rows in ((torch.zeros(3, dtype=torch.int32), 0), (torch.tensor([0, 17, 20]), 20)):
-        _, _, sums = attend_rows(tokens, tokens, tokens, 1.0, True, starts)
+        _, _, sums = attend_rows(tokens, tokens, tokens, 1.0, starts, is_causal=True)
         assert sums[-1].gt(0).sum(-1).tolist() == [[rows, rows]]
 
 

@@ -21,7 +21,7 @@ from .interpreting import UNFIT, mended_interpreter  # noqa: F401
 if UNFIT:
     pytest.skip(UNFIT, allow_module_level=True)
 
-from attnscale.measure.cuda.finish import finish_rows, finish_sampled
+from attnscale.measure.cuda.finish import finish
 from attnscale.measure.cuda.masked_rows import score_masked_rows
 
 batch, heads, kv_heads, q_len, kv_len, head_dim = 2, 2, 1, 37, 45, 11
@@ -90,23 +90,23 @@ def test_sampled_rows_merge_over_spans_into_those_of_the_full_matrix(name, span)
 @pytest.mark.parametrize("name", ["mask", "window", "rows left out"])
 def test_heads_are_finished_as_on_a_cpu(name):
     call = call_of(name, None)
-    sums = score_masked_rows(call, None, kv_len)[:, 0]
-    found = finish_rows(sums, kv_len, False)
-    wanted = table_of(pool_rows(RowSums(sums[7].long(), *sums[:7])))
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    sums = score_masked_rows(call, None, kv_len)
+    found = finish(sums)
+    wanted = table_of(pool_rows(RowSums(sums[7, 0].long(), *sums[:7, 0])))
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6, equal_nan=True)
     assert Table(found)().rows.tolist() == exact(call).visible.gt(0).sum((0, 2)).tolist()
 
     rows, weights = torch.tensor([[0, 5, 20, 33], [2, 6, 31, 36]]).int(), torch.tensor([2.0, 7.5, 8.0, 19.5]).double()
     bound, span = torch.randn(heads), 16
     sums = score_masked_rows(call, rows, span)
-    found = finish_sampled(sums, bound, rows, weights, kv_len, span, False)
+    found = finish(sums, weights, bound)
     pooled = pool_rows(
         RowSums(sums[7].long(), *sums[:7].double()).over_shards(),
         bound + BOUND_SLACK * bound.abs().clamp(min=1.0),
         Sample(rows, torch.arange(4), weights),
         errors=False,
     )
-    torch.testing.assert_close(found, table_of(pooled), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found, table_of(pooled), rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("seen", [Visibility(), Visibility.causal(), Visibility.causal(window=5), Visibility(last=2)])

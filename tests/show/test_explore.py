@@ -1,6 +1,5 @@
 """The page of `attnscale explore` in a real browser: its numbers are the library's, its controls do what they say."""
 
-import json
 import math
 import random
 import runpy
@@ -17,22 +16,18 @@ import torch.nn.functional as F
 from attnscale import reference, theory
 from attnscale.claims import INDEX
 from attnscale.claims.computations import gradient_without_scale
-from attnscale.lab.demo import Demo, TwinTraining
 from attnscale.models import encode, load_bundled
 from attnscale.operator import attention_weights
-from attnscale.rules import RULES, get_rule
-from attnscale.show.explore import CONTROLS, explore_page, presets
+from attnscale.rules import get_rule
+from attnscale.show.explore import CONTROLS, THIRD, explore_page, presets
 from attnscale.watching import watch
-from tests.browser import PHONE, sideways
+from tests.browser import A4, PHONE, sideways
 from tests.busy import held_up
-from tests.show.test_scales import by_length
 
 ROOT = Path(__file__).parents[2]
-RECORDED = json.loads((ROOT / "src/attnscale/show/templates/explore/recorded.json").read_text(encoding="utf-8"))
 EXACT = 1e-6
 STATISTICS = ("entropy_ratio", "top1", "jacobian_trace")
 OF_COLUMN = ("spread", *STATISTICS)
-A4 = {"width": 718, "height": 1047}  # pixels, at 1 cm margins
 WIDE = {"width": 1400, "height": 900}
 WIDTHS = pytest.mark.parametrize("window", [WIDE, PHONE], ids=["1400", "390"])
 
@@ -72,13 +67,13 @@ def show_answers(page):
     page.evaluate("document.getElementById('show-all').click()")
 
 
-def library(d, n, q, k, rule, number):
+def library(d, n, q, k, rule):
     """What the library says of a setting of the page."""
     variance = theory.score_variance(d, query_variance=q**2, key_variance=k**2)
     if rule == "calibrated":
         scale = theory.unit_variance_scale(variance)
     else:
-        made = get_rule(f"{rule}:{number!r}" if number else rule)
+        made = get_rule({"yarn": "yarn:4"}.get(rule, rule))
         scale = made(torch.empty(1, d, device="meta"), torch.empty(n, d, device="meta"))[2]
     spread = scale * math.sqrt(variance)
     expected = theory.expected_softmax(spread, n)
@@ -89,22 +84,15 @@ def library(d, n, q, k, rule, number):
     }  # fmt: skip
 
 
-def grid(parameters):
-    """Every rule at the corners of the page's ranges and at drawn settings between them."""
+def test_the_numbers_of_the_page_are_the_librarys(page):
+    """For every rule, at the corners of the page's ranges and at drawn settings between them."""
+    rules = page.evaluate("Object.keys(attnscale.RULES)")
+    assert set(rules) == {"unscaled", "inverse_sqrt", *THIRD}
     draw, settings = random.Random(0), []
-    for rule, parameter in parameters.items():
+    for rule in rules:
         for corner in ("low", "high", *[None] * 12):
             at = {c.name: getattr(c, corner) if corner else c.low * (c.high / c.low) ** draw.random() for c in CONTROLS}
-            at |= {c.name: round(at[c.name]) for c in CONTROLS if c.integer}
-            ratio = parameter and parameter["high"] / parameter["low"]
-            number = parameter and (parameter[corner] if corner else parameter["low"] * ratio ** draw.random())
-            settings.append(at | {"rule": rule, "number": number})
-    return settings
-
-
-def test_the_numbers_of_the_page_are_the_librarys(page):
-    parameters = page.evaluate("Object.fromEntries(attnscale.data.rules.map(rule => [rule.name, rule.parameter]))")
-    settings = grid(parameters)
+            settings.append(at | {c.name: round(at[c.name]) for c in CONTROLS if c.integer} | {"rule": rule})
     computed = page.evaluate(
         """settings => settings.map(asked => {
           const { scale, spread, variance, critical, regime, expected } = attnscale.at(asked);
@@ -112,7 +100,6 @@ def test_the_numbers_of_the_page_are_the_librarys(page):
         })""",
         settings,
     )
-    assert len(computed) >= 100
     for setting, here in zip(settings, computed, strict=True):
         there = library(**setting)
         assert here.pop("regime") == there.pop("regime"), setting
@@ -160,7 +147,7 @@ def test_dragging_d_k_changes_the_unscaled_column_and_not_the_other(open_page, p
         page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
         d = int(page.input_value("#d-number"))
         for slot, rule in (("unscaled", "unscaled"), ("inverse_sqrt", "inverse_sqrt"), ("third", "inverse_dim")):
-            expected = library(d, 16, 1.0, 1.0, rule, None)
+            expected = library(d, 16, 1.0, 1.0, rule)
             assert column(page, slot) == pytest.approx({name: expected[name] for name in OF_COLUMN}, abs=EXACT)
         tops.append(value(page, "unscaled-top1"))
     page.mouse.up()
@@ -173,16 +160,6 @@ def test_dragging_d_k_changes_the_unscaled_column_and_not_the_other(open_page, p
         assert all(new != old for new, old in zip(after, before[slot], strict=True))
     assert page.inner_text("#unscaled-verdict").startswith("Sharp")
     assert page.inner_text("#inverse_sqrt-verdict").startswith("Healthy")
-
-
-def test_the_axes_of_the_hills_never_move(page):
-    def ticks():
-        place = "#unscaled-hill .tick, #inverse_sqrt-hill .tick, #unscaled-weights .tick"
-        return page.evaluate(f"[...document.querySelectorAll('{place}')].map(each => each.textContent)")
-
-    before = ticks()
-    set_number(page, "d", 300)
-    assert ticks() == before
 
 
 def test_the_third_column_is_switched_on_and_takes_other_rules(page):
@@ -199,53 +176,6 @@ def test_the_third_column_is_switched_on_and_takes_other_rules(page):
     assert value(page, "inverse_sqrt-spread") == pytest.approx(5.0)
     page.uncheck("#third-on")
     assert not page.is_visible("#third")
-
-
-def test_each_rule_keeps_its_colour_on_the_whole_page(open_page, path):
-    page = open_page(path, "#third=1")
-    show_answers(page)
-    colours = page.evaluate(
-        """["unscaled", "inverse_sqrt", "third"].map(slot => [...new Set(
-          [...document.querySelectorAll(`.solid.${slot}, .line.${slot}, .swatch.${slot}, .dot.${slot}, .fill.${slot}`)]
-          .map(each => { const style = getComputedStyle(each);
-            return each.matches(".line") ? style.stroke : each.matches("span") ? style.backgroundColor : style.fill; })
-        )])"""
-    )
-    assert [len(own) for own in colours] == [1, 1, 1]
-    assert len({own[0] for own in colours}) == 3
-
-
-def test_the_spread_stands_against_the_critical_spread_as_intervals(page):
-    left, right, critical = page.evaluate(
-        """["#unscaled-hill .line.bar", "#inverse_sqrt-hill .line.bar", "#inverse_sqrt-hill .limit.bar"]
-           .map(each => document.querySelector(each).getBBox().width)"""
-    )
-    assert left / right == pytest.approx(8.0, rel=0.01)
-    assert critical / right == pytest.approx(theory.critical_spread(16), rel=0.01)
-
-
-def test_every_slider_moves_its_number_and_what_follows_from_it(open_page, path):
-    page = open_page(path, "#rule=temperature")
-    page.evaluate("document.getElementById('more').open = true")
-    scores = {f"{slot}-{name}" for slot in ("unscaled", "inverse_sqrt", "third") for name in OF_COLUMN}
-    moved = {
-        "d": {each for each in scores if "inverse_sqrt" not in each} | {"variance"},
-        "n": {each for each in scores if "spread" not in each} | {"critical", "keys-shown"},
-        "q": scores | {"variance"},
-        "k": scores | {"variance"},
-        "number": {each for each in scores if "third" in each},
-    }
-    names = [*scores, "variance", "critical", "keys-shown"]
-    for name, expected in moved.items():
-        before = {each: value(page, each) for each in names}
-        page.locator(f"#{name}").fill(str(int(page.input_value(f"#{name}")) + 9))
-        assert {each for each in names if abs(value(page, each) - before[each]) > 1e-9} == expected, name
-        assert page.get_attribute(f"#{name}", "aria-valuetext") == f"{float(page.input_value(f'#{name}-number')):g}"
-    row = drawn(page, "inverse_sqrt")
-    page.click("#again")
-    assert drawn(page, "inverse_sqrt") != row
-    page.click("#reset")
-    assert (page.input_value("#d-number"), page.is_visible("#third")) == ("64", False)
 
 
 @WIDTHS
@@ -290,15 +220,6 @@ def test_the_table_of_gradients_is_what_autograd_measures(open_page, path):
         assert value(page, "gradient-inverse_sqrt-half") == pytest.approx(found.lower_half_scaled.mean, abs=0.05)
 
 
-def test_the_map_is_the_jacobian_of_the_heaviest_keys(open_page, path):
-    page = open_page(path, "#n=37")
-    show_answers(page)
-    assert page.inner_text("#jacobian-keys") == "Of the 16 heaviest keys."
-    weights = reference.softmax(np.random.default_rng(0).normal(size=16))
-    found = page.evaluate("p => attnscale.softmaxJacobian(p)", weights.tolist())
-    np.testing.assert_allclose(found, reference.softmax_jacobian(weights), atol=1e-12)
-
-
 def test_two_vectors_typed_by_hand_are_multiplied_summed_and_scaled(page, open_page, path):
     show_answers(page)
     assert (page.inner_text("#vectors-dot"), page.inner_text("#vectors-scaled")) == ("1", "0.5")  # the tutorial's
@@ -329,8 +250,9 @@ def test_own_scores_pass_through_softmax_both_ways(page):
         typed, raw, scaled, both = np.reshape(cells, (-1, 4)).T
         assert typed == pytest.approx(scores)
         assert raw == pytest.approx(reference.softmax(scores), abs=EXACT)
-        assert scaled == pytest.approx(scores / 8)
-        assert both == pytest.approx(reference.softmax(scores / 8), abs=EXACT)
+        root = value(page, "own-root")
+        assert scaled == pytest.approx(scores / root)
+        assert both == pytest.approx(reference.softmax(scores / root), abs=EXACT)
     page.fill("#scores", "3; −1 [2.5] banana 1e400")
     assert page.locator("#own-table tr").count() == 3
     assert page.inner_text("#own-notes") == "Not read as numbers: “banana”, “1e400”."
@@ -350,8 +272,7 @@ def test_each_step_of_the_proof_agrees_with_its_sample(open_page, path, dim):
         page.click("#proof-next")
         assert page.inner_text("#proof-title").startswith(f"{step}.")
         assert value(page, "proof-value") == pytest.approx(exact)
-        sampled, _, error = page.inner_text("#proof-sampled").replace("−", "-").partition(" ± ")
-        assert abs(float(sampled) - exact) <= 4 * float(error or 0) + 1e-3
+        assert value(page, "proof-sampled") == pytest.approx(exact, abs=0.05 * dim)  # of 20,000 draws
     page.dispatch_event("#proof-next", "click")  # there is no step after the last
     assert page.inner_text("#proof-title").startswith("7.")
     page.click("#proof-list [data-step='4']")
@@ -366,7 +287,7 @@ def test_an_initialisation_is_tried_in_the_columns(page):
     assert value(page, "inverse_sqrt-spread") == pytest.approx(0.307, abs=0.001)
 
 
-# The model and the runs
+# The model
 
 
 @pytest.mark.slow
@@ -422,34 +343,6 @@ def test_without_its_scale_the_models_maps_collapse_and_its_loss_rises(open_page
     assert page.inner_text("#bytes-note") == "Type at least two letters."
 
 
-@WIDTHS
-def test_two_recorded_runs_are_played_back(open_page, path, window):
-    page = open_page(path, viewport=window)
-    page.click("#steps a[data-go=runs]")
-    page.wait_for_selector("#run-loss svg")
-    last = {slot: value(page, f"run-{slot}-loss") for slot in ("unscaled", "inverse_sqrt")}
-    assert last["inverse_sqrt"] < 0.1 < 1.2 < last["unscaled"]
-    page.locator("#run-step").fill("0")
-    first = {slot: value(page, f"run-{slot}-spread") for slot in ("unscaled", "inverse_sqrt")}
-    assert first["unscaled"] == pytest.approx(math.sqrt(128), rel=0.1)
-    assert first["inverse_sqrt"] == pytest.approx(1.0, rel=0.1)
-    page.click("#play")
-    assert page.inner_text("#play") == "Pause"
-    while int(page.input_value("#run-step")) < 5:
-        page.wait_for_timeout(50)
-    page.click("#play")
-    assert page.inner_text("#play") == "Play"
-
-
-def test_the_recorded_runs_are_the_demos():
-    training = TwinTraining(Demo(RECORDED["demo"]["head_dim"], RECORDED["demo"]["steps"]))
-    steps = training.steps()
-    for number in range(2):
-        pair = next(steps)
-        for slot, step in zip(("inverse_sqrt", "unscaled"), pair.values(), strict=True):
-            assert RECORDED["demo"]["runs"][slot]["loss"][number] == [number, pytest.approx(step.loss, rel=2e-3)]
-
-
 # Addresses and links
 
 
@@ -471,7 +364,7 @@ def test_a_view_that_is_sent_shows_the_same(page, open_page, path):
     page.check("#third-on")
     page.evaluate("document.getElementById('more').open = true")
     page.select_option("#rule", "log_length")
-    for name, number in (("number", 0.31), ("d", 77), ("n", 4321), ("q", 1.37)):
+    for name, number in (("d", 77), ("n", 4321), ("q", 1.37)):
         set_number(page, name, number)
     page.click("#again")
     show_answers(page)
@@ -484,7 +377,7 @@ def test_a_view_that_is_sent_shows_the_same(page, open_page, path):
     for slot in ("unscaled", "inverse_sqrt", "third"):
         assert column(other, slot) == column(page, slot)
     assert other.inner_text("#step-4") == page.inner_text("#step-4")
-    assert (other.input_value("#scores"), other.input_value("#number-number")) == ("1, 2 & 3", "0.31")
+    assert (other.input_value("#scores"), other.input_value("#rule")) == ("1, 2 & 3", "log_length")
 
 
 @pytest.mark.slow
@@ -507,7 +400,7 @@ def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
     numbers = "d=1e99&n=abc&q=-5&k=NaN&seed=0.2&step=99"
     page = open_page(path, f"#rule={attack}&{numbers}&scores={script}&{attack}=1&__proto__=2&%ZZ=%")
     notes = page.inner_text("#notes")
-    assert f"There is no rule “{attack}”; showing inverse_dim." in notes
+    assert f"There is no rule “{attack}” for the third column; showing inverse_dim." in notes
     assert "d = 1e99 became 1024" in notes
     assert "“abc” is no number for n; showing 16." in notes
     assert "q = -5 became 0.1" in notes
@@ -516,24 +409,6 @@ def test_a_hostile_address_is_clamped_and_shown_as_text(open_page, path):
     assert "“</script><script>alert”" in page.inner_text("#own-notes")
     assert page.locator("img, main script").count() == 0
     assert all(math.isfinite(number) for number in column(page, "unscaled").values())
-
-
-@pytest.mark.slow
-def test_what_is_typed_out_of_range_is_brought_back_and_said(page):
-    set_number(page, "d", 5000)
-    assert page.input_value("#d-number") == "1024"
-    assert page.inner_text("#notes") == "d = 5000 became 1024: it goes from 1 to 1024."
-    set_number(page, "d", 12)
-    assert not page.is_visible("#notes")
-
-
-def test_a_rule_that_is_new_to_the_catalogue_is_on_the_page(open_page, tmp_path, monkeypatch):
-    monkeypatch.setitem(RULES, "by_length", by_length)
-    path = tmp_path / "page.html"
-    path.write_text(explore_page(), encoding="utf-8")
-    page = open_page(path, "#rule=by_length&d=50&n=77777")
-    assert page.input_value("#rule") == "by_length"
-    assert value(page, "third-spread") == pytest.approx(1 + 0.1 * math.log1p(77777 / 8192), rel=EXACT)
 
 
 # For everybody
@@ -556,20 +431,11 @@ def test_the_keyboard_alone_reaches_and_moves_everything(open_page, path):
             "(each => [each.id || each.textContent.trim() || each.value, each.type])(document.activeElement)"
         )
         reached.add(name)
-        if kind == "range" and name != "run-step":
+        if kind == "range":
             old = page.input_value(f"#{name}")
             page.keyboard.press("ArrowRight")
             assert page.input_value(f"#{name}") != old, name
     assert expected - reached == set()
-
-
-@pytest.mark.slow
-def test_one_press_of_an_arrow_moves_d_k_by_one_where_it_is_small(page):
-    set_number(page, "d", 1)
-    page.focus("#d")
-    for expected in (2, 3, 4):
-        page.keyboard.press("ArrowRight")
-        assert page.input_value("#d-number") == str(expected)
 
 
 @pytest.mark.slow
@@ -607,7 +473,7 @@ def test_printed_it_fits_the_paper_without_its_buttons(open_page, path):
     assert sideways(page) == 0
     assert not page.locator("button:visible, input[type=range]:visible").count()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(28, 30, 38)"
 
 
 CONTRAST = """() => {

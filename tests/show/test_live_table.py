@@ -1,6 +1,5 @@
 """The live table on a terminal, beside progress bars and whatever else a training loop writes there."""
 
-import logging
 import re
 import sys
 
@@ -13,7 +12,6 @@ from attnscale.diagnose import Finding
 from attnscale.measure.statistics import logged
 from attnscale.show.live_table import LiveTable
 from attnscale.train import LayerRecord, Record
-from attnscale.train.delivery import LOGGER, Delivery
 
 pytest.importorskip("termios")
 from tests.terminal import PLAIN, Terminal
@@ -42,10 +40,7 @@ def table():
         sink = sink or LiveTable()
         numbers = {name: [0.25, 0.75] for name in logged()}
         layers = {f"blocks.{index}": LayerRecord(64, numbers) for index in range(2)}
-        record = Record(step, 0.0, layers, list(alarms), loss=2.5)
-        delivery = Delivery([sink], None, print)
-        delivery.write(record)
-        delivery.alarm(record, is_logged=True)
+        sink(Record(step, 0.0, layers, list(alarms), loss=2.5))
 
     draw.close = lambda: sink.close()
     return draw
@@ -82,15 +77,11 @@ def test_above_bars_of_tqdm_a_table_is_printed_at_every_sampled_step(terminal, t
         assert shown(terminal) == [*standing(0), *standing(2), "outer 100", "the end"]
 
 
-def test_alarms_stand_below_the_table_and_their_log_above_it(terminal, table):
+def test_alarms_stand_below_the_table(terminal, table):
     with terminal:
-        told = logging.StreamHandler()
-        LOGGER.addHandler(told)
         for step in bar(2, "steps"):
             table(step, *[ALARM] * (step == 1))
-        LOGGER.removeHandler(told)
         lines = shown(terminal)
-        assert any(line.startswith("step 1: warning: blocks.0, head 1: exploding: The largest") for line in lines)
         below = lines[lines.index("step 1") :]
         assert below[:5] == [*standing(1), "warning: blocks.0, head 1: The largest score is 15."]
         assert below[-1] == "steps 100"

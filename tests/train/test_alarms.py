@@ -1,6 +1,5 @@
 """Alarms of a run: by what softmax feels, from where a trained model began, each once, with advice that fits."""
 
-import logging
 import math
 import re
 
@@ -10,7 +9,7 @@ import torch
 from attnscale import Monitor
 from attnscale.diagnose.alarm import Thresholds
 from attnscale.models import load_bundled
-from attnscale.train import LayerRecord, Record
+from attnscale.train import LayerRecord
 from attnscale.train.history import History
 from attnscale.train.run import grouped_alarms
 
@@ -137,41 +136,6 @@ def test_alarms_that_say_the_same_are_told_once_with_their_layers_and_steps():
     assert told.group.first.severity == "warning"
     assert len(alarms) > 3
     assert told.when == f"{len(told.steps)} steps from {told.steps[0]} to {told.steps[-1]}"
-
-
-def test_the_log_tells_alarms_of_many_layers_in_one_line(caplog):
-    from attnscale.train.delivery import Delivery
-
-    history = History(Thresholds())
-    layers = {f"blocks.{index}.attention": layer(1200.0) for index in range(3)}
-    record = Record(0, 0.0, layers, history.add(0, layers))
-    told = []
-    with caplog.at_level(logging.WARNING, "attnscale"):
-        Delivery([], told.append, lambda warning: None).alarm(record, is_logged=True)
-    assert len(told) == 3
-    (line,) = caplog.messages
-    assert "step 0: warning: blocks.0.attention, head 0 and 2 more heads, in 3 layers: exploding" in line
-
-
-def test_the_log_says_an_alarm_once_and_counts_what_repeats_it(caplog):
-    from attnscale.train.delivery import Delivery
-
-    history, delivery = History(Thresholds(forecast=False)), Delivery([], None, lambda warning: None)
-    course = [5.0, 150.0, 200.0, 1500.0, 20_000.0, 30_000.0, *[5.0] * 3, 150.0]
-    with caplog.at_level(logging.WARNING, "attnscale"):
-        for step in range(len(course) + 2):  # the second layer follows two records later
-            layers = {name: layer(course[min(max(step - late, 0), 9)]) for name, late in (("first", 0), ("second", 2))}
-            record = Record(10 * step, 0.0, layers, history.add(10 * step, layers))
-            delivery.alarm(record, is_logged=True, is_over=history.is_calm)
-        delivery.close()
-    assert [line[:40] for line in caplog.messages] == [
-        "step 10: note: first, head 0: exploding:",
-        "step 30: warning: first, head 0: explodi",
-        "step 40: error: first, head 0: exploding",
-        "3 more such alarms in 1 layer until step",
-        "step 90: note: first, head 0: exploding:",
-        "1 more such alarm in 1 layer until step ",
-    ]
 
 
 class Tempered(torch.nn.Module):

@@ -60,7 +60,7 @@ def test_a_clip_that_no_longer_acts_holds_nothing_once_scores_pass_it():
     assert not any(held[:17])  # not clipped yet
     assert all(held[18:30])
     assert not any(held[33:])
-    assert trend(samples[-32:], None).ceiling.is_clipped is False
+    assert trend(samples[-32:], None).is_clipped is False
 
 
 def test_a_layer_that_was_never_clipped_is_fitted_as_before():

@@ -64,7 +64,7 @@ def test_what_it_remembers_survives_resume(tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-5"
     again = ScoreCallback(every=1, sinks=[path])
     trainer(tmp_path, again).train(resume_from_checkpoint=str(checkpoint))
-    assert again.monitor.growth(LAYERS[0]).samples == 8
+    assert again.monitor.growth(LAYERS[0]).step == again.monitor.last.step
     assert [record.step for record in read_log(path).records] == [record.step for record in whole] == list(range(8))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,10 @@ import torch
 from attnscale import Monitor
 from attnscale.errors import NotRecordedWarning
 from attnscale.train import LightningScoreCallback, Record, ScoreCallback, read_log, summarise
-from attnscale.train.ranks import merge_payloads
 from attnscale.train.record import LineError
-from attnscale.train.run import worse
 from attnscale.train.sinks import scalars
-from attnscale.train.tally import to_bytes
 
-from .corrupt import line
+from .logs import line
 from .test_huggingface import trainer
 from .test_sinks import record
 from .training import batch, loss_of, small_model
@@ -104,18 +100,6 @@ def test_a_log_keeps_them_and_tells_one_that_was_none_from_one_that_was_not_give
     assert (old.loss, old.lr) == (None, None)
     with pytest.raises(LineError, match="'loss' as a number"):
         Record.from_line(line(loss="low").encode())
-
-
-def test_a_curve_keeps_the_highest_loss():
-    first, second = (Record(step, 0.0, {}, loss=loss, lr=0.1) for step, loss in ((0, 3.0), (1, 2.0)))
-    assert (worse(first, second).loss, worse(first, second).lr) == (3.0, 0.1)
-    assert math.isnan(worse(first, replace(second, loss=math.nan)).loss)
-
-
-def test_ranks_keep_the_mean_of_those_that_gave_one():
-    of_ranks = [pickle.dumps((losses, to_bytes({}))) for losses in ([1.0], [], [4.0])]
-    two = merge_payloads(of_ranks[:2])
-    assert pickle.loads(merge_payloads([two, of_ranks[2]]))[0] == [1.0, 4.0]
 
 
 def test_sinks_have_them_as_curves_and_a_run_as_a_pair():

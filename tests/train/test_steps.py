@@ -37,7 +37,7 @@ def test_a_rank_that_was_late_costs_its_share_of_one_record(found):
     records, told = found[0]["is_late"]
     assert records == [[step, 1 if step == 2 else 2] for step in range(step_runs.STEPS)]
     (sentence,) = (sentence for sentence in told if sentence.startswith("LostRankWarning"))
-    assert "Rank 1 did not answer rank 0 at step 2 within 1 s; it was last at step 1" in sentence
+    assert "Rank 1 did not answer rank 0 at step 2 within 1 s; it answered last at step 1" in sentence
 
 
 def test_closing_a_monitor_leaves_no_descriptors_and_no_threads(found):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from attnscale.diagnose.alarm import Thresholds
-from attnscale.diagnose.forecast import Ceiling, forecast, outlook
+from attnscale.diagnose.forecast import Trend
 from attnscale.train import LayerRecord, Record, summarise
 from attnscale.train.history import WINDOW, History, Sample, append, trend
 
@@ -68,8 +68,7 @@ def test_steps_that_a_resumed_run_repeats_are_taken_from_it():
 
 def test_a_log_forecasts_what_the_monitor_would_warn_of_unless_a_soft_cap_stops_it():
     samples = growing(range(0, 290, 10), rate=0.018)  # from 5 to 770
-    found = outlook(*map(list, zip(*samples, strict=True)))
-    expected = forecast(found, Ceiling(), 1000.0)
+    expected = Trend(*zip(*samples, strict=True), ()).passes(1000.0)
     assert expected is not None
     for softcap, crossing in ((None, expected), (1500.0, expected), (900.0, None)):
         records = [Record(step, 0.0, {"layer": layer(largest, softcap)}) for step, largest in samples]

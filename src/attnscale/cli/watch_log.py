@@ -78,16 +78,19 @@ def _follow(file: Path, run: str | None) -> "Survey":
 
     from rich.console import Console
 
+    from attnscale.train.log import log_files
     from attnscale.train.run import survey
 
-    found, seen = survey(file, run), file.stat().st_size if file.exists() else 0
+    def size() -> int:
+        return sum(each.stat().st_size for each in log_files(file) if each.exists())
+
+    seen, found = size() if file.exists() else 0, survey(file, run)
     try:
         _show(found)
         while True:
             time.sleep(POLL)
-            size = file.stat().st_size if file.exists() else seen  # renamed when it is full, and not begun anew yet
-            if size != seen:
-                found, seen = survey(file, run), size
+            if size() != seen:
+                seen, found = size(), survey(file, run)
                 Console().clear()
                 _show(found)
     except KeyboardInterrupt:

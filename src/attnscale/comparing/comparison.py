@@ -10,7 +10,7 @@ from attnscale.comparing.moves import Move, mark_significant, move_of
 from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
 from attnscale.diagnose import Change, Finding
 from attnscale.errors import SettingError
-from attnscale.plain import plain, printable
+from attnscale.plain import counted, plain, printable
 from attnscale.results import Result
 
 TOLERANCE = 0.01  # relative, or of a share: smaller changes are ignored, whatever their error
@@ -25,7 +25,7 @@ class HeadChange:
     layer: str
     head: int
     moves: Mapping[str, Move]
-    same_parameters: bool = False  # those that make its queries and keys, as far as is known
+    same_parameters: bool = False  # of the module that attends, as far as is known
     sees_others: bool = False  # its queries see other keys of the same inputs: its mask changed
 
     @property
@@ -123,15 +123,15 @@ class Comparison(Result):
         if not self._moved:
             said = f"No head of {len(self.heads)} changed by more than its error"
         elif not self.changed:
-            said = f"No head's own weights changed; the inputs of {_heads(len(self.carried))} did"
+            said = f"No head's own weights changed; the inputs of {counted(len(self.carried), 'head')} did"
         else:
             most = self.changed[0]
             error = "its error" if len(self.changed) == 1 else "their error, most of all"
-            said = f"{len(self.changed)} of {_heads(len(self.heads))} changed by more than {error}: "
+            said = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
             said += f"{most.place}, {most.told.split('; ')[0]}"
-            said += f"; the inputs of {_heads(len(self.carried))} changed too" if self.carried else ""
-        new = f" {_count(len(self.new), 'new finding')}." if self.new else ""
-        gone = f" {_count(len(self.gone), 'finding')} gone." if self.gone else ""
+            said += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
+        new = f" {counted(len(self.new), 'new finding')}." if self.new else ""
+        gone = f" {counted(len(self.gone), 'finding')} gone." if self.gone else ""
         return f"{said}.{new}{gone}"
 
     @cached_property
@@ -189,15 +189,14 @@ def compare_portraits(before: Portrait, after: Portrait, tolerance: float = TOLE
 
 def _heads_of(name: str, before: LayerPortrait, after: LayerPortrait, paired: bool) -> Iterator[HeadChange]:
     shared = [each for each in COMPARED if each in before.samples and each in after.samples]
-    same_inputs, both_known = paired, bool(before.visible and after.visible)
+    same_parameters = bool(before.weights) and before.weights == after.weights
+    sees_others = paired and bool(before.visible and after.visible) and before.visible != after.visible
     paired = paired and before.count == after.count
     for head in range(before.heads):
         moves = {
             each: move_of(each, before.samples[each][:, head], after.samples[each][:, head], paired) for each in shared
         }
-        one, other = (side.digests[head] if side.digests else "" for side in (before, after))
-        sees_others = same_inputs and both_known and before.visible[head] != after.visible[head]
-        yield HeadChange(name, head, moves, bool(one) and one == other, sees_others)
+        yield HeadChange(name, head, moves, same_parameters, sees_others)
 
 
 def _key(finding: Finding) -> tuple[str, int | None, str, str]:
@@ -216,11 +215,3 @@ def _notes(before: Portrait, after: Portrait, both: list[str], alike: list[str],
             yield f"The layer {name} has {heads}, and is not compared."
     if both and not paired:
         yield UNPAIRED
-
-
-def _heads(number: int) -> str:
-    return _count(number, "head")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,9 +1,14 @@
-"""Portraits: the statistics of every head of a model, sample by sample, to compare with those of another model."""
+"""Portraits: the statistics of every head of a model, sample by sample, to compare with those of another model.
+
+`attnscale check --save` writes them to files; `--against` and `attnscale compare` read them.
+"""
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +18,12 @@ from torch import Tensor, nn
 
 from attnscale.comparing.visible import VisibleKeys
 from attnscale.diagnose import Audit
-from attnscale.diagnose.finding import Finding
+from attnscale.diagnose.finding import SEVERITIES, Finding
+from attnscale.errors import SettingError
+from attnscale.files import read_whole, write_whole
 from attnscale.measure.statistics import STATISTICS
 from attnscale.module_paths import without_wrappers
-from attnscale.tracing.parameters import Origin, UntraceableError
+from attnscale.plain import json_text, plain, rounded
 from attnscale.watching.layer import Layer
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
@@ -31,6 +38,9 @@ COMPARED = (*RATIOS[:5], *SHARES, *RATIOS[5:])
 OF_STATS = ("spread", *SHARES)
 OF_LAYERS = {"scale_applied": "scales", "query_norm": "query_norm", "key_norm": "key_norm", "alignment": "alignment"}
 ONE_SEQUENCE = "The model was run on one sequence, so changes have no error. Use a batch of several sequences."
+KIND, VERSION = "attnscale check", 2  # of a file
+DIGITS = 8  # significant digits: an unchanged model is the same to all of them
+MAX_BYTES = 2**28  # 100 layers of 128 heads take a hundredth of that
 
 
 @dataclass(frozen=True)
@@ -38,8 +48,8 @@ class LayerPortrait:
     """One layer: arrays (samples, heads) by the name of their statistic, with NaN for a missing value."""
 
     samples: Mapping[str, Numbers]
-    digests: tuple[str, ...] = ()  # for each head, of the parameters that make its queries and keys; empty: unknown
-    visible: tuple[str, ...] = ()  # for each head, of the keys that each query sees; empty: unknown
+    weights: str = ""  # a digest of the parameters of the module that attends; empty: unknown
+    visible: str = ""  # a digest of the keys that each query sees; empty: unknown
 
     @property
     def heads(self) -> int:
@@ -80,15 +90,101 @@ def portray(
     if len(calls) > 1 and not _are_parts_of(audit.layers, runs):
         calls = [(tuple(args), dict(kwargs))]
         runs = [_watch(model, calls[0], rows)]
-    digests = _digests_of(model, runs[0])
-    visible = {name: _visible_digests(layer) for name, layer in audit.layers.items()}
+    weights = _weights_digests(model, runs[0])
+    keys = {name: VisibleKeys.of(layer) for name, layer in audit.layers.items()}
+    visible = {name: "" if found is None else found.digest for name, found in keys.items()}
     layers = {
-        name: _layer([run[name] for run in runs if name in run], digests[name], visible.get(name, ()))
+        name: _layer([run[name] for run in runs if name in run], weights[name], visible.get(name, ""))
         for name in runs[0]
     }
     notes = (ONE_SEQUENCE,) if len(calls) == 1 else ()
     inputs = _digest({f"{number}": tensor for number, tensor in enumerate(_tensors(calls))})
     return Portrait(title, fed, layers, tuple(audit.findings), inputs, notes)
+
+
+def save_portrait(portrait: Portrait, path: Path) -> None:
+    """Write a portrait as JSON."""
+    write_whole(path, json_text(_to_dict(portrait)) + "\n")
+
+
+def read_portrait(path: Path) -> Portrait:
+    """Read the portrait in a file."""
+    try:
+        return _from_dict(json.loads(read_whole(path, MAX_BYTES).decode("utf-8")))
+    except OSError as error:
+        raise SettingError(f"Could not read {path}: {error.strerror or error}.") from None
+    except SettingError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).split("\n")[0].rstrip(".")
+        raise SettingError(
+            f"Expected a check saved by `check --save` in {path}, but it is damaged: {reason}."
+        ) from None
+
+
+def is_saved(path: Path) -> bool:
+    """Return True for a saved check, by how the file begins; a model's config.json begins otherwise."""
+    try:
+        with path.open("rb") as file:
+            return json.dumps(KIND).encode() in file.read(64)
+    except OSError:
+        return False
+
+
+def _to_dict(portrait: Portrait) -> dict[str, Any]:
+    layers = {
+        name: {
+            "weights": layer.weights,
+            "visible": layer.visible,
+            "samples": {
+                statistic: [[rounded(each, DIGITS) for each in row] for row in numbers]
+                for statistic, numbers in layer.samples.items()
+            },
+        }
+        for name, layer in portrait.layers.items()
+    }
+    found: dict[str, Any] = plain(
+        {
+            "kind": KIND,
+            "version": VERSION,
+            "title": portrait.title,
+            "fed": portrait.fed,
+            "inputs": portrait.inputs,
+            "notes": list(portrait.notes),
+            "findings": [finding.to_dict() for finding in portrait.findings],
+            "layers": layers,
+        }
+    )
+    return found
+
+
+def _from_dict(saved: Any) -> Portrait:
+    """Raise a ValueError, TypeError or KeyError for anything that is no portrait."""
+    if not isinstance(saved, dict) or saved.get("kind") != KIND:
+        raise ValueError(f"there is no kind {KIND!r}")
+    if saved["version"] != VERSION:
+        raise ValueError(f"expected version {VERSION}, got {saved['version']!r}")
+    findings = tuple(Finding(**finding) for finding in saved.get("findings", ()))
+    if not {finding.severity for finding in findings} <= set(SEVERITIES):
+        raise ValueError("a finding has an unknown severity")
+    layers = {
+        name: LayerPortrait(
+            _samples(name, layer["samples"]), str(layer.get("weights", "")), str(layer.get("visible", ""))
+        )
+        for name, layer in saved["layers"].items()
+    }
+    notes = tuple(map(str, saved.get("notes", ())))
+    return Portrait(str(saved["title"]), str(saved["fed"]), layers, findings, str(saved["inputs"]), notes)
+
+
+def _samples(name: str, saved: dict[str, Any]) -> dict[str, Numbers]:
+    samples = {each: np.array(numbers, dtype=np.float64) for each, numbers in saved.items() if each in COMPARED}
+    shapes = {numbers.shape for numbers in samples.values()}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 2 or 0 in shape:
+        raise ValueError(f"the samples of the layer {name!r} are not (samples, heads) for every statistic")
+    if any(np.isinf(numbers).any() for numbers in samples.values()):
+        raise ValueError(f"a sample of the layer {name!r} is infinite")
+    return samples
 
 
 def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer]:
@@ -98,17 +194,12 @@ def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer
     return seen.layers
 
 
-def _visible_digests(layer: Layer) -> tuple[str, ...]:
-    visible = VisibleKeys.of(layer)
-    return () if visible is None else visible.digests(layer.heads)
-
-
-def _layer(runs: Sequence[Layer], digests: tuple[str, ...], visible: tuple[str, ...]) -> LayerPortrait:
+def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerPortrait:
     numbers = {name: [STATISTICS[name].of(layer.stats) for layer in runs] for name in OF_STATS}
     numbers |= {name: [getattr(layer, attribute) for layer in runs] for name, attribute in OF_LAYERS.items()}
     return LayerPortrait(
         {name: np.stack([each.detach().double().cpu().numpy() for each in values]) for name, values in numbers.items()},
-        digests,
+        weights,
         visible,
     )
 
@@ -150,49 +241,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-def _digests_of(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, tuple[str, ...]]:
-    """Return a digest of the parameters of every head, by layer; empty for parameters that cannot be followed."""
+def _weights_digests(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, str]:
+    """Return a digest of the parameters of each layer's module; empty if it holds other attention layers."""
     parameters = {without_wrappers(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
-    if any(parameter.is_meta for parameter in parameters.values()):  # a model that runs from disk
-        return {name: ("",) * layer.heads for name, layer in layers.items()}
     modules = {layer.module for layer in layers.values()}
-    return {name: _head_digests(layer, parameters, modules) for name, layer in layers.items()}
-
-
-def _head_digests(layer: Layer, parameters: Mapping[str, Tensor], modules: set[str]) -> tuple[str, ...]:
-    origins = [origin for call in layer.origins[:1] for origin in (call.query, call.key) if origin is not None]
-    sides: list[list[dict[str, Tensor]]] = []
-    if len(origins) == 2 and not layer.wiring.normalised:  # after a norm, its gain stands for the weight
-        try:
-            sides = [_rows_of_heads(origin, layer.heads, parameters) for origin in origins]
-        except (UntraceableError, KeyError):
-            sides = []
-    followed = {name for side in sides for head in side for name in head}
-    prefix = f"{layer.module}." if layer.module else ""
-    if any(other != layer.module and other.startswith(prefix) for other in modules):
-        shared: dict[str, Tensor] = {}  # the module holds other attention layers: what is theirs is unknown
-    else:
-        shared = {name: each for name, each in parameters.items() if name.startswith(prefix) and name not in followed}
-    if not followed and not shared:
-        return ("",) * layer.heads
-    own = [
-        {f"{number} {name}": values for number, side in enumerate(sides) for name, values in side[head].items()}
-        for head in range(layer.heads)
-    ]
-    return tuple(_digest(shared | each, repr((layer.softcap, layer.causal))) for each in own)
-
-
-def _rows_of_heads(origin: Origin, heads: int, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the rows of parameters that make each query head."""
-    found: list[dict[str, Tensor]] = [{} for _ in range(origin.heads)]
-    for source in origin.sources():
-        values = parameters[source.parameter].detach()
-        kept = [axis for axis in range(values.dim()) if axis not in source.across]
-        flat = values.permute(*kept, *source.across).reshape(int(np.prod([values.shape[axis] for axis in kept])), -1)
-        for head in range(origin.heads):
-            own = np.unique(source.rows[source.heads == head])
-            found[head][source.parameter] = flat[own.tolist()]
-    return [found[head * origin.heads // heads] for head in range(heads)]
+    found = dict.fromkeys(layers, "")
+    for name, layer in layers.items():
+        prefix = f"{layer.module}." if layer.module else ""
+        own = {path: each for path, each in parameters.items() if path.startswith(prefix)}
+        has_others = any(other != layer.module and other.startswith(prefix) for other in modules)
+        is_on_disk = any(each.is_meta for each in own.values())
+        if own and not has_others and not is_on_disk:
+            found[name] = _digest(own, repr((layer.softcap, layer.causal)))
+    return found
 
 
 def _digest(values: Mapping[str, Tensor], start: str = "") -> str:

@@ -11,12 +11,19 @@ from torch import nn
 from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.backends import compared_backends, require_backends
 from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_portraits, require_tolerance
-from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait, portray
-from attnscale.comparing.saved import is_saved, read, save
+from attnscale.comparing.portrait import (
+    COMPARED,
+    LayerPortrait,
+    Portrait,
+    is_saved,
+    portray,
+    read_portrait,
+    save_portrait,
+)  # fmt: skip
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
-from attnscale.train.log import Damage, choose_run, read_runs, records_of
 from attnscale.train.record import Record
+from attnscale.train.run import survey
 
 if TYPE_CHECKING:
     from attnscale.checking import Checked
@@ -53,10 +60,10 @@ def check_against(
 ) -> "tuple[Checked, Comparison | None]":
     """Check a model; save what was measured in one file, and compare it with a check saved in another."""
     require_tolerance(tolerance)
-    before = None if baseline is None else read(baseline)
+    before = None if baseline is None else read_portrait(baseline)
     checked, portrait = _checked_portrait(request, rows, what_if)
     if save_as is not None:
-        save(portrait, save_as)
+        save_portrait(portrait, save_as)
     return checked, None if before is None else compare_portraits(before, portrait, tolerance)
 
 
@@ -82,7 +89,7 @@ def portrait_by_name(name: str, request: "Request", rows: int | None = None) -> 
     if Path(path).suffix == LOGS:
         return _portrait_of_run(Path(path), run or None)
     if Path(name).is_file() and is_saved(Path(name)):
-        return read(Path(name))
+        return read_portrait(Path(name))
     return _checked_portrait(replace(request, model=None if name == BUNDLED else name), rows)[1]
 
 
@@ -123,9 +130,9 @@ def _checked_portrait(
 
 def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
-    run = choose_run(path, read_runs(path, lambda *_: None, Damage()), name)
-    latest, alarms = deque[Record](maxlen=LATEST), []
-    for record in records_of(path, run):
+    log = survey(path, name)
+    run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
+    for record in log.reader.records_of(run):
         alarms += record.alarms
         latest.append(record)
     title = f"{path}{'' if run.name is None else f' ({run.name})'}"

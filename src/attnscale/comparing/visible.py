@@ -47,11 +47,12 @@ class VisibleKeys:
         counted = (~self.padding[:, None]).double().expand(max(len(counts), len(self.padding)), counts.shape[1], -1)
         return float((counts * counted).sum() / counted.sum().clamp(min=1))
 
-    def digests(self, heads: int) -> tuple[str, ...]:
-        """Return a digest of the visible keys of each head."""
+    @property
+    def digest(self) -> str:
+        """A digest of the visible keys."""
         counted = self.shown if self.padding is None else self.shown & ~self.padding[:, None, :, None]
-        own = [_digest(counted[:, head]) for head in range(counted.shape[1])]
-        return tuple(own * heads if len(own) == 1 else own)
+        packed = np.packbits(counted.contiguous().numpy())
+        return hashlib.sha256(repr(tuple(counted.shape)).encode() + packed.tobytes()).hexdigest()[:16]
 
 
 def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str]:
@@ -67,54 +68,25 @@ def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str
 
 
 def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
-    """Explain the keys that `more` shows and `less` hides: padding, later keys, or keys beyond a window."""
+    """Explain the keys that `more` shows and `less` hides: padding, later keys, and the rest."""
     extra = more.shown & ~less.shown & counted
-    if not extra.any():
-        return
-    is_hidden_from_all = ~(less.shown & counted).any(-2, keepdim=True)
-    padding = extra & is_hidden_from_all
+    padding = extra & ~(less.shown & counted).any(-2, keepdim=True)
     if padding.any():
         columns = padding.flatten(0, -2).any(0).nonzero().flatten().tolist()
         yield f"it {verb} {_listed(columns)}, {relative} from every query: padding"
     extra = extra & ~padding
     rows, keys = extra.shape[-2:]
     offsets = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
-    is_later = offsets > 0
-    is_causal = less.is_self and not bool((less.shown & counted & is_later).any())
-    later, earlier = (extra & is_later, extra & ~is_later) if is_causal else (extra & False, extra)
+    is_causal = less.is_self and not bool((less.shown & counted & (offsets > 0)).any())
+    later = extra & (offsets > 0) if is_causal else torch.zeros_like(extra)
     if later.any():
-        farthest = int(offsets.expand_as(later)[later].max())
-        if verb == "sees":
-            what = "key" if farthest == 1 else "keys"
-            limit = "its causal limit is off by one" if farthest == 1 else "the causal term is missing"
-            yield f"it sees later {what} {relative}, up to {farthest} ahead: {limit}"
-        else:
-            yield f"it hides later keys {relative}: it is causal"
-    if not earlier.any():
-        return
-    short, long = (_window(each, counted, offsets) for each in (less, more))
-    is_window = less.is_self and short < long and not (earlier & (offsets > -short)).any()
-    if is_window and verb == "sees":
-        end = "no window limits it" if long >= keys else f"its window is {_more(long - short)}: {long}, not {short}"
-        yield f"it sees earlier keys {relative}: {end}"
-    elif is_window:
-        end = f"it has a window of {short}" if long >= keys else f"its window is {short}, not {long}"
-        yield f"it hides earlier keys {relative}: {end}"
-    else:
-        first = [int(each) for each in earlier.nonzero()[0]]
-        count = int(earlier.flatten(0, -3).any(0).sum())
-        where = f"key {first[-1]} of query {first[-2]} first"
-        yield f"it {verb} keys {relative}, for {count:,} pairs of query and key: {where}"
-
-
-def _window(keys: VisibleKeys, counted: Tensor, offsets: Tensor) -> int:
-    """Return the largest number of keys from the earliest visible one to the query itself."""
-    shown = keys.shown & counted & (offsets <= 0)
-    return 1 - int(offsets.expand_as(shown)[shown].min()) if shown.any() else 0
-
-
-def _more(keys: int) -> str:
-    return "one key longer" if keys == 1 else f"{keys} keys longer"
+        why = "the causal term is missing or off" if verb == "sees" else "it is causal"
+        yield f"it {verb} later keys {relative}, up to {int(offsets.expand_as(later)[later].max())} ahead: {why}"
+    rest = extra & ~later
+    if rest.any():
+        first = [int(each) for each in rest.nonzero()[0]]
+        count = int(rest.flatten(0, -3).any(0).sum())
+        yield f"it {verb} {count:,} pairs of query and key {relative}, first key {first[-1]} of query {first[-2]}"
 
 
 def _listed(columns: list[int]) -> str:
@@ -126,8 +98,3 @@ def _listed(columns: list[int]) -> str:
 
 def _sizes(keys: VisibleKeys) -> str:
     return " × ".join(map(str, keys.shown.shape[-2:]))
-
-
-def _digest(shown: Tensor) -> str:
-    packed = np.packbits(shown.contiguous().numpy())
-    return hashlib.sha256(repr(tuple(shown.shape)).encode() + packed.tobytes()).hexdigest()[:16]

@@ -4,7 +4,7 @@ from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm, nex
 from attnscale.diagnose.audit import Audit, diagnose
 from attnscale.diagnose.cause import Cause, Change, cause
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
-from attnscale.diagnose.forecast import Crossing, Growth, Outlook, growth, outlook
+from attnscale.diagnose.forecast import Crossing, Growth, Trend, growth
 from attnscale.diagnose.run_audit import audit, audited
 from attnscale.diagnose.trained import is_trained
 from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
@@ -22,8 +22,8 @@ __all__ = [
     "Growth",
     "LayerSnapshot",
     "Outcome",
-    "Outlook",
     "Thresholds",
+    "Trend",
     "Verdict",
     "WhatIf",
     "audit",
@@ -36,6 +36,5 @@ __all__ = [
     "layer_alarm",
     "layer_verdict",
     "next_threshold",
-    "outlook",
     "what_if",
 ]

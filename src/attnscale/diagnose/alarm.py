@@ -6,13 +6,13 @@ first sampled step: the numbers it had then are normal for it, and an alarm is w
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding, severity_rank
-from attnscale.diagnose.forecast import MAD_TO_STD, Ceiling, Crossing, Outlook, forecast
+from attnscale.diagnose.forecast import MAD_TO_STD, Trend
 from attnscale.diagnose.scores import DEAD_GAIN, EXPLODING, threshold_reached
 from attnscale.measure.uncertainty import NORMAL
 from attnscale.plain import readable
@@ -21,6 +21,7 @@ from attnscale.plain import readable
 # arXiv:2303.06296); they name no number. At 0.05 a row of 1,024 keys looks at 1.4 of them.
 ENTROPY_FLOOR = 0.05
 HARMFUL = 1e3  # forecasts are alarms from the threshold on at which losses deteriorate
+NO_SAMPLES = Trend((), (), ())
 WORSE = 1.25  # times the baseline of a trained model: less is no change
 GROWN = 0.1  # of a logarithm: a factor that grew by less is not the cause
 OVER = 2.0  # times a threshold or a floor: an alarm is over when its number is as far on the other side
@@ -70,7 +71,7 @@ class LayerSnapshot:
     entropy_ratio: float  # means of its heads
     jacobian_trace: float
     broken_heads: int  # with scores that are NaN or infinite
-    ceiling: Ceiling = field(default_factory=Ceiling)
+    trend: Trend = NO_SAMPLES
     error: Callable[[str], float] = lambda name: 0.0  # standard error of one of its means, where rows were sampled
     change: Callable[[], Change | None] = lambda: None  # of the factors of its scores since the first sampled step
     baseline: Baseline | None = None  # of a trained model
@@ -130,15 +131,15 @@ class Reason:
 
 
 def layer_alarm(
-    snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds, standing: Mapping[str, int]
+    snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str, int]
 ) -> tuple[Finding | None, dict[str, int]]:
     """Return the alarm of a layer at a step, and the reasons that stand from then on, each with the step it began at.
 
     `standing` are the reasons that stood before. A layer has one alarm with everything that is wrong with it, and
     another one only when that is more serious: entropy that falls because scores explode is no second alarm.
     """
-    reasons = list(_reasons(snapshot, outlook, limits, standing))
-    kept = {name: since for name, since in standing.items() if _stands(name, snapshot, outlook, limits)}
+    reasons = list(_reasons(snapshot, limits, standing))
+    kept = {name: since for name, since in standing.items() if _stands(name, snapshot, limits)}
     after = {reason.name: snapshot.step for reason in reasons} | kept
     rank = max((_rank(reason.name) for reason in reasons), default=-1.0)
     if rank <= max(map(_rank, kept), default=-1.0):
@@ -192,14 +193,7 @@ def loss_alarm(loss: float, level: float, step: int, layers: Sequence[LayerSnaps
     )
 
 
-def when(crossing: Crossing) -> str:
-    """Return in words when a threshold is passed."""
-    return f"about step {crossing.step:.0f} and not before {crossing.earliest:.0f}"
-
-
-def _reasons(
-    snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds, standing: Mapping[str, int]
-) -> Iterator[Reason]:
+def _reasons(snapshot: LayerSnapshot, limits: Thresholds, standing: Mapping[str, int]) -> Iterator[Reason]:
     """Yield what is wrong now, and what will be if growth goes on.
 
     Where the multiplier is wrong, only scores count that would be too large under the right one as well.
@@ -218,33 +212,34 @@ def _reasons(
         sentence = f"The largest score {passed}is {snapshot.largest_score}; {known}."
         yield Reason(name, "exploding", severity, sentence, snapshot.max, limit)
     if limits.forecast and error is None:
-        yield from _forecast(snapshot, outlook, "It" if reached else f"The largest score, {snapshot.largest_score},")
+        yield from _forecast(snapshot, "It" if reached else f"The largest score, {snapshot.largest_score},")
     for name, sentence in FLOORS.items() if error is None else ():
         value, floor = getattr(snapshot, name), getattr(limits, name)
         if _is_below(snapshot, name, floor):
             yield Reason(name, "sharp", "warning", sentence.format(100 * value, 100 * floor), value, floor)
 
 
-def _forecast(snapshot: LayerSnapshot, outlook: Outlook | None, subject: str) -> Iterator[Reason]:
-    crossing = forecast(outlook, snapshot.ceiling, next_threshold(max(snapshot.max, HARMFUL / 2)))
-    if crossing is None or outlook is None:
+def _forecast(snapshot: LayerSnapshot, subject: str) -> Iterator[Reason]:
+    growth, crossing = snapshot.trend.growth, snapshot.trend.passes(next_threshold(max(snapshot.max, HARMFUL / 2)))
+    if growth is None or crossing is None:
         return
     limit, _, known = next(entry for entry in EXPLODING if entry[0] == crossing.threshold)
-    factor = math.exp(min(outlook.rate * outlook.observed, 700.0))
+    factor = f"{growth.factor:{'.3g' if growth.factor < 1000 else ',.0f'}}"
     sentence = (
-        f"{subject} grew × {factor:{'.3g' if factor < 1000 else ',.0f'}} in the last {outlook.observed:,.0f} steps; "
-        f"if this goes on, it will pass {limit:,.0f} {when(crossing)}: {known}."
+        f"{subject} grew × {factor} in the last {growth.observed:,.0f} steps; if this goes on, it will pass "
+        f"{limit:,.0f} {crossing}: {known}."
     )
     yield Reason(f"ahead {limit:g}", "exploding", "warning", sentence, snapshot.max, limit)
 
 
-def _stands(name: str, snapshot: LayerSnapshot, outlook: Outlook | None, limits: Thresholds) -> bool:
+def _stands(name: str, snapshot: LayerSnapshot, limits: Thresholds) -> bool:
     """Return True if a reason of an earlier alarm is not over, though it may raise none now."""
     kind, _, level = name.partition(" ")
     if kind == "reached":
         return snapshot.max * OVER >= float(level)
     if kind == "ahead":
-        return outlook is not None and outlook.rate > 0
+        growth = snapshot.trend.growth
+        return not snapshot.trend.is_clipped and growth is not None and growth.rate > 0
     if kind == "non_finite":
         return snapshot.broken_heads > 0
     floor = getattr(limits, kind, None)
@@ -289,7 +284,7 @@ def _advice(snapshot: LayerSnapshot) -> str:
         return "The gain of a norm, or a temperature, may have grown: bound it, or train it at a lower rate."
     if snapshot.is_clipped:
         return "QK-Clip is at work on it: let it act at every step, and lower the learning rate."
-    if snapshot.ceiling.softcap is not None:
+    if snapshot.trend.softcap is not None:
         return "Its soft-cap bounds the scores and not what makes them: lower the learning rate, or add a QK-norm."
     if grown == "alignment":
         return "Queries and keys have turned towards each other: lower the learning rate, or add a soft-cap."

@@ -15,7 +15,7 @@ from attnscale.inputs import check_inputs, check_sinks
 from attnscale.measure import graph_op, ragged
 from attnscale.measure import one_pass as on_cpu
 from attnscale.measure.cuda import attention as on_cuda
-from attnscale.measure.cuda.layout import is_intercepted, layout_key
+from attnscale.measure.cuda.launch import is_intercepted, layout_key
 from attnscale.measure.measuring import check_rows, moments_of
 from attnscale.measure.measuring import measured as measured  # watching asks here for it
 from attnscale.measure.moments import ScoreMoments
@@ -135,12 +135,10 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            way = partial(
-                on_cuda.attend_planned, call.scale, is_causal, on_cuda.choice_of(call.query, call.key, call.value)
-            )
+            way = partial(on_cuda.attend_directly, call.scale, is_causal)
     elif rows is not None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
-        way = partial(on_cuda.sample_planned, rows, dropout_p, call.scale, is_causal)
+        way = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
     elif rows is None and not unseen(call.query) and on_cpu.serves(call):
         output, found = on_cpu.attend_rows(call)
         stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))

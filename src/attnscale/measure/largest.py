@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import kernels_take
+from attnscale.measure.cuda.launch import kernels_take
 from attnscale.numerics import wide_dtype, without_autocast
 
 SLACK = 1 + 1e-4  # by which rounding may lift a score above what lengths allow

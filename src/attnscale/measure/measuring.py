@@ -7,9 +7,8 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.errors import SettingError
-from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda.layout import capturing
+from attnscale.measure.cuda.launch import capturing
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.moments import ScoreMoments, linear_moments
 from attnscale.measure.pool import Unpooled, pool_rows, with_sinks
@@ -33,10 +32,8 @@ def measured(call: Call, rows: int | None, lse: Tensor | None = None, sinks: Ten
     """
     if call.visibility.bias is not None:
         call = replace(call, visibility=call.visibility.with_infinite_mask())
-    if on_cuda.measures(call):
-        return on_cuda.measure(call, rows, sinks)
-    if sampled.measures_masked(call):
-        return sampled.measure_masked(call, rows, sinks)
+    if sampled.measures(call):
+        return sampled.measure(call, rows, sinks)
     return with_sinks(_measured(call, rows, lse), sinks)
 
 

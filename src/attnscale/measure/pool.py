@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnscale.measure.pooled import SUMS, Pooled, Table
+from attnscale.measure.pooled import SUMS, Pooled
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import Merged, ScoreStats, merged_when_read
@@ -23,19 +23,11 @@ class Unpooled:
     found: Callable[[], RowSums]
     bound: Callable[[], Tensor | None] = lambda: None
     sample: Sample | None = None
-    in_shards: bool = False  # what was found is over shards of the keys
-    known: Table | None = None  # where a kernel has pooled them
     sinks: Tensor | None = None  # learned logits, (heads,), that join the denominator of each row
-
-    def rows(self) -> RowSums:
-        """(batch, heads, rows), over all keys of the call."""
-        return self.found().over_shards() if self.in_shards else self.found()
 
     def __call__(self) -> Pooled:
         """Pool them, with the uncertainty of what was not looked at."""
-        if self.known is not None:
-            return self.known()
-        rows = self.rows() if self.sinks is None else self.rows().with_sinks(self.sinks)
+        rows = self.found() if self.sinks is None else self.found().with_sinks(self.sinks)
         return pool_rows(rows, self.bound(), self.sample)
 
 
@@ -46,7 +38,7 @@ def with_sinks(stats: ScoreStats, sinks: Tensor | None) -> ScoreStats:
     if isinstance(stats.pool, Merged):
         return merged_when_read([with_sinks(part, sinks) for part in stats.pool.parts])
     assert isinstance(stats.pool, Unpooled), "rows that are pooled already have lost what a sink changes"
-    return replace(stats, pool=replace(stats.pool, known=None, sinks=sinks.detach().double().clone()))
+    return replace(stats, pool=replace(stats.pool, sinks=sinks.detach().double().clone()))
 
 
 def pool_rows(

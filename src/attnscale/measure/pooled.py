@@ -26,7 +26,7 @@ SUMS = (
 NUMBERS = ("rows", "count", "mean", "max", "max_bound", "max_above_mean")
 FINISHED = (  # what is divided when it is shown, or by a kernel
     "variance", "std", "variance_within_rows", "std_within_rows",
-    "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink",
+    "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys", "sink", "learned_sink",
 )  # fmt: skip
 TABLE = len(NUMBERS) + len(SUMS) + len(FINISHED) + 2
 

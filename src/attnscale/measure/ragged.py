@@ -106,7 +106,7 @@ def nested_score_stats(
     with torch.no_grad(), without_autocast(query):
         ragged, _ = nested_call(query, key, key, attn_mask, is_causal, scale, enable_gqa, softcap)
         check_sinks(sinks, ragged.row.query)
-        return with_sinks(measured_sequences(ragged, rows), sinks)
+        return measured_sequences(ragged, rows, sinks)
 
 
 def nested_score_moments(
@@ -133,7 +133,7 @@ def attend_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> 
     if sinks is not None:
         output = run_sequences(ragged.with_sinks(sinks))
         with torch.no_grad(), without_autocast(ragged.row.query):
-            return output, with_sinks(measured_sequences(ragged, rows), sinks)
+            return output, measured_sequences(ragged, rows, sinks)
     if on_cuda.attends(ragged) if rows is None else on_cuda.attends_for_less(ragged):
         return on_cuda.attend(ragged)
     calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
@@ -145,12 +145,17 @@ def attend_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> 
     return ragged.joined([output for output, _ in both]), _stats(ragged, _joined([found for _, found in both]))
 
 
-def measured_sequences(ragged: Ragged, rows: int | None) -> ScoreStats:
-    """Return the statistics of every row, or of about this many a head."""
+def measured_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
+    """Return the statistics of every row, or of about this many a head; `sinks` join the denominators."""
     refuse_vmap(ragged.rows.offsets, ragged.row.query)
     row = ragged.row
     if row.query.device.type != "cpu":
-        return _on_device(ragged, rows)
+        return _on_device(ragged, rows, sinks)
+    return with_sinks(_on_cpu(ragged, rows), sinks)
+
+
+def _on_cpu(ragged: Ragged, rows: int | None) -> ScoreStats:
+    row = ragged.row
     calls = list(ragged.calls()) or [row]
     sample = None if rows is None else _sample(ragged, rows)
     if sample is None:
@@ -168,16 +173,16 @@ def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]
     return total
 
 
-def _on_device(ragged: Ragged, rows: int | None) -> ScoreStats:
+def _on_device(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> ScoreStats:
     """Measure by one pass of a kernel, over sequences or documents; else sequence by sequence."""
     if rows is None and on_cuda.measures(ragged):
-        return on_cuda.measure(ragged)
+        return on_cuda.measure(ragged, sinks)
     documents = ragged.as_documents()
-    if documents is not None and sampled.measures_masked(documents):
-        return sampled.measure_masked(documents, rows)
+    if documents is not None and sampled.measures(documents):
+        return sampled.measure(documents, rows, sinks)
     share = [None if rows is None else _share(rows, length, ragged) for length in ragged.rows.lengths]
-    parts = [measured(call, some) for call, some in zip(ragged.calls(), share, strict=True)]
-    return merged_when_read(parts or [measured(ragged.row, None)])
+    parts = [measured(call, some, sinks=sinks) for call, some in zip(ragged.calls(), share, strict=True)]
+    return merged_when_read(parts or [measured(ragged.row, None, sinks=sinks)])
 
 
 def _share(rows: int, length: int, ragged: Ragged) -> int:

@@ -71,11 +71,6 @@ class RowSums:
             learned_sink=own / total,
         )
 
-    def merge_keys(self, other: "RowSums") -> "RowSums":
-        """Merge with the same rows over further keys, as context-parallel ranks do, each with keys of its own."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
-        return RowSums(*map(torch.stack, pairs)).over_shards()
-
     def over_shards(self) -> "RowSums":
         """Merge rows that saw their keys in shards, (shards, batch, heads, rows), in the order of the keys."""
         seen = self.visible > 0  # a shard in which a row sees nothing has no maximum, and weighs nothing

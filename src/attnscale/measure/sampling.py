@@ -5,9 +5,7 @@ GPU take as many rows of each entry, drawn apart. Attention written out takes th
 stands for that row of the whole batch (a cluster).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -27,30 +25,6 @@ STANDING_OUT_SHARE = 8  # and one in eight to rows foreseen to stand out, if any
 STANDS_OUT = 3.0  # times the usual variance of a row's scores: what a sample without such a row would not tell
 FORESEEN_KEYS = 256  # whose covariance is taken: enough to tell rows apart, and cheap beside looking at some of them
 SOURCE = np.random.default_rng(0)  # of its own: measuring a model must not change the random numbers it trains with
-SEED: ContextVar[int | None] = ContextVar("seed", default=None)
-
-
-@contextmanager
-def same_rows(seed: int) -> Iterator[None]:
-    """Draw the same positions for all queries of one length, whatever keys they see: ranks then look at the same rows.
-
-    >>> draws = []
-    >>> for uneven in (False, True):
-    ...     with same_rows(7):
-    ...         draws.append(sample_positions(5, 100, 1, uneven).positions.tolist())
-    >>> draws[0] == draws[1]
-    True
-    """
-    token = SEED.set(seed)
-    try:
-        yield
-    finally:
-        SEED.reset(token)
-
-
-def rows_are_shared() -> bool:
-    """Return True if calls elsewhere look at the same rows, over other keys: nothing may depend on how keys are cut."""
-    return SEED.get() is not None
 
 
 @dataclass(frozen=True)
@@ -126,15 +100,13 @@ class Design:
 
     def draws(self, count: int) -> NDArray[np.int32]:
         """Return so many draws, (count, rows), each in increasing order: Floyd's algorithm on all strata at once."""
-        seed = SEED.get()
-        source = SOURCE if seed is None else np.random.default_rng(seed)
         edges, taken = np.array(self.edges), np.array(self.taken)
         widest = int(taken.max(initial=0))
         chosen = np.full((count, len(taken), widest), -1)
         for step in range(widest):
             # the step-th of a stratum comes from so many of its first, and one more
             size = np.diff(edges) - taken + step
-            picked = source.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
+            picked = SOURCE.integers(0, np.maximum(size, 0) + 1, (count, len(taken)))
             met = (chosen[..., :step] == picked[..., None]).any(-1)
             chosen[..., step] = np.where(step < taken, np.where(met, size, picked), -1)
         positions = np.sort(np.where(chosen < 0, -1, chosen + edges[:-1, None]), axis=-1).reshape(count, -1)
@@ -156,9 +128,9 @@ def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
     """Return a design for about `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
-    towards the end. Rows that see part of their keys here count as such.
+    towards the end.
     """
-    return _design(rows, length, batch, uneven or rows_are_shared(), 0)
+    return _design(rows, length, batch, uneven, 0)
 
 
 @lru_cache(maxsize=64)
@@ -186,10 +158,10 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
 
     `foreseen`, (batch, heads, length): the variance that the scores of each row should have.
     """
-    known = None if foreseen is None or rows_are_shared() else foreseen.permute(1, 2, 0).flatten(1)
+    known = None if foreseen is None else foreseen.permute(1, 2, 0).flatten(1)
     first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
     certain = 0 if first is None else len(first)
-    planned = _design(rows, batch * length, 1, uneven or rows_are_shared(), certain)
+    planned = _design(rows, batch * length, 1, uneven, certain)
     if planned is None:
         return None
     order = torch.arange(batch * length)

@@ -158,6 +158,9 @@ class ScoreStats(Result):
     @property
     def learned_sink(self) -> Tensor:
         """Mean weight that a learned sink logit takes; NaN where none joins the denominator."""
+        finished = self.pooled.finished.get("learned_sink")
+        if finished is not None:
+            return finished
         taken = self._sum("learned_sink")
         return torch.where(taken > 0, taken / self._sum("rows"), torch.nan)
 

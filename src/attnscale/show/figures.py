@@ -9,9 +9,7 @@ from attnscale.plain import rounded
 from attnscale.show.text import by_pattern
 
 Number = float | int | None
-LABEL = 22  # characters of a name in a legend
 DIGITS = 4  # of a number in the page
-POINTS = 300  # of a curve
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """y against x, of the same `tone` as others that belong to it; a band where there is a `low` and a `high`."""
+    """y against x, with a band from `low` to `high` if they are given; one `tone` for all that belongs together."""
 
     name: str
     x: Sequence[Number]
     y: Sequence[Number] = ()  # empty: a band alone
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
-    mode: str = "lines"  # or points, both, bars
-    tone: int | str = 0  # a number, or "ink" for what is not measured
+    tone: int | str = 0  # of eight; or "ink" for what is not measured
     dashed: bool = False
+    marks: bool = False  # at each point
     points: tuple[str, ...] = ()  # a name for each
 
 
@@ -73,22 +71,21 @@ class Heat:
 
 @dataclass(frozen=True)
 class Figure:
-    """One view, or several to choose between; a figure that `follows` another shows the same view as that one."""
+    """One view, or several to choose between."""
 
     name: str
     views: Mapping[str, Chart | Heat]
     choose: str = "Show"
     caption: str = ""
-    follows: str | None = None
 
     @property
     def is_map(self) -> bool:
         """True if it can be read field by field."""
         return any(isinstance(view, Heat) for view in self.views.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_json(self) -> list[Any]:
         """Return what the page's script takes: numbers of a few digits, None for those that JSON does not know."""
-        return {"views": [_plain(view) for view in self.views.values()], "follows": self.follows}
+        return [_plain(view) for view in self.views.values()]
 
 
 def _plain(value: Any) -> Any:
@@ -97,11 +94,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(own) for own in value]
     return rounded(value, DIGITS) if isinstance(value, float) else value
-
-
-def short(name: str) -> str:
-    """Return the end of a name, which distinguishes layers."""
-    return name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
 
 
 def ticks(names: Iterable[str]) -> tuple[str, ...]:
@@ -118,29 +110,12 @@ def legend(names: Iterable[str]) -> dict[str, str]:
     return {name: name if tick == name else f"layer {tick}" for name, tick in zip(names, ticks(names), strict=True)}
 
 
-def finite(values: Iterable[Number]) -> list[float]:
+def known_values(values: Iterable[Number]) -> list[float]:
     """Return the numbers among values."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def mean(values: Iterable[Number]) -> float:
     """Return the mean of the numbers among values; NaN if there are none."""
-    known = finite(values)
+    known = known_values(values)
     return math.fsum(known) / len(known) if known else math.nan
-
-
-def thinned(series: Series, keeps_largest: bool = False) -> Series:
-    """Return at most POINTS points, each for several neighbours, without what is not a number."""
-    columns = [series.y, series.low, series.high]
-    known = [
-        index for index in range(len(series.x)) if all(finite([column[index]]) for column in columns if len(column))
-    ]
-    size = max(1, math.ceil(len(known) / POINTS))
-    buckets = [known[start : start + size] for start in range(0, len(known), size)]
-    y, low, high = (
-        [reduce([column[index] or 0.0 for index in bucket]) for bucket in buckets] if len(column) else []
-        for column, reduce in zip(columns, (max if keeps_largest else mean, min, max), strict=True)
-    )
-    x = [series.x[bucket[0]] for bucket in buckets]
-    low, high = ([], []) if low == high else (low, high)
-    return Series(series.name, x, y, low, high, series.mode, series.tone, series.dashed)

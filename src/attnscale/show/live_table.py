@@ -17,7 +17,6 @@ from attnscale.measure.statistics import Place, in_place
 from attnscale.plain import printable
 from attnscale.show.check import STYLES
 from attnscale.show.text import number, place
-from attnscale.train.delivery import bars_on_terminal
 from attnscale.train.record import Record
 
 SHOWN_ALARMS = 5
@@ -95,6 +94,14 @@ class LiveTable:
         )
         table.caption = Text("\n".join(map(printable, told)))
         return table
+
+
+def bars_on_terminal() -> list[Any]:
+    """Return tqdm's bars that are drawn on a terminal now; one that is disabled has no file."""
+    tqdm = sys.modules.get("tqdm.std")
+    bars = [] if tqdm is None else list(tqdm.tqdm._instances)
+    files = ((bar, getattr(bar, "fp", None)) for bar in bars if hasattr(bar, "start_t"))
+    return [bar for bar, file in files if file is not None and not file.closed and file.isatty()]
 
 
 def _is_in_notebook() -> bool:

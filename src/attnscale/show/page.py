@@ -18,12 +18,12 @@ from attnscale.show.figures import Figure
 MATTER = 3  # notes shown before the fold
 LONG = 24  # lines of a table
 FEW = 6  # views that are buttons; more are a list
-SCRIPTS = tuple(f"report/{name}.js" for name in ("draw", "chart", "heat", "page"))
+SCRIPTS = ("draw.js", "report/chart.js", "report/heat.js", "report/page.js")
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing to know: how bad (`tone`: error, warning, note, fine or fact), what, where, and what to do."""
+    """One thing to know: how bad (`tone`: error, warning, note or fine), what, where, and what to do."""
 
     tone: str
     tag: str
@@ -106,9 +106,9 @@ def render(page: Page) -> str:
         shown=MATTER,
         few=FEW,
         kind_of=kind_of,
-        figures=data({figure.name: figure.to_dict() for section in page.sections for figure in section.figures}),
+        figures=data({figure.name: figure.to_json() for section in page.sections for figure in section.figures}),
         policy=policy(script),
-        style=code(source(templates, "report/page.css")),
+        style=code(source(templates, "base.css", "report/page.css")),
         script=script,
         versions=f"attnscale {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     )

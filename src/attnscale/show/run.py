@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.diagnose.alarm import when
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import Place, Statistic, in_place
 from attnscale.plain import counted, printable
@@ -61,7 +60,7 @@ def show_runs(runs: Sequence[LoggedRun], shown: LoggedRun) -> None:
         table.add_column(heading, justify="right")
     for entry in runs[-LISTED:]:
         began = datetime.fromtimestamp(entry.began, UTC).strftime("%Y-%m-%d %H:%M")
-        numbers = map(str, (entry.first_step, entry.last_step, entry.records))
+        numbers = map(str, (entry.steps[0], entry.steps[-1], entry.records))
         name = Text(printable(entry.name or "–"))
         table.add_row(str(entry.number), name, began, *numbers, style="bold" if entry is shown else "")
     console.print(table)
@@ -85,7 +84,7 @@ def _course(run: Run) -> str:
     ]
     if crossings:
         crossing, name = min(crossings, key=lambda found: found[0].step)
-        return f"forecast: {printable(name)} is the first to pass {crossing.threshold:,.0f}, {when(crossing)}"
+        return f"forecast: {printable(name)} is the first to pass {crossing.threshold:,.0f}, {crossing}"
     if past := sum(layer.effective_max >= LAST for layer in growing):
         return f"the largest score of {past} of {layers} layers is past {LAST:,.0f} and growing"
     if held := sum(layer.is_clipped for layer in run.layers):
@@ -115,7 +114,7 @@ def _column(entry: Statistic) -> Column[LayerRun]:
 
 
 def _factor(layer: LayerRun) -> str:
-    return "–" if layer.growth is None else f"× {number(layer.growth.recently_grown)} ({layer.growth.recent_span:.0f})"
+    return "–" if layer.growth is None else f"× {number(layer.growth.factor)} ({layer.growth.observed:.0f})"
 
 
 def _crossing(layer: LayerRun) -> str:

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from attnscale.diagnose.alarm import (
 )
 from attnscale.diagnose.cause import Change
 from attnscale.diagnose.finding import Finding
-from attnscale.diagnose.forecast import Ceiling, Growth, Outlook, growth, outlook
+from attnscale.diagnose.forecast import Growth, Trend
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats
 from attnscale.train.record import LayerRecord
@@ -41,32 +41,6 @@ class Sample(NamedTuple):
     def of(cls, step: int, layer: LayerRecord) -> "Sample":
         """Return the sample of a record."""
         return cls(step, layer.effective_max[0], layer.whole("max_bound"), layer.lowered)
-
-
-@dataclass(frozen=True)
-class Trend:
-    """Growth and forecast of the largest score, None where there are too few samples, and what limits it."""
-
-    steps: Sequence[int]
-    largest: Sequence[float]
-    bounds: Sequence[float]
-    softcap: float | None
-    is_clipped: bool
-
-    @cached_property
-    def growth(self) -> Growth | None:
-        """Growth of the largest score."""
-        return growth(self.steps, self.largest)
-
-    @cached_property
-    def ahead(self) -> Outlook | None:
-        """Forecast of the largest score; none while QK-Clip holds it."""
-        return None if self.is_clipped else outlook(self.steps, self.largest)
-
-    @property
-    def ceiling(self) -> Ceiling:
-        """Limits of the largest score."""
-        return Ceiling(self.softcap, lambda: outlook(self.steps, self.bounds), self.is_clipped)
 
 
 def append(samples: list[Sample], sample: Sample) -> None:
@@ -171,14 +145,13 @@ class History:
                 known.baseline = Baseline(layer.effective_max[0], entropy, trace)
             if not known.first or not all(map(math.isfinite, known.first)):  # of a call that was not followed
                 known.first = _factors(layer)
-            found = trend(known.samples, layer.softcap)
             snapshot = LayerSnapshot(
                 name,
                 *layer.effective_max,
                 entropy,
                 trace,
                 layer.broken,
-                found.ceiling,
+                trend(known.samples, layer.softcap),
                 partial(_error, stats.get(name)),
                 partial(_change, known.first, layer),
                 known.baseline,
@@ -189,7 +162,7 @@ class History:
                 rescaled.get(name, ()),
             )
             snapshots.append(snapshot)
-            alarm, known.standing = layer_alarm(snapshot, found.ahead, self.limits, known.standing)
+            alarm, known.standing = layer_alarm(snapshot, self.limits, known.standing)
             if alarm is not None and name not in audited:
                 new.append(alarm)
         if loss is not None and self.limits.loss:

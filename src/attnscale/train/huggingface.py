@@ -7,13 +7,10 @@ from copy import copy
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
-
 from attnscale.errors import SettingError, SinkWarning
-from attnscale.train.delivery import LogChoice, is_fed_by_sink, logged_statistics
-from attnscale.train.monitor import Monitor, rate_of
+from attnscale.train.callbacks import DrivenMonitor, LogChoice
 from attnscale.train.record import Record
-from attnscale.train.sinks import Sink, scalars
+from attnscale.train.sinks import scalars
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -22,12 +19,11 @@ except ImportError:
     raise SettingError("ScoreCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 
 
-class ScoreCallback(TrainerCallback, ExportableState):
+class ScoreCallback(DrivenMonitor, TrainerCallback, ExportableState):
     """Watch every `every`-th optimiser step, all its micro-batches; arguments are Monitor's, and `log`.
 
     The statistics of the live table go to the trainer's own log too: to state.log_history, and to every tool that its
-    report_to names, but one that `sinks` names as well; Ray Train's report callback gets them like any other. `log` may
-    name other statistics, or be False.
+    report_to names; Ray Train's report callback gets them like any other. `log` may name other statistics, or be False.
 
     Records have the loss of their step, not the mean since the log before, and the learning rate of that step.
 
@@ -37,9 +33,8 @@ class ScoreCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, *, log: LogChoice = True, **settings: Any) -> None:
-        self.settings, self._logged = settings, logged_statistics(log)
-        self.monitor: Monitor | None = None
-        self._loss = StepLoss(None)
+        super().__init__(log, settings)
+        self._wrapped: Any = None  # the trainer whose training_step() tells its losses
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -49,36 +44,30 @@ class ScoreCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin, or continue from a checkpoint."""
-        self._loss.end()  # of a step that was interrupted
-        if self.monitor is not None:
-            self.monitor.close()
-        self.monitor = Monitor(kwargs["model"], **self.settings)
-        trainer = calling_trainer(bool(self._logged))
-        self._loss = StepLoss(trainer)
-        if trainer is not None and self._logged:
-            self.monitor.sinks.append(TrainerLog(trainer, self, self._logged, tuple(self.monitor.sinks)))
-        stored: Any = state.stateful_callbacks
-        saved = stored.get(type(self).__name__) if isinstance(stored, dict) else None
-        remembered = saved["attributes"].get("remembered") if isinstance(saved, dict) else None
-        if remembered is not None and state.global_step:
-            self.monitor.load_state_dict({**remembered, "steps": state.global_step})
+        trainer = calling_trainer(bool(self.logged))
+        log = None if trainer is None else TrainerLog(trainer, self, self.logged)
+        self.start(kwargs["model"], log, remembered(self, state), state.global_step)
+        step = getattr(trainer, "training_step", None)
+        if step is not None and "training_step" not in vars(trainer):
+
+            @wraps(step)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                loss = step(*args, **kwargs)
+                self.add_loss(loss)
+                return loss
+
+            self._wrapped = trainer
+            self._wrapped.training_step = wrapped
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin an optimiser step."""
-        assert self.monitor is not None  # training began
-        self.monitor.steps = state.global_step
-        self.monitor.begin()
-        if self.monitor.is_due:
-            self.monitor.note(lr=rate_of(kwargs.get("optimizer")))
-            self._loss.begin()
+        self.begin_step(state.global_step, kwargs.get("optimizer"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an optimiser step."""
-        assert self.monitor is not None  # training began
-        self.monitor.note(loss=self._loss.end())
-        self.monitor.end()
+        self.end_step()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the last record: the trainer has waited for its device, and its loggers are still open."""
@@ -89,21 +78,21 @@ class ScoreCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Close the monitor."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.stop()
+        if self._wrapped is not None:
+            del self._wrapped.training_step
+            self._wrapped = None
 
 
 class TrainerLog:
-    """The log of one trainer, for `own`, a callback of it, without tools that one of `sinks` writes to already.
+    """The log of one trainer, for `own`, a callback of it.
 
     Trainer.log() prints hundreds of numbers between the lines of a progress bar. So the trainer's callbacks are called
     instead, all but those that print.
     """
 
-    def __init__(
-        self, trainer: Any, own: TrainerCallback, numbers: Sequence[str] = (), sinks: Sequence[Sink] = ()
-    ) -> None:
-        self._trainer, self._own, self._numbers, self._sinks = trainer, own, numbers, sinks
+    def __init__(self, trainer: Any, own: TrainerCallback, numbers: Sequence[str] = ()) -> None:
+        self._trainer, self._own, self._numbers = trainer, own, numbers
 
     def __call__(self, record: Record) -> None:
         """Add a record at the step of the loss of the same forwards: the trainer counts from one."""
@@ -121,8 +110,7 @@ class TrainerLog:
         args, control, model = self._trainer.args, self._trainer.control, self._trainer.model
         failed: Exception | None = None
         for callback in self._trainer.callback_handler.callbacks:
-            prints = isinstance(callback, (PrinterCallback, ProgressCallback))
-            if callback is self._own or prints or is_fed_by_sink(callback, self._sinks):
+            if callback is self._own or isinstance(callback, (PrinterCallback, ProgressCallback)):
                 continue
             try:
                 callback.on_log(args, at_step, control, logs=dict(numbers), model=model)
@@ -132,38 +120,11 @@ class TrainerLog:
             raise failed
 
 
-class StepLoss:
-    """The loss of a sampled step: the sum of what training_step() returns for its micro-batches."""
-
-    def __init__(self, trainer: Any | None) -> None:
-        self._trainer = trainer
-        self._losses: list[Tensor] = []
-        self._is_wrapping = False
-
-    def begin(self) -> None:
-        """Wrap training_step() until end()."""
-        if self._trainer is None or self._is_wrapping or "training_step" in vars(self._trainer):
-            return
-        step = getattr(self._trainer, "training_step", None)
-        if step is None:
-            return
-
-        @wraps(step)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            loss = step(*args, **kwargs)
-            self._losses.append(loss)
-            return loss
-
-        self._is_wrapping = True
-        self._trainer.training_step = wrapped
-
-    def end(self) -> Tensor | None:
-        """Return the loss since begin(), and remove the wrapper."""
-        losses, self._losses = self._losses, []
-        if self._is_wrapping and self._trainer is not None:
-            del self._trainer.training_step
-            self._is_wrapping = False
-        return sum(losses[1:], losses[0]) if losses else None
+def remembered(callback: TrainerCallback, state: TrainerState) -> dict[str, Any] | None:
+    """Return what the checkpoint, from which training resumes, keeps of a callback."""
+    stored: Any = state.stateful_callbacks
+    saved = stored.get(type(callback).__name__) if isinstance(stored, dict) else None
+    return saved["attributes"].get("remembered") if isinstance(saved, dict) and state.global_step else None
 
 
 def calling_trainer(is_logged: bool = True) -> Any | None:

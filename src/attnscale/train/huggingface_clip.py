@@ -4,14 +4,14 @@ from typing import Any
 
 from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
-from attnscale.train.delivery import CLIPPED_HEADS
+from attnscale.train.callbacks import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
-    from attnscale.train.huggingface import TrainerLog, calling_trainer
+    from attnscale.train.huggingface import TrainerLog, calling_trainer, remembered
 except ImportError:
     raise SettingError("QKClipCallback needs the package transformers; run 'pip install attnscale[hf]'.") from None
 
@@ -47,11 +47,9 @@ class QKClipCallback(TrainerCallback, ExportableState):
         refuse_copies(kwargs["model"], kwargs.get("optimizer"))
         trainer = calling_trainer() if self._is_logged else None
         self._log = None if trainer is None else TrainerLog(trainer, self)
-        stored: Any = state.stateful_callbacks
-        saved = stored.get(type(self).__name__) if isinstance(stored, dict) else None
-        remembered = saved["attributes"].get("remembered") if isinstance(saved, dict) else None
-        if remembered is not None and state.global_step:
-            self.clip.load_state_dict({**remembered, "steps": state.global_step})
+        saved = remembered(self, state)
+        if saved is not None:
+            self.clip.load_state_dict({**saved, "steps": state.global_step})
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

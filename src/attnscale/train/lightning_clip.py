@@ -6,7 +6,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
-from attnscale.train.delivery import CLIPPED_HEADS
+from attnscale.train.callbacks import CLIPPED_HEADS
 from attnscale.train.qk_clip import QKClip
 
 try:

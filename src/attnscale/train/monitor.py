@@ -1,6 +1,7 @@
 """Monitor: records and alarms of the attention scores of a model while it trains, every so many steps."""
 
 import atexit
+import logging
 import time
 import warnings
 import weakref
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 
 from attnscale.diagnose import Finding, Growth, Thresholds, diagnose, is_trained
 from attnscale.diagnose.alarm import ScaleError
+from attnscale.diagnose.finding import grouped, severity_rank
 from attnscale.diagnose.scale import correction, scale_error
-from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError
+from attnscale.errors import AttnscaleWarning, InputError, NotRecordedWarning, SettingError, SinkWarning
 from attnscale.measure.stats import ScoreStats
 from attnscale.results import PlottedResult
-from attnscale.train.delivery import Delivery
 from attnscale.train.history import History
-from attnscale.train.ranks import Learned, Merged, Merging, Moment
+from attnscale.train.ranks import Learned, Merged, Moment, Ranks
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
@@ -35,10 +36,7 @@ from attnscale.watching.watcher import Settings
 OPEN: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
 Audit = tuple[list[Finding], dict[str, ScaleError]]  # alarms of the first sampled step, and layers with a wrong scale
 NO_AUDIT: Audit = ([], {})
-NO_KEY_GROUP = (
-    "Ranks that share out the keys of a row (context parallel) cannot be merged: each sees a part of every softmax. "
-    "Monitor a run without it, without key_group."
-)
+LOGGER = logging.getLogger("attnscale")
 Given = float | Tensor | None
 T = TypeVar("T")
 
@@ -52,7 +50,7 @@ def _close_all() -> None:
     """Stop watching, and close connections to other ranks, while the interpreter still runs."""
     for monitor in list(OPEN):
         monitor.cancel()
-        monitor._merging.ranks = None
+        monitor._ranks.close()
 
 
 class Monitor(PlottedResult):
@@ -96,14 +94,10 @@ class Monitor(PlottedResult):
         on_alarm: Callable[[Finding], None] | None = None,
         group: dist.ProcessGroup | None = None,
         head_group: dist.ProcessGroup | None = None,
-        key_group: dist.ProcessGroup | None = None,
-        merge_ranks: bool = True,
         timeout: float = 60.0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"Expected a torch.nn.Module to monitor, got {type(model).__name__}.")
-        if key_group is not None:
-            raise SettingError(NO_KEY_GROUP)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"Expected every as a whole number of steps of at least 1, got {every!r}.")
         if isinstance(sinks, (str, Path)):
@@ -111,14 +105,15 @@ class Monitor(PlottedResult):
         self.model, self.every = model, every
         self._settings = Settings(rows, training=True)
         self.sinks = [sink_from(sink) for sink in sinks]
-        self._delivery = Delivery(self.sinks, on_alarm, self._tell)
+        self._on_alarm = on_alarm
+        self._logged: dict[str, int] = {}  # the worst severity in the log, by code
         self._history = History(limits or Thresholds(), is_trained(model))
         self.steps = 0  # training steps that are over
-        self.run, self._part = new_name(), new_name()  # which tell its records from another run's in a log
+        self.run = new_name()  # tells its records from those of another run in a log
         self._last: Record | None = None
         self._unwritten: Callable[[], None] | None = None  # the record of a step that a GPU may not have finished
         self._layers: Callable[[], Mapping[str, Layer]] = dict  # of the last sampled step
-        self._merging = Merging(group, head_group, merge_ranks, timeout, self._tell)
+        self._ranks = Ranks(group, head_group, timeout, self._tell)
         self._watch: AbstractContextManager[Seen] | None = None
         self._seen: Seen | None = None
         self._learning: dict[str, Number] = {}  # loss and learning rate of the present step
@@ -186,7 +181,7 @@ class Monitor(PlottedResult):
     def end(self) -> None:
         """End a training step."""
         self.flush()
-        if self._watch is not None or (self.is_due and self._merging.is_needed):
+        if self._watch is not None or (self.is_due and self._ranks.is_needed):
             seen = self._try(self._leave)
             self._try(lambda: self._record(seen))  # also where there is nothing: other ranks wait for this one
         self.steps += 1
@@ -214,8 +209,8 @@ class Monitor(PlottedResult):
             self.end()
             return
         self.cancel()
-        if self.is_due and self._merging.is_needed:
-            self._merging.break_off(self._moment)
+        if self.is_due and self._ranks.is_needed:
+            self._ranks.break_off(self._moment)
 
     def cancel(self) -> None:
         """Stop watching the present step, and record nothing of it."""
@@ -227,8 +222,9 @@ class Monitor(PlottedResult):
     def close(self) -> None:
         """Stop, and close the sinks."""
         self.cancel()
-        self._merging.ranks = None
-        self._delivery.close()
+        self._ranks.close()
+        for sink in self.sinks:
+            getattr(sink, "close", lambda: None)()
 
     def growth(self, layer: str) -> Growth | None:
         """Return how fast the largest score of a layer grows, by the latest samples."""
@@ -241,7 +237,7 @@ class Monitor(PlottedResult):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where state_dict() was taken."""
         self.cancel()
-        self.run, self._part = str(state.get("run", self.run)), new_name()
+        self.run = str(state.get("run", self.run))
         self.steps = int(state["steps"])
         self._resumed += 1
         self.history.load_state_dict(state["history"])
@@ -258,7 +254,7 @@ class Monitor(PlottedResult):
             self._sampling.note_nothing_seen(seen)
             self._tell(NotRecordedWarning(f"Nothing was recorded of a sampled step. {error}"))
             return None
-        if not self._merging.is_needed or dist.get_rank(self._merging.group) == 0:  # the same on all ranks
+        if self._ranks.is_first:  # the same on all ranks
             for notice in self._sampling.notices(seen):
                 self._tell(notice)
         self._sampling.note(seen)
@@ -269,10 +265,10 @@ class Monitor(PlottedResult):
         learning, self._learning = self._learning, {}
         audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
         facts = {} if seen is None else self._try(seen.facts) or {}
-        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._merging.part))
-        if self._merging.is_needed:  # at once, and whatever failed here: ranks wait for each other
+        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._ranks.part))
+        if self._ranks.is_needed:  # at once, and whatever failed here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
-            merged = self._merging.merged(self._moment, own, _values(learning))
+            merged = self._ranks.merged(self._moment, own, _values(learning))
             self._layers = partial(self._merged_layers, seen, merged)
             self._conclude(at, facts, merged, clipped, {}, audit)
         elif seen is not None and arriving is not None:
@@ -289,7 +285,7 @@ class Monitor(PlottedResult):
         """Return the layers of this rank, with the statistics of the same heads on all ranks."""
         found = {}
         for name, layer in ({} if seen is None else seen.layers).items():
-            tally = merged.tallies.get((name, self._merging.part, layer.heads))
+            tally = merged.tallies.get((name, self._ranks.part, layer.heads))
             if tally is not None:
                 stats = MergedStats(layer.heads, exact=False, pool=partial(pooled_of, tally))
                 found[name] = replace(layer, stats=stats, measured=())
@@ -310,9 +306,9 @@ class Monitor(PlottedResult):
         """
         if not merged.tallies:
             return
-        whole, part = records(whole_layers(merged.tallies)), self._merging.part
+        whole, part = records(whole_layers(merged.tallies)), self._ranks.part
         found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in whole.items()}
-        whose, (loss, lr) = (merged.ranks, merged.rank), merged.learning
+        loss, lr = merged.learning
         alarms = self._history.add(
             at[0],
             found,
@@ -322,10 +318,30 @@ class Monitor(PlottedResult):
             scale_errors=audit[1],
             rescaled={name: fact.rescaled for name, fact in facts.items()},
         )
-        self._last = record = Record(*at, found, alarms, *whose, self.run, self._part, loss, lr)
+        self._last = record = Record(*at, found, alarms, merged.ranks, merged.rank, self.run, loss, lr)
         if merged.is_written_here:
-            self._delivery.write(record)
-        self._delivery.alarm(record, is_logged=merged.is_logged_here, is_over=self._history.is_calm)
+            for sink in self.sinks:
+                self._call(sink, record, "A sink failed and is tried again at the next record")
+        if merged.is_first:
+            self._log(record)
+        for alarm in alarms if self._on_alarm is not None else ():
+            self._call(self._on_alarm, alarm, "on_alarm failed and is called again at the next alarm")
+
+    def _call(self, function: Any, argument: Record | Finding, failure: str) -> None:
+        try:
+            function(argument)
+        except Exception as error:
+            self._tell(SinkWarning(f"{failure}: {type(error).__name__}: {error}"))
+
+    def _log(self, record: Record) -> None:
+        """Log each alarm that is new or more serious than before, once for all layers."""
+        for group in grouped(record.alarms):
+            severity = severity_rank(group.first.severity)
+            if severity > self._logged.get(group.first.code, -1):
+                self._logged[group.first.code] = severity
+                LOGGER.warning("step %d: %s", record.step, group)
+        if self._history.is_calm:
+            self._logged.clear()
 
     def _audit(self, seen: Seen | None) -> Audit:
         """Diagnose the first sampled step, without what is noted only or frozen on purpose."""
@@ -375,9 +391,3 @@ class Number:
 def _values(learning: Mapping[str, Number]) -> Learned:
     loss, lr = (learning[name].value() if name in learning else None for name in ("loss", "lr"))
     return loss, lr
-
-
-def rate_of(optimizer: Any) -> Given:
-    """Return the learning rate of the first group of an optimiser; None where it has none."""
-    groups = getattr(optimizer, "param_groups", None)
-    return groups[0].get("lr") if groups else None

@@ -5,7 +5,6 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import NoneType
 from typing import Any, NoReturn
 
 from attnscale.diagnose.finding import SEVERITIES, Finding
@@ -14,13 +13,11 @@ from attnscale.plain import plain
 from attnscale.results import PlottedResult
 
 VERSION = 2  # of the format of a line; readers ignore fields that they do not know
-OPTIONAL = ("rank", "run", "part")  # fields of a line that are left out where they are None
+OPTIONAL = ("rank", "run")  # fields of a line that are left out where they are None
 LEARNING = ("loss", "lr")  # likewise; null where they are NaN or infinite
 MOST = 2**53  # of a whole number: every reader of JSON keeps integers exact up to here
 LARGEST = 1e300  # of a number: sums over any number of heads stay finite
 LATEST = 2.5e11  # seconds since the epoch: the last years that calendars can show
-LONGEST_NAME = 128  # characters of the name of a run
-NUMBERS = {int, float, NoneType}  # types in a list; not bool, which isinstance takes for an int
 NAMES = {int: "a whole number", float: "a number", str: "a text", dict: "an object", list: "a list"}
 
 
@@ -29,7 +26,7 @@ class LineError(ValueError):
 
 
 def new_name() -> str:
-    """Return a random name for a run, or for a part of one, without drawing from torch's random numbers.
+    """Return a random name for a run, without drawing from torch's random numbers.
 
     >>> len(new_name())
     8
@@ -90,13 +87,13 @@ class LayerRecord:
             raise LineError("expected one number a head in every list of a layer, and some are shorter")
         clipped = numbers.pop("clipped", None)
         return cls(
-            _required(entries, "rows", int, 0, MOST),
+            _entry(entries, "rows", int),
             numbers,
-            _entry(entries, "broken", int, 0, MOST) or 0,
-            _entry(entries, "softcap", float),
+            _entry(entries, "broken", int, 0),
+            _entry(entries, "softcap", float, None),
             clipped,
-            _entry(entries, "keys", float, 0.0),
-            bool(_entry(entries, "uncompiled", int, 0, 1)),
+            _entry(entries, "keys", float, None),
+            bool(_entry(entries, "uncompiled", int, 0)),
         )
 
 
@@ -111,7 +108,6 @@ class Record(PlottedResult):
     ranks: int = 1  # whose rows are in it
     rank: int | None = None  # whose record it is, where ranks were not merged
     run: str | None = None  # which run it belongs to; a log may hold several
-    part: str | None = None  # of that run: after a resume the run goes on under its name as another part
     loss: float | None = None  # of the step, the mean of its ranks; NaN where it was none, None where it was not given
     lr: float | None = None  # the learning rate of the step
 
@@ -130,29 +126,27 @@ class Record(PlottedResult):
         found["alarms"] = [plain(asdict(alarm)) for alarm in self.alarms]
         return found
 
-    def to_json(self) -> str:
-        """Return what to_dict() returns as one line of JSON."""
-        return json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
     def to_line(self) -> bytes:
-        """Return the line of a log."""
-        return f"{self.to_json()}\n".encode("utf-8", "surrogatepass")
+        """Return what to_dict() returns as one line of JSON."""
+        line = json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return f"{line}\n".encode("utf-8", "surrogatepass")
 
     @classmethod
     def from_dict(cls, entries: Any) -> "Record":
         """Read what to_dict() returned, checking every field; a LineError says what is wrong."""
         line = _checked(entries, dict, "a record")
-        _entry(line, "version", int, 1, MOST)
-        learning = (math.nan if name in line and line[name] is None else _entry(line, name, float) for name in LEARNING)
+        _entry(line, "version", int, VERSION)
+        learning = (
+            math.nan if name in line and line[name] is None else _entry(line, name, float, None) for name in LEARNING
+        )
         return cls(
-            _required(line, "step", int, 0, MOST),
-            _required(line, "time", float, -LATEST, LATEST),
-            {name: LayerRecord.from_dict(layer) for name, layer in _required(line, "layers", dict).items()},
-            [_read_alarm(alarm) for alarm in _entry(line, "alarms", list) or ()],
-            _required({"ranks": 1, **line}, "ranks", int, 1, MOST),
-            _entry(line, "rank", int, 0, MOST),
-            _entry(line, "run", str, 1, LONGEST_NAME),
-            _entry(line, "part", str, 1, LONGEST_NAME),
+            _entry(line, "step", int),
+            _checked(_entry(line, "time", float), float, "'time'", LATEST),
+            {name: LayerRecord.from_dict(layer) for name, layer in _entry(line, "layers", dict).items()},
+            [_read_alarm(alarm) for alarm in _entry(line, "alarms", list, [])],
+            _entry(line, "ranks", int, 1),
+            _entry(line, "rank", int, None),
+            _entry(line, "run", str, None),
             *learning,
         )
 
@@ -173,62 +167,35 @@ class Record(PlottedResult):
 
 def _read_alarm(entries: Any) -> Finding:
     alarm = _checked(entries, dict, "an alarm")
-    if alarm.get("severity") not in SEVERITIES:
+    severity = _entry(alarm, "severity", str)
+    if severity not in SEVERITIES:
         raise LineError(f"expected 'severity' as one of {', '.join(SEVERITIES)}")
-    return Finding(
-        _required(alarm, "layer", str),
-        _entry(alarm, "head", int, 0, MOST),
-        _required(alarm, "code", str),
-        alarm["severity"],
-        _required(alarm, "message", str),
-        _entry(alarm, "measured", float),
-        _entry(alarm, "expected", float),
-        _required(alarm, "advice", str),
-    )
+    layer, code, message, advice = (_entry(alarm, name, str) for name in ("layer", "code", "message", "advice"))
+    measured, expected = (_entry(alarm, name, float, None) for name in ("measured", "expected"))
+    return Finding(layer, _entry(alarm, "head", int, None), code, severity, message, measured, expected, advice)
 
 
-def _entry(entries: Mapping[str, Any], name: str, kind: type, least: float = -LARGEST, most: float = LARGEST) -> Any:
-    """Return an entry within its bounds, which are lengths for a text; None where it is missing or null."""
+def _entry(entries: Mapping[str, Any], name: str, kind: type, *default: Any) -> Any:
+    """Return an entry of this type, or the default, if one is given, where it is missing or null."""
     value = entries.get(name)
-    return None if value is None else _checked(value, kind, f"'{name}'", least, most)
+    return default[0] if default and value is None else _checked(value, kind, f"'{name}'")
 
 
-def _required(entries: Mapping[str, Any], name: str, kind: type, least: float = -LARGEST, most: float = LARGEST) -> Any:
-    value = _entry(entries, name, kind, least, most)
-    if value is None:
-        raise LineError(f"expected '{name}' as {NAMES[kind]}, and it is missing")
-    return value
-
-
-def _checked(value: Any, kind: type, what: str, least: float = -LARGEST, most: float = LARGEST) -> Any:
-    """Return a value of this type and within its bounds, and refuse any other; a number may be written without dot."""
-    is_number = kind in (int, float)
+def _checked(value: Any, kind: type, what: str, most: float = LARGEST) -> Any:
+    """Return a value of this type, a finite number if it is one; refuse any other. A float may have no dot."""
     is_right = type(value) is kind or (kind is float and type(value) is int)  # true is no number
-    if is_right and (is_number or kind is str):
-        is_right = least <= (value if is_number else len(value)) <= most
-    if not is_right:
-        bounds = f" from {least:g} to {most:g}" if is_number else ""
-        raise LineError(f"expected {what} as {NAMES[kind]}{bounds}, got {_shown(value)}")
+    if not is_right or (kind is float and not abs(value) <= most) or (kind is int and not 0 <= value <= MOST):
+        text = repr(value) if type(value) is not int or abs(value) <= MOST else "a larger one"
+        raise LineError(f"expected {what} as {NAMES[kind]}, got {text if len(text) <= 40 else f'{text[:40]}…'}")
     return float(value) if kind is float else value
 
 
 def _numbers(values: Any, name: str) -> list[float]:
     """Read a list of at least one number; null is NaN."""
-    if type(values) is not list or not values or not NUMBERS.issuperset(map(type, values)):
-        raise LineError(f"expected '{name}' as a list of numbers, got {_shown(values)}")
-    if any(value is not None and abs(value) > LARGEST for value in values):
-        raise LineError(f"expected '{name}' as numbers of at most {LARGEST:g}")
-    return [math.nan if value is None else float(value) for value in values]
-
-
-def _shown(value: Any) -> str:
-    """Return a value in few words."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    if type(value) is int and abs(value) > MOST:
-        return "a whole number that is larger"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    what = f"a number of '{name}'"
+    if not _checked(values, list, f"'{name}'"):
+        raise LineError(f"expected {what}, got none")
+    return [math.nan if value is None else _checked(value, float, what) for value in values]
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """Run: a recorded run as a whole, from its log: where each layer began, where it is, how fast it grows, and a forecast.
 
-A log is summarised while it is read: what is kept of a run does not grow with its length, but for 8 bytes a record.
+A log is summarised while it is read: what is kept of a run does not grow with its length, but for 16 bytes a record.
 """
 
 import math
@@ -11,15 +11,15 @@ from typing import Any
 
 from attnscale.diagnose.alarm import next_threshold
 from attnscale.diagnose.finding import Finding, Group, grouped, severity_rank, worst
-from attnscale.diagnose.forecast import Crossing, Growth, Outlook, forecast
+from attnscale.diagnose.forecast import Crossing, Growth
 from attnscale.errors import InputError
-from attnscale.measure.statistics import STATISTICS, logged
+from attnscale.measure.statistics import logged
 from attnscale.plain import plain
 from attnscale.train.history import Sample, append, trend
-from attnscale.train.log import Damage, LoggedRun, choose_run, read_runs, records_of
+from attnscale.train.log import LoggedRun, LogReader
 from attnscale.train.record import LayerRecord, Record
 
-CURVE_POINTS = 640  # of a curve: twice as many as its picture shows
+CURVE_POINTS = 640  # twice as many as the picture of a curve shows
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class LayerRun:
     highest: float  # the largest score of the whole run
     effective_max: float  # the largest score of the last record as far as softmax sees it
     numbers: dict[str, float]  # at the last record, over its heads
-    growth: Growth | None
-    forecast: Outlook | None  # of the largest score
+    growth: Growth | None  # of the largest score as far as softmax sees it
     crossing: Crossing | None  # of the next published threshold, where the forecast comes to it
     is_clipped: bool = False  # QK-Clip keeps it down
 
@@ -180,9 +179,8 @@ class _LayerSummary:
             effective_max,
             {number: last.whole(number) for number in logged() if number in last.numbers},
             found.growth,
-            found.ahead,
-            forecast(found.ahead, found.ceiling, next_threshold(effective_max, last.clipped is not None)),
-            found.ceiling.is_clipped,
+            found.passes(next_threshold(effective_max, last.clipped is not None)),
+            found.is_clipped,
         )
 
 
@@ -190,68 +188,43 @@ class _LayerSummary:
 class Survey:
     """All runs of a log, and the chosen one."""
 
-    path: Path
-    runs: list[LoggedRun]
+    reader: LogReader
     chosen: LoggedRun
     run: Run
+
+    @property
+    def runs(self) -> list[LoggedRun]:
+        """All runs of the log."""
+        return self.reader.runs
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON takes it, and the list of all runs."""
         return {**self.run.to_dict(), "number": self.chosen.number, "runs": [run.to_dict() for run in self.runs]}
 
     def curves(self) -> list[Record]:
-        """Read the log once more, for at most CURVE_POINTS records and two: the first and the last are whole.
+        """Read the log once more, for about CURVE_POINTS records of the run and all that have an alarm.
 
-        Between them neighbours become one record, with one number a layer, that keeps their extremes.
+        The first and the last are whole, the others have one number a layer in place of one a head.
         """
         stride, last = math.ceil(self.chosen.records / CURVE_POINTS), self.chosen.records - 1
-        found: list[Record] = []
-        for number, record in enumerate(records_of(self.path, self.chosen)):
-            if number in (0, last):
-                found.append(record)
-            elif number % stride == 1 or stride == 1 or number == 1:
-                found.append(_of_layers(record))
-            else:
-                found[-1] = worse(found[-1], _of_layers(record))
-        return found
+        return [
+            record if number in (0, last) else _without_heads(record)
+            for number, record in enumerate(self.reader.records_of(self.chosen))
+            if number % stride == 0 or number == last or record.alarms
+        ]
 
 
 def survey(path: Path, wanted: str | None = None) -> Survey:
     """Read a log once: the run of a name or a number in it, or the one that was written last."""
-    summaries, damage = dict[int, Summary](), Damage()
-    runs = read_runs(path, lambda run, record: summaries.setdefault(run.number, Summary()).add(record), damage)
-    chosen = choose_run(path, runs, wanted)
-    run = summaries[chosen.number].run(chosen.records, damage.count, damage.messages, chosen.name)
-    return Survey(path, sorted(runs.values(), key=lambda one: one.number), chosen, run)
+    reader, summaries = LogReader(path), dict[int, Summary]()
+    for run, record in reader:
+        summaries.setdefault(run.number, Summary()).add(record)
+    chosen = reader.choose(wanted)
+    summary = summaries[chosen.number].run(chosen.records, reader.damaged, reader.damage, chosen.name)
+    return Survey(reader, chosen, summary)
 
 
-def worse(first: Record, second: Record) -> Record:
-    """Return two neighbours as one: the bad end of every statistic, and the highest loss."""
-    layers = dict(first.layers)
-    for name, layer in second.layers.items():
-        before = layers.get(name)
-        numbers = layer.numbers if before is None else {
-            number: [_bad_end(number, [*before.numbers.get(number, ()), *layer.numbers.get(number, ())])]
-            for number in {**before.numbers, **layer.numbers}
-        }  # fmt: skip
-        layers[name] = replace(layer, numbers=numbers, broken=max(layer.broken, before.broken if before else 0))
-    loss, lr = (_highest([getattr(record, name) for record in (first, second)]) for name in ("loss", "lr"))
-    return replace(second, layers=layers, loss=loss, lr=lr)
-
-
-def _bad_end(name: str, values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return (min if STATISTICS[name].bad == "small" else max)(known, default=math.nan)
-
-
-def _highest(values: Sequence[float | None]) -> float | None:
-    """Return the highest known value; NaN is above all."""
-    known = [value for value in values if value is not None]
-    return max(known, key=lambda value: (math.isnan(value), value), default=None)
-
-
-def _of_layers(record: Record) -> Record:
-    """Return a record with one number a layer in place of one a head."""
+def _without_heads(record: Record) -> Record:
     layers = {
         name: replace(layer, numbers={number: [layer.whole(number)] for number in layer.numbers}, clipped=None)
         for name, layer in record.layers.items()

@@ -5,7 +5,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ from attnscale.diagnose.finding import grouped
 from attnscale.errors import SettingError, SinkWarning
 from attnscale.extras import needing
 from attnscale.measure.statistics import logged
-from attnscale.train.log import full_file, full_files
+from attnscale.train.log import file_numbers, numbered
 from attnscale.train.record import LEARNING, Record, new_name
 
 Sink = Callable[[Record], None]
@@ -57,8 +56,8 @@ def sink_from(given: str | Path | Sink) -> Sink:
 class JsonLines:
     """Append records to a file, one a rank; a full disk is told once and never stops training.
 
-    A record that names no run belongs to this sink's own. A file that would pass `limit` bytes becomes FILE.1, the next
-    FILE.2 and so on (`scores.1.jsonl`), and FILE begins anew; nothing is deleted. Several processes may write one log.
+    A record that names no run belongs to this sink's own. Where a file would pass `limit` bytes, the log goes on in
+    FILE.1, then in FILE.2 and so on (`scores.1.jsonl`). Several processes may write one log.
     """
 
     def __init__(self, path: str | Path, limit: int = DEFAULT_LIMIT) -> None:
@@ -73,47 +72,29 @@ class JsonLines:
         if record.rank:  # others than rank 0 have their number in the name
             path = path.with_name(f"{path.stem}.rank{record.rank}{path.suffix}")
         try:
-            _append(path, line, self.limit)
+            self._append(path, line)
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 message = f"Could not write {path}: {error.strerror or error}. Training goes on; records are left out"
                 warnings.warn(f"{message} until it can be written again.", SinkWarning, stacklevel=2)
 
-
-def _append(path: Path, line: bytes, limit: int) -> None:
-    """Write a whole line at once to the end of a file, on a line of its own also after one that was cut short."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(OSError):  # no file yet; or one that cannot be renamed, and goes on growing
-        if (size := path.stat().st_size) and size + len(line) > limit:
-            _rename_full(path)
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        if os.fstat(handle).st_size:
-            os.lseek(handle, -1, os.SEEK_END)
-            line = line if os.read(handle, 1) == b"\n" else b"\n" + line
-        if write(handle, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(handle)
-
-
-write = os.write  # a name of its own, so that a test can fill the disk
-
-
-def _rename_full(path: Path) -> None:
-    """Rename a full file; its new name is taken first, so that two processes never choose the same."""
-    number = 1 + max((int(file.suffixes[-2][1:]) for file in full_files(path)), default=0)
-    while True:
-        with suppress(FileExistsError):
-            os.close(os.open(full_file(path, number), os.O_CREAT | os.O_EXCL))
-            break
-        number += 1
-    try:
-        path.replace(full_file(path, number))
-    except OSError:
-        full_file(path, number).unlink()
-        raise
+    def _append(self, path: Path, line: bytes) -> None:
+        """Write a whole line at once to the end of a file, on a line of its own also after one that was cut short."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = file_numbers(path)[-1]
+        newest = numbered(path, number)
+        if newest.exists() and (size := newest.stat().st_size) and size + len(line) > self.limit:
+            newest = numbered(path, number + 1)
+        handle = os.open(newest, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            if os.fstat(handle).st_size:
+                os.lseek(handle, -1, os.SEEK_END)
+                line = line if os.read(handle, 1) == b"\n" else b"\n" + line
+            if os.write(handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
 
 
 def scalars(record: Record, names: Iterable[str] | None = None, *, heads: bool = False) -> Iterator[tuple[str, float]]:
@@ -146,10 +127,8 @@ def _package(tool: str) -> Any:
 class TensorBoard:
     """Write to an event file in a folder; alarms as text. With `heads` each head has its own curve as well."""
 
-    tool = "tensorboard"
-
     def __init__(self, folder: str, *, heads: bool = False) -> None:
-        _package(self.tool)
+        _package("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._heads, self._writer = heads, SummaryWriter(folder)
@@ -174,10 +153,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Log curves over `attnscale/step`, and alarms as alerts. With `heads` each head has its own curve as well."""
 
-    tool = "wandb"
-
     def __init__(self, *, heads: bool = False) -> None:
-        self._wandb, self._heads, self._run = _package(self.tool), heads, None
+        self._wandb, self._heads, self._run = _package("wandb"), heads, None
 
     def __call__(self, record: Record) -> None:
         """Log one point of every curve."""
@@ -202,10 +179,8 @@ class WeightsAndBiases:
 class MLflow:
     """Log one metric a layer and number, at the step of the record; every alarm as a tag of its own, with its step."""
 
-    tool = "mlflow"
-
     def __init__(self) -> None:
-        self._mlflow = _package(self.tool)
+        self._mlflow = _package("mlflow")
 
     def __call__(self, record: Record) -> None:
         """Log one point of every curve."""

@@ -1,30 +1,30 @@
-"""Plain attention with its statistics on a CUDA device: exact ones from the kernel that attends, or of a few rows.
+"""Attention with its statistics on a CUDA device: exact ones from the kernel that attends, or of a few rows.
 
 To autograd, compilers and CUDA graphs, attention with exact statistics is one operator. An operator costs the host as
 much as the kernels behind it, so they are launched directly where no compiler and no mode is active.
 """
 
-from enum import Enum
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.attending.running import run
-from attnscale.measure.cuda.layout import (
+from attnscale.measure.cuda.launch import (
     Layout,
     capturing,
     is_intercepted,
     kernels_take,
-    key_span,
     layout_key,
     on_hopper,
+    positive_scale,
+    unit_stride,
 )
-from attnscale.measure.cuda.sampled import SampledRows, measure_rows, own_logits
+from attnscale.measure.cuda.sampled import heads_as_rows, measure, measure_rows
 from attnscale.measure.cuda.sdpa import (
-    Packing,
     Pass,
     attend_with_lse,
     attention_gradients,
@@ -33,30 +33,17 @@ from attnscale.measure.cuda.sdpa import (
     packed_gradients,
 )
 from attnscale.measure.lengths import max_bound
-from attnscale.measure.pool import Unpooled
 from attnscale.measure.pooled import TABLE, Table
-from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Sample, design
+from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import Visibility
 
 ENOUGH_PROGRAMS = 100  # of a decoding step, a program a key head; fewer leave most of a GPU idle
 
 
-class KernelChoice(Enum):
-    """Kernels that compute an attention with exact statistics."""
-
-    HOPPER = "hopper"
-    TRITON = "triton"
-    DECODING = "decoding"  # one query: the heads that share keys are the rows of one tile
-
-
-class Attended(NamedTuple):
-    """Result of an attention with exact statistics."""
-
-    output: Tensor
-    lse: Tensor
-    table: Tensor  # the statistics of the heads
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Output, lse and sums of every row."""
+Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Rows]
 
 
 def measures(call: Call) -> bool:
@@ -71,40 +58,43 @@ def _is_plain(call: Call) -> bool:
 def attends(call: Call) -> bool:
     """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
     is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
-    if not is_whole or not _is_plain(call) or not takes_as_given(call):
+    if not is_whole or not _is_plain(call) or not has_one_dtype(call):
         return False
     programs = call.key.shape[0] * call.key.shape[1]
     return call.query.shape[2] > 1 or call.visibility.is_causal or programs >= ENOUGH_PROGRAMS
 
 
-def takes_as_given(call: Call) -> bool:
+def has_one_dtype(call: Call) -> bool:
     """Return True if the kernels would get the tensors as they are: one dtype, and autocast has nothing to cast."""
     return call.query.dtype == call.key.dtype == call.value.dtype and not is_cast(call)
 
 
 def attend(call: Call) -> tuple[Tensor, ScoreStats]:
     """Return the output with its gradient, and the exact statistics of every row."""
-    given = call.query, call.key, call.value, call.scale, call.visibility.is_causal
-    if is_intercepted(call.query, call.key, call.value):
-        output, _, table = attention_rows(*given)
+    given = call.query, call.key, call.value
+    if is_intercepted(*given):
+        output, _, table = attention_rows(*given, call.scale, call.visibility.is_causal)
         return output, ScoreStats(call.query.shape[1], exact=True, pool=Table(table))
-    return attend_planned(call.scale, call.visibility.is_causal, None, *given[:3])
+    return attend_directly(call.scale, call.visibility.is_causal, *given)
 
 
-def attend_planned(
+def attend_directly(
     scale: float,
     is_causal: bool,
-    choice: KernelChoice | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packing: Packing | None = None,
+    starts: Tensor | None = None,
+    longest: int = 0,
 ) -> tuple[Tensor, ScoreStats]:
-    """Return the same without the operator, where the kernel was chosen for tensors of these layouts."""
+    """Return what attend() does, without the operator.
+
+    `starts`: where packed sequences begin and the last one ends; `longest` of them is what a backward asks for.
+    """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        output, table = _Attention.apply(query, key, value, scale, is_causal, packing)  # type: ignore[no-untyped-call]
+        output, table = _Attention.apply(query, key, value, scale, is_causal, starts, longest)  # type: ignore[no-untyped-call]
     else:
-        output, _, table = _attended(query, key, value, scale, is_causal, choice, packing)
+        output, _, table = _attended(query, key, value, scale, is_causal, starts)
     return output, ScoreStats(query.shape[1], exact=True, pool=Table(table))
 
 
@@ -120,107 +110,61 @@ def attend_sampling(call: Call, rows: int) -> tuple[Tensor, ScoreStats]:
         return output, measure_rows(call, planned, bounds).stats(capturing())
 
 
-def sample_planned(
+def sample_directly(
     rows: int, dropout_p: float, scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ScoreStats]:
-    """Return the same for tensors laid out like some that attend_sampling() has taken."""
+    """Return what attend_sampling() does, for tensors laid out like some that it has taken."""
     return attend_sampling(Call(query, key, value, Visibility.of(None, is_causal), dropout_p, scale, None), rows)
 
 
-def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure every row, or about this many a head; the sums of rows are kept, for who sees only some of the keys.
+def is_on_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if the Hopper kernel attends with these packed tensors."""
+    if not on_hopper(query.device.index):
+        return False
+    from attnscale.measure.cuda import hopper
 
-    `sinks`, (heads,), are learned logits that join the denominators.
-    """
-    from attnscale.measure.cuda import finish  # not before: a CPU may have no triton
-    from attnscale.measure.cuda import rows as every_row
-
-    (batch, heads, q_len, _), kv_len, is_causal = call.query.shape, call.key.shape[2], call.visibility.is_causal
-    planned = None if rows is None else design(rows, q_len, batch, is_causal)
-    with torch.no_grad():
-        sinks = own_logits(sinks)
-        if planned is not None:
-            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
-        if q_len == 1:
-            return _measure_one_query(call.query, call.key[:, :, :1] if is_causal else call.key, call.scale, sinks)
-        sums = every_row.score_rows(call.query, call.key, call.scale, is_causal)
-        table = finish.finish_rows(sums, kv_len, is_causal, sinks)
-    pool = Unpooled(partial(_rows, sums, kv_len, is_causal), known=Table(table), sinks=sinks)
-    return ScoreStats(heads, exact=True, pool=pool, refreshed=capturing())
-
-
-def _rows(sums: Tensor, kv_len: int, is_causal: bool) -> RowSums:
-    every = torch.arange(sums.shape[-1], device=sums.device)
-    visible = Visibility.of(None, is_causal).counts_at(every, kv_len)
-    return RowSums(visible.expand_as(sums[0]), *sums)
-
-
-def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> ScoreStats:
-    """Measure a query over spans of keys that fill a GPU."""
-    from attnscale.measure.cuda import finish, sampled_rows
-
-    queries, kv_len = _heads_as_rows(query, key), key.shape[2]
-    batch, _, group, _ = queries.shape
-    every = torch.arange(group, dtype=torch.int32, device=query.device).repeat(batch, 1)
-    weight, span = torch.ones(1, dtype=torch.float64, device=query.device), key_span(queries, key)
-    sums = sampled_rows.sample_rows(queries, key, every, scale, False, span)
-    sums = sums.view(*sums.shape[:3], query.shape[1], 1)
-    table = finish.finish_sampled(sums, None, every, weight, kv_len, span, False, sinks)
-    sample = Sample(every[:, :1], every[0, :1], every[0, :1] + 1)
-    return SampledRows(sample, sums, table, span, kv_len, False, sinks).stats(capturing(), exact=True)
-
-
-def choice_of(query: Tensor, key: Tensor, value: Tensor, is_packed: bool = False) -> KernelChoice:
-    """Return the kernels that attend with these tensors."""
-    return _choice(layout_key(query), layout_key(key), layout_key(value), is_packed)
+    return hopper.takes(layout_key(query), layout_key(key), layout_key(value))
 
 
 @lru_cache(maxsize=4096)
-def _choice(query: Layout, key: Layout, value: Layout, is_packed: bool) -> KernelChoice:
+def _kernel_for(query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> Kernel:
+    """Return the kernel for tensors of these layouts: the one cache between a call and a launch."""
+    from attnscale.measure.cuda import rows  # not before it is needed: a CPU may have no triton
+
     (_, _, q_len, _), *_, device, _ = query
-    if q_len == 1 and not is_packed:
-        return KernelChoice.DECODING
+    if q_len == 1 and not in_sequences:
+        return partial(_attend_one_query, is_causal)
     if on_hopper(device):
-        from attnscale.measure.cuda import hopper  # not before it is needed: a CPU may have no triton
+        from attnscale.measure.cuda import hopper
 
         if hopper.takes(query, key, value):
-            return KernelChoice.HOPPER
-    return KernelChoice.TRITON
+            return hopper.Attention(query, key, value, is_causal, in_sequences)
+    return partial(rows.attend_rows, is_causal=is_causal)
+
+
+def _attend_one_query(
+    is_causal: bool, query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None
+) -> Rows:
+    """Attend with one query: the heads that share keys are the rows of one tile."""
+    from attnscale.measure.cuda import rows
+
+    if is_causal:  # the query sees the first key alone
+        key, value = key[:, :, :1], value[:, :, :1]
+    output, lse, sums = rows.attend_rows(heads_as_rows(query, key), key, value, scale)
+    return output.view(query.shape), lse.view(query.shape[:3]), sums.view(-1, *query.shape[:3])
 
 
 def _attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    is_causal: bool,
-    choice: KernelChoice | None = None,
-    packing: Packing | None = None,
-) -> Attended:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V, the lse, and the table of the heads."""
-    from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda.finish import finish  # not before it is needed: a CPU may have no triton
 
-    choice = choice or choice_of(query, key, value, packing is not None)
-    starts = None if packing is None else packing.starts
-    if choice is KernelChoice.HOPPER:
-        from attnscale.measure.cuda import hopper
-
-        output, lse, sums = hopper.attend_rows(query, key, value, scale, is_causal, starts)
-    elif choice is KernelChoice.TRITON:
-        output, lse, sums = rows.attend_rows(query, key, value, scale, is_causal, starts)
-    else:
-        if is_causal:  # the query sees the first key alone
-            key, value = key[:, :, :1], value[:, :, :1]
-        output, lse, sums = rows.attend_rows(_heads_as_rows(query, key), key, value, scale, False)
-        output, lse = output.view(query.shape), lse.view(query.shape[:3])
-        sums = sums.view(-1, *query.shape[:3])
-    return Attended(output, lse, finish.finish_rows(sums, key.shape[2], is_causal and packing is None))
-
-
-def _heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
-    """Return one query of each head as rows: the heads that share a key head see the same keys."""
-    batch, heads, _, head_dim = query.shape
-    return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
+    query, scale = positive_scale(query, scale)
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    kernel = _kernel_for(layout_key(query), layout_key(key), layout_key(value), is_causal, starts is not None)
+    output, lse, sums = kernel(query, key, value, scale, starts)
+    return output, lse, finish(sums.unsqueeze(1))
 
 
 class _Attention(torch.autograd.Function):
@@ -228,12 +172,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, packing: Packing | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        is_causal: bool,
+        starts: Tensor | None,
+        longest: int,
     ) -> Any:
-        output, lse, table = _attended(query, key, value, scale, is_causal, packing=packing)
+        output, lse, table = _attended(query, key, value, scale, is_causal, starts)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mark_non_differentiable(table)
-        ctx.scale, ctx.is_causal, ctx.packing = scale, is_causal, packing
+        ctx.scale, ctx.is_causal, ctx.starts, ctx.longest = scale, is_causal, starts, longest
         return output, table
 
     @staticmethod
@@ -241,8 +192,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         back = Pass(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
-        gradients = attention_gradients(back) if ctx.packing is None else packed_gradients(back, ctx.packing)
-        return *gradients, None, None, None
+        if ctx.starts is None:
+            return *attention_gradients(back), None, None, None, None
+        return *packed_gradients(back, ctx.starts, ctx.longest), None, None, None, None
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
@@ -250,7 +202,7 @@ def attention_rows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V; without gradient the lse of each row, and the table of the heads."""
-    return tuple(_attended(query, key, value, scale, is_causal))  # type: ignore[return-value]
+    return _attended(query, key, value, scale, is_causal)
 
 
 @attention_rows.register_fake

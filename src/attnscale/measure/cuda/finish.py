@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import Launch, Tiles, counters
-from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE
 from attnscale.measure.lengths import BOUND_SLACK
 from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, TABLE
 from attnscale.theory.limits import SATURATED_TOP1
@@ -31,6 +30,7 @@ ENTROPY: tl.constexpr = tl.constexpr(SUMS.index("entropy"))
 SEVERAL: tl.constexpr = tl.constexpr(SUMS.index("rows_of_several"))
 RATIO: tl.constexpr = tl.constexpr(SUMS.index("entropy_ratio"))
 SINK: tl.constexpr = tl.constexpr(SUMS.index("sink"))
+LEARNED: tl.constexpr = tl.constexpr(SUMS.index("learned_sink"))
 LOOKED: tl.constexpr = tl.constexpr(len(SUMS))
 HIGHEST: tl.constexpr = tl.constexpr(16)
 ABOVE: tl.constexpr = tl.constexpr(17)
@@ -42,6 +42,7 @@ FINISHED_BEGIN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS))
 ENTROPY_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy"))
 RATIO_COLUMN: tl.constexpr = tl.constexpr(len(NUMBERS) + len(SUMS) + FINISHED.index("entropy_ratio"))
 
+VISIBLE: tl.constexpr = tl.constexpr(7)  # plane of the numbers of visible keys
 VANISHED: tl.constexpr = tl.constexpr(-1e4)  # e to this is zero; a logit of −∞ times zero is NaN
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # programs whose sums are added up
 SATURATED: tl.constexpr = tl.constexpr(SATURATED_TOP1)
@@ -55,13 +56,12 @@ SAMPLED_ROWS = 64  # at a time
 @triton.jit(
     do_not_specialize=[
         "bound_batch", "bound_head", "bound_place", "bound_batches", "bound_places",
-        "batch", "heads", "count", "kv_len", "spans", "span", "rows_each",
+        "batch", "heads", "count", "spans", "rows_each",
     ],
-    do_not_specialize_on_alignment=["rows_at", "bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
+    do_not_specialize_on_alignment=["bounds_at", "sinks_at", "table_at"],  # parts of larger tensors
 )  # fmt: skip
 def finish_kernel(
     sums_at: tl.tensor,
-    rows_at: tl.tensor,
     weights_at: tl.tensor,
     bounds_at: tl.tensor,
     sinks_at: tl.tensor,
@@ -76,12 +76,8 @@ def finish_kernel(
     batch: tl.tensor,
     heads: tl.tensor,
     count: tl.tensor,
-    kv_len: tl.tensor,
     spans: tl.tensor,
-    span: tl.tensor,
     rows_each: tl.tensor,
-    CAUSAL: tl.constexpr,
-    GIVEN_VISIBLE: tl.constexpr,
     SAMPLED: tl.constexpr,
     BOUNDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -102,22 +98,15 @@ def finish_kernel(
         row = start + tl.arange(0, BLOCK)
         kept = row < end
         entry, place = row // count, row % count
-        position = place
-        if SAMPLED:
-            position = tl.load(rows_at + tl.where(kept, row, 0)).to(tl.int32)
         at = sums_at + (entry * heads + head).to(tl.int64) * count + place
-        visible = tl.zeros_like(position) + kv_len
-        if CAUSAL:
-            visible = tl.minimum(position + 1, kv_len)
-        if GIVEN_VISIBLE:
-            visible = tl.zeros_like(position)
-            for number in range(spans):
-                visible += tl.load(at + number * step + 7 * plane, mask=kept, other=0.0).to(tl.int32)
-            kept = kept & (visible > 0)
+        visible = tl.zeros_like(row)
+        for number in range(spans):
+            visible += tl.load(at + number * step + VISIBLE * plane, mask=kept, other=0.0).to(tl.int32)
+        kept = kept & (visible > 0)
         if SAMPLED:
             weight = tl.where(kept, tl.load(weights_at + place), 0.0)
             largest, total, gap, participation, mean, deviation, row_first = _merge_spans(
-                at, visible, kept, step, plane, spans, span, GIVEN_VISIBLE, BLOCK
+                at, visible, kept, step, plane, spans, BLOCK
             )
         else:
             weight = tl.where(kept, 1.0, 0.0).to(tl.float64)
@@ -167,7 +156,7 @@ def finish_kernel(
     sums = _field(0, scores) + _field(FIRST, first) + _field(SECOND, second) + _field(WITHIN, within)
     sums += _field(ROWS, rows) + _field(ENTROPY, entropy) + _field(SEVERAL, several) + _field(RATIO, ratio)
     sums += _field(RATIO + 1, top1) + _field(RATIO + 2, saturated) + _field(RATIO + 3, trace)
-    sums += _field(RATIO + 4, keys) + _field(SINK, sink) + _field(SINK + 1, learned)
+    sums += _field(RATIO + 4, keys) + _field(SINK, sink) + _field(LEARNED, learned)
     sums += _field(LOOKED, looked_rows) + _field(LOOKED + 1, looked_scores)
     field = tl.arange(0, FIELDS)
     left_at += (head * slots).to(tl.int64) * LEFT
@@ -198,16 +187,12 @@ def _merge_spans(
     step: tl.tensor,
     plane: tl.tensor,
     spans: tl.tensor,
-    span: tl.tensor,
-    GIVEN_VISIBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return the sums of rows over all their keys from those over each span of them, as RowSums.over_shards() does."""
     largest = tl.full([BLOCK], float("-inf"), tl.float64)
-    for number in range(spans):
-        here = at + number * step
-        shown = kept & (_visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE) > 0)
-        score = tl.load(here, mask=shown, other=float("-inf")).to(tl.float64)
+    for number in range(spans):  # −∞ in a span in which a row sees nothing
+        score = tl.load(at + number * step, mask=kept, other=float("-inf")).to(tl.float64)
         largest = tl.maximum(largest, score, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(kept, largest, 0.0)
     total = tl.zeros([BLOCK], tl.float64)
@@ -216,13 +201,11 @@ def _merge_spans(
     first = tl.zeros([BLOCK], tl.float64)
     second = tl.zeros([BLOCK], tl.float64)
     first_key = tl.zeros([BLOCK], tl.float64)
-    seen = tl.zeros([BLOCK], tl.int32)
+    seen = tl.zeros([BLOCK], tl.float64)
     for number in range(spans):
         here = at + number * step
-        there = _visible_in(here + 7 * plane, visible - number * span, span, kept, GIVEN_VISIBLE)
-        shown = kept & (there > 0)
-        is_earliest, seen = shown & (seen == 0), seen + tl.where(shown, there, 0)
-        there = tl.where(shown, there, 0).to(tl.float64)
+        there = tl.load(here + VISIBLE * plane, mask=kept, other=0.0).to(tl.float64)
+        shown = there > 0
         below = tl.where(shown, base - tl.load(here, mask=shown, other=0.0).to(tl.float64), 0.0)
         share = tl.load(here + plane, mask=shown, other=0.0).to(tl.float64) * tl.exp(-below)
         total += share
@@ -230,7 +213,8 @@ def _merge_spans(
         square += share * share * tl.load(here + 3 * plane, mask=shown, other=0.0).to(tl.float64)
         mean = tl.load(here + 4 * plane, mask=shown, other=0.0).to(tl.float64)
         own_first = tl.load(here + 6 * plane, mask=shown, other=0.0).to(tl.float64) - below
-        first_key = tl.where(is_earliest, own_first, first_key)
+        first_key = tl.where(shown & (seen == 0), own_first, first_key)
+        seen += there
         first += there * mean
         second += tl.load(here + 5 * plane, mask=shown, other=0.0).to(tl.float64) + there * mean * mean
     total = tl.where(kept, total, 1.0)
@@ -238,16 +222,6 @@ def _merge_spans(
     mean = first / tl.maximum(visible.to(tl.float64), 1.0)
     deviation = tl.maximum(second - first * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return largest, total, gap / total, participation, mean, deviation, first_key
-
-
-@triton.jit
-def _visible_in(
-    at: tl.tensor, left: tl.tensor, span: tl.tensor, kept: tl.tensor, GIVEN_VISIBLE: tl.constexpr
-) -> tl.tensor:
-    """Return how many keys of a span each row sees: as the pass counted them, or as the position of the span says."""
-    if GIVEN_VISIBLE:
-        return tl.load(at, mask=kept, other=0.0).to(tl.int32)
-    return tl.minimum(left, span)
 
 
 @triton.jit
@@ -290,8 +264,10 @@ def _write_row(to: tl.tensor, sums: tl.tensor, largest: tl.tensor, bound: tl.ten
     tl.store(finished_at + 3, tl.sqrt(within))
     tl.store(to + ENTROPY_COLUMN, _value(sums, ENTROPY) / rows)
     some = tl.where(several > 0.0, several, float("nan"))  # no ratio where every row sees one key
-    means = sums / tl.where(field == RATIO, some, rows)  # from the ratio to the sink, in the order of FINISHED
-    tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= SINK))
+    with_sink = tl.where(_value(sums, LEARNED) > 0.0, rows, float("nan"))  # no learned sink joined the denominators
+    below = tl.where(field == RATIO, some, tl.where(field == LEARNED, with_sink, rows))
+    means = sums / below  # from the ratio to the learned sink, in the order of FINISHED
+    tl.store(to + RATIO_COLUMN - RATIO + field, means, mask=(field >= RATIO) & (field <= LEARNED))
     whole = (to + COLUMNS - 2).to(tl.pointer_type(tl.int64))
     tl.store(whole, looked_rows.to(tl.int64))
     tl.store(whole + 1, looked_scores.to(tl.int64))
@@ -326,76 +302,42 @@ def _largest(values: tl.tensor) -> tl.tensor:
     return tl.where(bad, float("nan"), tl.max(values, 0))
 
 
-def finish_rows(sums: Tensor, kv_len: int, is_causal: bool, sinks: Tensor | None = None) -> Tensor:
-    """Return the table of the heads whose rows have these sums, (SUMS or SUMS_AND_VISIBLE, batch, heads, q_len).
-
-    `sinks`, float64 (heads,), are learned logits that join the denominators.
-    """
-    _, batch, heads, q_len = sums.shape
-    parts = max(1, min(PROGRAMS // heads, -(-batch * q_len // POOLED_ROWS)))
-    each = -(-batch * q_len // (parts * POOLED_ROWS)) * POOLED_ROWS
-    table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
-    _finish(sums.unsqueeze(1), None, None, None, sinks, table, kv_len, kv_len, is_causal, each)
-    return table
-
-
-def finish_sampled(
+def finish(
     sums: Tensor,
-    bounds: Tensor | None,
-    rows: Tensor,
-    weights: Tensor,
-    kv_len: int,
-    span: int,
-    is_causal: bool,
+    weights: Tensor | None = None,
+    bounds: Tensor | None = None,
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Return the table of heads of which rows were sampled, (planes, spans, batch, heads, rows), with their weights.
+    """Return the table of the heads whose rows have these sums, (SUMS, spans, batch, heads, rows).
 
+    Rows over several spans, or that were sampled, have `weights`: how many positions each row of an entry stands for.
     `bounds`: upper bounds of the scores of each head, (heads,), or of rows, (batch, heads, q_len); None where every row
-    was looked at.
+    was looked at. `sinks`, float64 (heads,), are learned logits that join the denominators.
     """
-    _, _, batch, heads, count = sums.shape
-    if table is None:
-        table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device)
-    _finish(sums, rows, weights, bounds, sinks, table, kv_len, span, is_causal, batch * count)
+    _, spans, batch, heads, count = sums.shape
+    each = batch * count
+    if weights is None:
+        parts = max(1, min(PROGRAMS // heads, -(-each // POOLED_ROWS)))
+        each = -(-each // (parts * POOLED_ROWS)) * POOLED_ROWS
+    slots = -(-batch * count // each)
+    table = torch.empty((heads, TABLE), dtype=torch.float64, device=sums.device) if table is None else table
+    left = torch.empty(heads * slots * LEFT.value, dtype=torch.float64, device=sums.device)
+    launch = _launch(sums.device.index, weights is not None, bounds is not None, sinks is not None)
+    bounds = sums[0, 0] if bounds is None else bounds.float()
+    bounds = bounds.view(1, heads, 1) if bounds.dim() == 1 else bounds
+    launch(
+        (slots, heads),
+        *(sums, left if weights is None else weights, bounds, left if sinks is None else sinks),
+        *(left, counters(sums.device, heads), table, *bounds.stride(), bounds.shape[0], bounds.shape[2]),
+        *(batch, heads, count, spans, each),
+    )
     return table
 
 
-def _finish(
-    sums: Tensor,
-    rows: Tensor | None,
-    weights: Tensor | None,
-    bounds: Tensor | None,
-    sinks: Tensor | None,
-    table: Tensor,
-    kv_len: int,
-    span: int,
-    is_causal: bool,
-    rows_each: int,
-) -> None:
-    planes, spans, batch, heads, count = sums.shape
-    slots = -(-batch * count // rows_each)
-    left = torch.empty(heads * slots * LEFT.value, dtype=torch.float64, device=sums.device)
-    flags = planes == SUMS_AND_VISIBLE, rows is not None, bounds is not None, sinks is not None
-    bounds = sums[0, 0] if bounds is None else bounds.float()
-    bounds = bounds.view(1, heads, 1) if bounds.dim() == 1 else bounds
-    _launch(sums.device.index, is_causal, *flags)(
-        (slots, heads),
-        *(sums, sums if rows is None else rows, left if weights is None else weights, bounds),
-        *(left if sinks is None else sinks, left, counters(sums.device, heads), table),
-        *(*bounds.stride(), bounds.shape[0], bounds.shape[2]),
-        *(batch, heads, count, kv_len, spans, span, rows_each),
-    )
-
-
 @lru_cache(maxsize=64)
-def _launch(
-    device: int | None, is_causal: bool, given_visible: bool, is_sampled: bool, is_bounded: bool, has_sinks: bool
-) -> Launch:
+def _launch(device: int | None, is_sampled: bool, is_bounded: bool, has_sinks: bool) -> Launch:
     constants = {
-        "CAUSAL": is_causal,
-        "GIVEN_VISIBLE": given_visible,
         "SAMPLED": is_sampled,
         "BOUNDED": is_bounded,
         "HAS_SINKS": has_sinks,

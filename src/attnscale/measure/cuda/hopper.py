@@ -8,7 +8,7 @@ while it exponentiates. Blocks go from the last visible key to the first, so tha
 
 import math
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnscale.measure.cuda import sequence_tiles
-from attnscale.measure.cuda.launch import Launch, Tiles, positive_scale
-from attnscale.measure.cuda.layout import SUMS, SUMS_AND_VISIBLE, Layout, layout_key
-from attnscale.measure.cuda.rows import LOG2_E, AttendedRows
+from attnscale.measure.cuda.launch import SUMS, Launch, Layout, Tiles
+from attnscale.measure.cuda.rows import LOG2_E
 from attnscale.measure.cuda.sequence_tiles import most_tiles, tiles_of
 from attnscale.numerics import HALF_DTYPES
 
@@ -83,7 +82,7 @@ def attend(
 ):
     """Compute the output, the lse and the sums of each row; the scale is in units of log 2.
 
-    SEQUENCES: of those that are laid end to end, whose tiles lie at tiles_ptr; their sums end with the visible keys.
+    SEQUENCES: of those that are laid end to end, whose tiles lie at tiles_ptr.
     """
     HEAD_DIM: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
@@ -347,8 +346,7 @@ def consume(
         is_first = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)) == 0  # the last block begins with it
         first_score = full_sum(partial_sum(gl.where(is_first[None, :], scores, 0.0)))
         gl.store(to + 6 * plane, gl.minimum(first_score - ahead, 0.0) * LN2, mask=inside)
-        if SEQUENCES:
-            gl.store(to + 7 * plane, number, mask=inside)
+        gl.store(to + 7 * plane, number, mask=inside)
         gl.store(lse_ptr + place, (largest + gl.log2(exact_total)) * LN2, mask=inside)
         output, operand = warpgroup_mma_wait(0, deps=(output, operand))
         mbarrier.arrive(v_empty.index(slot))
@@ -478,40 +476,50 @@ def _strides(layout: Layout) -> list[int]:
     return [stride if size > 1 else shape[-1] for size, stride in zip(shape, strides, strict=True)]
 
 
-def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None
-) -> AttendedRows:
-    """Return the output, the lse and the sums of every row, as triton.rows.attend_rows()."""
-    query, scale = positive_scale(query, scale)
-    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
-    shape = query.shape if starts is None else (q_len, heads, head_dim)
-    output = torch.empty(shape, dtype=query.dtype, device=query.device)
-    by_head = output if starts is None else output.transpose(0, 1).unsqueeze(0)
-    planes = SUMS if starts is None else SUMS_AND_VISIBLE
-    sums = torch.empty((planes, batch, heads, q_len), dtype=torch.float32, device=query.device)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    width = padded(head_dim)
-    variant = VARIANTS[width]
-    all_heads = batch * heads
-    tiles, placed = all_heads * -(-q_len // TILE_ROWS), sums
-    if starts is not None:
-        sums[-1].zero_()  # tokens behind the last sequence see nothing
-        tiles = heads * most_tiles(starts, q_len, TILE_ROWS)
-        placed = tiles_of(starts, q_len, TILE_ROWS, is_causal)
-    head_bytes = 2 * kv_len * head_dim * key.element_size() * kv_heads // heads
-    together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
-    device = query.device.index
-    programs = min(tiles, _multiprocessors(device)) if variant.persistent else tiles
-    _launch(width, query.dtype, is_causal, starts is not None, device)(
-        (programs,),
-        _descriptor(query, ROWS.value, width),
-        _descriptor(key, variant.keys, width),
-        _descriptor(value, variant.keys, width),
-        _descriptor(by_head, ROWS.value, width),
-        *(by_head, sums, lse, placed, scale * LOG2_E, head_dim),
-        *(q_len, kv_len, heads, kv_heads, all_heads, together, tiles),
-    )
-    return AttendedRows(output, lse, sums)
+class Attention:
+    """The kernel for tensors of one layout, with all that does not change from call to call."""
+
+    def __init__(self, query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> None:
+        (batch, heads, q_len, head_dim), _, dtype, device, _ = query
+        _, kv_heads, kv_len, _ = key[0]
+        width = padded(head_dim)
+        variant, all_heads = VARIANTS[width], batch * heads
+        tiles = all_heads * -(-q_len // TILE_ROWS)
+        head_bytes = 2 * kv_len * head_dim * dtype.itemsize * kv_heads // heads
+        together = min(all_heads, max(1, L2_BUDGET // max(1, head_bytes)))
+        self._shape = (q_len, heads, head_dim) if in_sequences else query[0]
+        self._rows, self._is_causal, self._tiles = (batch, heads, q_len), is_causal, tiles
+        self._programs = _multiprocessors(device) if variant.persistent else None
+        strides = (heads * head_dim, head_dim) if in_sequences else (head_dim, q_len * head_dim)
+        output = query[0], (heads * q_len * head_dim, strides[1], strides[0], 1), dtype, device, 0
+        blocks = ROWS.value, variant.keys, variant.keys, ROWS.value
+        self._descriptors = [
+            (list(each[0]), _strides(each), [1, 1, rows, width])
+            for each, rows in zip((query, key, value, output), blocks, strict=True)
+        ]
+        self._sizes = head_dim, q_len, kv_len, heads, kv_heads, all_heads, together
+        self._launch = _launch(width, dtype, is_causal, in_sequences, device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, the lse and the sums of every row, as rows.attend_rows()."""
+        device, tiles = query.device, self._tiles
+        output = torch.empty(self._shape, dtype=query.dtype, device=device)
+        sums = torch.empty((SUMS, *self._rows), dtype=torch.float32, device=device)
+        lse = torch.empty(self._rows, dtype=torch.float32, device=device)
+        placed = sums
+        if starts is not None:
+            _, heads, total = self._rows
+            sums[-1].zero_()  # tokens behind the last sequence see nothing
+            tiles = heads * most_tiles(starts, total, TILE_ROWS)
+            placed = tiles_of(starts, total, TILE_ROWS, self._is_causal)
+        self._launch(
+            (tiles if self._programs is None else min(tiles, self._programs),),
+            *map(_descriptor, (query, key, value, output), self._descriptors),
+            *(output, sums, lse, placed, scale * LOG2_E, *self._sizes, tiles),
+        )
+        return output, lse, sums
 
 
 @lru_cache(maxsize=64)
@@ -531,9 +539,15 @@ def padded(head_dim: int) -> int:
     return next(width for width in VARIANTS if head_dim <= width)
 
 
-def _descriptor(tensor: Tensor, rows: int, width: int) -> Any:
-    """Return a TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped."""
-    return TensorDescriptor(tensor, list(tensor.shape), _strides(layout_key(tensor)), [1, 1, rows, width], TMA_LAYOUT)
+def _descriptor(base: Tensor, tiles: tuple[list[int], list[int], list[int]]) -> TensorDescriptor:
+    """Return a TMA descriptor for tiles of some rows of one head; reads past the end give zeros, writes are dropped.
+
+    Its fields are set one by one: takes() has checked what the constructor checks, which takes longer than a launch.
+    """
+    found = TensorDescriptor.__new__(TensorDescriptor)
+    found.base, found.layout, found.padding = base, TMA_LAYOUT, "zero"
+    found.shape, found.strides, found.block_shape = tiles
+    return found
 
 
 @cache

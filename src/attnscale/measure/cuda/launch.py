@@ -1,4 +1,4 @@
-"""Tile sizes and launches of the Triton kernels.
+"""What kernels take, the tiles they cut it into, and how they are launched.
 
 Tiles are plain tables, since autotuning needs a GPU and cannot run under graph capture. A launch costs the host little:
 what a kernel was compiled for is not looked up again.
@@ -7,12 +7,76 @@ what a kernel was compiled for is not looked up again.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnscale.torch_internals import current_stream
+from attnscale.attending.call import Call
+from attnscale.numerics import KERNEL_DTYPES
+from attnscale.torch_internals import current_stream, looks_on
+
+HAS_TRITON = find_spec("triton") is not None  # looked for here, since Dynamo does not trace the import system
+ALIGNMENT = 16  # bytes, of what is loaded at once
+HOPPER = (9, 0)  # the compute capability that the Hopper kernel is written for
+WIDEST_HEAD = 256  # a tile holds whole heads
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+SUMS = 8  # planes of sums, as in RowSums: max, total, gap, participation, mean, deviation, first, and visible keys
+LEAST_SPAN = 128  # keys of one program, where the keys of sampled rows are split so that few rows still fill a GPU
+SPANS = 264  # of all heads, two a multiprocessor of an H200: fewer leave it idle, more end before they are fast
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int | None, int]
+"""Shape, strides, dtype, index of the device, and alignment of a tensor."""
+
+
+def layout_key(tensor: Tensor) -> Layout:
+    """Return all that the compilation of a kernel depends on of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
+
+
+def token_layout_key(tensor: Tensor) -> Layout:
+    """Return the same of (1, heads, total, head_dim) whatever the number of tokens, as far as compilation allows.
+
+    It depends on whether strides of what a kernel writes are one, or aligned.
+    """
+    _, heads, total, head_dim = tensor.shape
+    shape = heads, total == 1, total % ALIGNMENT, head_dim
+    return shape, tensor.stride(), tensor.dtype, tensor.device.index, tensor.data_ptr() % ALIGNMENT
+
+
+def kernels_take(call: Call) -> bool:
+    """Return True if query and key are what the kernels are written for."""
+    return call.query.dtype == call.key.dtype and _are_taken(call.query) and _are_taken(call.key)
+
+
+def _are_taken(vectors: Tensor) -> bool:
+    fits = vectors.is_cuda and vectors.dtype in KERNEL_DTYPES and vectors.shape[-1] <= WIDEST_HEAD
+    return fits and vectors.numel() > 0 and HAS_TRITON
+
+
+def is_intercepted(*tensors: Tensor) -> bool:
+    """Return True if a compiler, mode, transform or tensor subclass is active: none of them would see a launch."""
+    return torch.compiler.is_compiling() or looks_on() or any(type(tensor) not in PLAIN_TYPES for tensor in tensors)
+
+
+def capturing() -> bool:
+    """Return True if the replays of a CUDA graph will refresh what is measured now."""
+    return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def on_hopper(device: int | None) -> bool:
+    """Return True if that GPU is one."""
+    return torch.cuda.get_device_capability(device) == HOPPER
+
+
+def key_span(query: Tensor, key: Tensor) -> int:
+    """Return how many keys of a head one program takes, so that few rows fill a GPU; on a CPU, all."""
+    (batch, heads, *_), kv_len = query.shape, key.shape[2]
+    spans = max(1, SPANS // (batch * heads))
+    return kv_len if query.device.type == "cpu" else -(-kv_len // (spans * LEAST_SPAN)) * LEAST_SPAN
+
 
 LEAST_WIDTH = 16  # the narrowest product of tiles
 TENSOR_CORES = (8, 0)  # the first capability whose tensor cores multiply bfloat16
@@ -68,27 +132,19 @@ def tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, i
     return cut if rows > FEW_ROWS else Tiles(LEAST_ROWS, min(cut.keys, 64), 4, cut.stages)
 
 
-def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """Return the tiles of a pass over a few rows, which reads every key once and so runs at the memory's speed."""
-    if dtype == torch.float32 or capability < TENSOR_CORES:
-        return Tiles(16, *PLAIN[padded_width(head_dim, 64)][1:])
-    height = min(padded_width(rows, 16), SAMPLED_ROWS)
-    if head_dim > 128:
-        return Tiles(height, 32, 4, 2)
-    tall = height > 32
-    return Tiles(height, 128 if _large(capability) and not tall else 64, 8 if tall else 4, 3)
-
-
-def masked_sample_tiles(
-    rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool
-) -> Tiles:
-    """Return the tiles of a pass over a few rows behind a mask; on Hopper some are five times as slow as others.
+def sample_tiles(rows: int, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], banded: bool) -> Tiles:
+    """Return the tiles of a pass over a few rows; on Hopper some are five times as slow as others.
 
     `banded`: what a row sees is near it, so that a tile of few rows leaves most keys out.
     """
     width = padded_width(head_dim, 64)
-    if dtype == torch.float32 or not _large(capability) or width > 128:
-        return sample_tiles(rows, head_dim, dtype, capability)
+    if dtype == torch.float32 or capability < TENSOR_CORES:
+        return Tiles(16, *PLAIN[width][1:])
+    height = min(padded_width(rows, 16), SAMPLED_ROWS)
+    if width > 128:
+        return Tiles(height, 32, 4, 2)
+    if not _large(capability):
+        return Tiles(height, 64, 8 if height > 32 else 4, 3)
     if banded:
         return Tiles(16, 256, 4, 2)
     if width == 64:

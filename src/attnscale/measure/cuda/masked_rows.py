@@ -1,7 +1,8 @@
-"""The pass over rows that see some of the keys, or whose scores are capped: masks, biases, windows, documents.
+"""The pass over some rows, and over rows behind masks, biases, windows, documents or a soft-cap.
 
-What a mask costs is reading it; so it is read once, and only for the rows that are looked at. The same pass can find
-the largest score of each head where a row can have one above a limit; tiles of rows that cannot are passed over.
+A program takes a span of a head's keys, so that few rows still fill a GPU; finish.py merges the spans of a row. A mask
+is read once, and only for the rows that are looked at. The same pass can find the largest score of each head where a
+row can have one above a limit; tiles of rows that cannot are passed over.
 """
 # mypy: disable-error-code="import-untyped, untyped-decorator"
 
@@ -15,15 +16,17 @@ from torch import Tensor
 
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import (
+    SUMS,
     Launch,
+    Layout,
     capability,
     largest_tiles,
-    masked_sample_tiles,
+    layout_key,
     masked_tiles,
+    sample_tiles,
     tile_constants,
     unit_stride,
 )
-from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, Layout, layout_key
 from attnscale.measure.cuda.rows import VANISHED, key_tile
 
 SLACK: tl.constexpr = tl.constexpr(1 + 1e-4)  # by which rounding may lift a score above what lengths allow
@@ -91,9 +94,12 @@ def masked_kernel(
 
     With LARGEST, raise the largest score of the head instead, if one can be above the limit; NaN counts as ∞.
     """
+    PLAIN: tl.constexpr = MASK == NO_MASK and not FIRST and not DOCUMENTS  # rows see the first keys
     row_tiles = tl.cdiv(count, TILE_ROWS)
     spans, all_heads = tl.num_programs(1), tl.num_programs(0) // row_tiles
     span, both, begins = tl.program_id(1), tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles * TILE_ROWS
+    if GIVEN_ROWS:  # keys that the attention read last are still in the L2
+        both = all_heads - 1 - both
     batch, head = (both // heads).to(tl.int64), (both % heads).to(tl.int64)
     query_at += batch * query_batch + head * query_head
     key_at += batch * key_batch + head // group * key_head
@@ -144,7 +150,9 @@ def masked_kernel(
     first_key = tl.load(key_at + begin.to(tl.int64) * key_row + dims, mask=dims < HEAD_DIM, other=0.0)
     mean = tl.sum(query.to(tl.float32) * first_key.to(tl.float32)[None, :], 1) * scale  # to begin near the scores
     deviation = tl.zeros([TILE_ROWS], tl.float32)
-    first_score = tl.zeros([TILE_ROWS], tl.float32)  # of the first key that a row sees
+    first_score = mean  # of the first key that a row sees
+    if CAPPED:
+        first_score = softcap * tanh(mean / softcap)
     for here in range(start, stop, TILE_KEYS):
         column = here + offset
         key = key_tile(key_at, here, key_row, end, HEAD_DIM, WIDTH, TILE_KEYS, True)
@@ -171,13 +179,19 @@ def masked_kernel(
             highest = tl.maximum(highest, tl.max(tl.where(visible, scores, float("-inf")), 1))
         else:
             scores = tl.where(visible, scores, float("-inf"))
-            earliest = tl.min(tl.where(visible, column[None, :], kv_len), 1)
-            first_here = tl.sum(tl.where(column[None, :] == earliest[:, None], scores, 0.0), 1)
-            first_score = tl.where(number == 0.0, first_here, first_score)
+            if PLAIN:
+                seen = tl.minimum(here + TILE_KEYS, end)
+                if LAST:
+                    seen = tl.minimum(seen, position + last + 1)
+                number = (tl.zeros_like(position) + tl.maximum(seen - begin, 0)).to(tl.float32)
+            else:
+                earliest = tl.min(tl.where(visible, column[None, :], kv_len), 1)
+                first_here = tl.sum(tl.where(column[None, :] == earliest[:, None], scores, 0.0), 1)
+                first_score = tl.where(number == 0.0, first_here, first_score)
+                number += tl.sum(visible.to(tl.float32), 1)
             # moments about the mean so far, then about that of both (Chan et al. 1979)
             away = tl.where(visible, scores - mean[:, None], 0.0)
             total_away = tl.sum(away, 1)
-            number += tl.sum(visible.to(tl.float32), 1)
             moves = total_away / tl.maximum(number, 1.0)
             deviation += tl.sum(away * away, 1) - total_away * moves
             mean += moves
@@ -231,11 +245,11 @@ def tanh(x: tl.tensor) -> tl.tensor:
 def score_masked_rows(call: Call, rows: Tensor | None, span: int) -> Tensor:
     """Return the sums of every row, or of those at these positions, (batch, rows), over each span of keys.
 
-    They are (SUMS_AND_VISIBLE, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
+    They are (SUMS, spans, batch, heads, rows). Hidden keys of the mask are False or −∞.
     """
     batch, heads, q_len, _ = call.query.shape
     spans, count = -(-call.key.shape[2] // span), q_len if rows is None else rows.shape[1]
-    sums = torch.empty((SUMS_AND_VISIBLE, spans, batch, heads, count), dtype=torch.float32, device=call.query.device)
+    sums = torch.empty((SUMS, spans, batch, heads, count), dtype=torch.float32, device=call.query.device)
     _run(call, None if rows is None else rows.contiguous(), count, span, sums, None)
     return sums
 
@@ -293,7 +307,7 @@ def _launch(
     if is_largest:
         cut = largest_tiles(rows, *known, by_row)
     else:
-        cut = masked_tiles(*known, by_row) if sampled is None else masked_sample_tiles(sampled, *known, has_first)
+        cut = masked_tiles(*known, by_row) if sampled is None else sample_tiles(sampled, *known, has_first)
     constants = {
         **tile_constants(cut, head_dim, dtype, device),
         "GIVEN_ROWS": sampled is not None,

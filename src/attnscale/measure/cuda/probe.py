@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import capturing
-from attnscale.measure.cuda.sampled import SampledRows, measure_rows, measures_masked
+from attnscale.measure.cuda.launch import capturing
+from attnscale.measure.cuda.sampled import SampledRows, measure_rows, measures
 from attnscale.measure.pooled import Pooled, Table
 from attnscale.measure.sampling import design
 from attnscale.measure.stats import ScoreStats
@@ -62,7 +62,7 @@ def probe(
     seen = seen if padding is None else seen.without_rows(padding)
     call = Call(query, key, key, seen, 0.0, scale, None)
     takes_mask = mask is None or (mask.dim() == 4 and mask.dtype == torch.bool and mask.shape[-1] == key.shape[2])
-    if not takes_mask or len(query) != len(key) or not measures_masked(call):
+    if not takes_mask or len(query) != len(key) or not measures(call):
         return None
     planned = design(rows, query.shape[2], len(query), not seen.is_full)
     if planned is None:

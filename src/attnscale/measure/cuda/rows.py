@@ -3,7 +3,6 @@
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -11,14 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from attnscale.measure.cuda.launch import (
+    SUMS,
     Launch,
+    Layout,
     capability,
+    layout_key,
     positive_scale,
     tile_constants,
     tiles,
+    token_layout_key,
     unit_stride,
 )
-from attnscale.measure.cuda.layout import SUMS, SUMS_AND_VISIBLE, Layout, layout_key, token_layout_key
 from attnscale.measure.cuda.sequence_tiles import FIELDS, most_tiles, tiles_of
 
 LOG2_E = math.log2(math.e)  # exponentials are base 2 inside, natural outside
@@ -26,14 +28,6 @@ LN_2: tl.constexpr = tl.constexpr(math.log(2))
 TILE_FIELDS: tl.constexpr = FIELDS
 MANY_ROWS = 2**16  # of sequences, whose lengths the device alone knows
 VANISHED: tl.constexpr = tl.constexpr(-200.0)  # 2 to this is zero; a hidden key's −∞ times zero is NaN
-
-
-class AttendedRows(NamedTuple):
-    """Output, lse and sums of every row."""
-
-    output: Tensor
-    lse: Tensor
-    sums: Tensor
 
 
 @triton.jit(do_not_specialize=["heads", "group", "count", "kv_len"])  # one compilation for all lengths
@@ -173,8 +167,7 @@ def rows_kernel(
     tl.store(sums_at + 5 * plane, deviation * (scale * scale), mask=kept)
     first = tl.minimum((pivot - highest) * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(sums_at + 6 * plane, first, mask=kept)
-    if SEQUENCES:
-        tl.store(sums_at + 7 * plane, visible.to(tl.float32), mask=kept)
+    tl.store(sums_at + 7 * plane, visible.to(tl.float32), mask=kept)
 
 
 @triton.jit
@@ -199,17 +192,17 @@ def key_tile(
 
 
 def attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None
-) -> AttendedRows:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Tensor | None = None, *, is_causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V, the lse and the sums of every row.
 
     With the `starts` of sequences that are laid end to end, (1, heads, total, head_dim), each attends to itself, the
-    output is (total, heads, head_dim), and the sums end with how many keys each row sees.
+    output is (total, heads, head_dim).
     """
     shape = query.shape if starts is None else (query.shape[2], query.shape[1], query.shape[3])
     output = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    return AttendedRows(output, lse, _run(query, key, (value, output, lse), scale, is_causal, starts))
+    return output, lse, _run(query, key, (value, output, lse), scale, is_causal, starts)
 
 
 def score_rows(query: Tensor, key: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None) -> Tensor:
@@ -233,8 +226,7 @@ def _run(
     key_of = layout_key if starts is None else token_layout_key
     value_key = None if attended is None else key_of(value)
     launch = _launch(key_of(query), key_of(key), value_key, is_causal, starts is not None)
-    planes = SUMS if starts is None else SUMS_AND_VISIBLE
-    sums = torch.empty((planes, batch, heads, count), dtype=torch.float32, device=query.device)
+    sums = torch.empty((SUMS, batch, heads, count), dtype=torch.float32, device=query.device)
     programs, placed = -(-count // launch.tiles.rows) * batch * heads, query
     if starts is not None:
         sums[-1].zero_()  # tokens behind the last sequence see nothing

@@ -1,22 +1,22 @@
-"""Statistics of a few rows a head on a CUDA device, and of rows behind masks, by passes of their own."""
+"""Statistics without an output on a CUDA device: of every row, or of a few rows a head, whatever they see."""
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
-from attnscale.measure.cuda.layout import SUMS_AND_VISIBLE, capturing, is_intercepted, kernels_take, key_span
+from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.lengths import max_bound
-from attnscale.measure.pool import Unpooled, uncertainty_of
+from attnscale.measure.pool import uncertainty_of
 from attnscale.measure.pooled import NUMBERS, Table
 from attnscale.measure.row_sums import RowSums
-from attnscale.measure.sampling import Design, Sample, design, rows_are_shared
+from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
 from attnscale.measure.uncertainty import Uncertainty
 from attnscale.torch_internals import current_stream
-from attnscale.visibility import Visibility
+from attnscale.visibility import EVERYTHING
 
 DRAWS_AHEAD = 256  # at most
 
@@ -25,41 +25,65 @@ class SampledRows(NamedTuple):
     """Result of a pass over sampled rows: their sums over each span of keys, and the table of their heads."""
 
     sample: Sample
-    sums: Tensor  # (7 or SUMS_AND_VISIBLE, spans, batch, heads, rows)
+    sums: Tensor  # (SUMS, spans, batch, heads, rows)
     table: Tensor
-    span: int
-    kv_len: int
-    is_causal: bool
     sinks: Tensor | None = None  # learned logits, float64 (heads,), that the table has in the denominators
 
-    def stats(self, refreshed: bool, exact: bool = False) -> ScoreStats:
+    def stats(self, refreshed: bool) -> ScoreStats:
         """Return the statistics; what standard errors need is computed from the sums when one is asked for."""
-        known = Table(self.table, None if exact else self._errors)
-        sample = None if exact else self.sample
-        pool = Unpooled(self.rows, self._bound, sample, in_shards=True, known=known, sinks=self.sinks)
-        return ScoreStats(self.sums.shape[3], exact=exact, pool=pool, refreshed=refreshed)
-
-    def rows(self) -> RowSums:
-        """Return the sums of each row over each span of keys."""
-        if len(self.sums) == SUMS_AND_VISIBLE:
-            return rows_of(self.sums)
-        counts = Visibility.of(None, self.is_causal).counts_at(self.sample.positions.long(), self.kv_len).unsqueeze(1)
-        begins = torch.arange(self.sums.shape[1], device=self.sums.device).mul_(self.span)
-        visible = (counts - begins.view(-1, 1, 1, 1)).clamp(min=0, max=self.span)
-        return RowSums(visible.expand_as(self.sums[0]), *self.sums.double())
-
-    def _bound(self) -> Tensor:
-        return self.table[:, NUMBERS.index("max_bound")]
+        return ScoreStats(self.sums.shape[3], exact=False, pool=Table(self.table, self._errors), refreshed=refreshed)
 
     def _errors(self) -> Uncertainty:
-        rows = self.rows().over_shards()
+        rows = RowSums(self.sums[7].long(), *self.sums[:7].double()).over_shards()
         rows = rows if self.sinks is None else rows.with_sinks(self.sinks)
         return uncertainty_of(rows, self.sample, self.table[:, NUMBERS.index("mean")])
 
 
-def rows_of(sums: Tensor) -> RowSums:
-    """Return sums with the number of visible keys as RowSums."""
-    return RowSums(sums[7].long(), *sums[:7].double())
+def measures(call: Call) -> bool:
+    """Return True if kernels measure this call, whatever its rows see; they are no operators."""
+    return kernels_take(call) and not is_intercepted(call.query, call.key)
+
+
+def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
+    """Measure every row, or about this many a head; what the mask hides is False or −∞.
+
+    `sinks`, (heads,), are learned logits that join the denominators.
+    """
+    from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
+    from attnscale.measure.cuda import rows as every_row
+
+    (batch, heads, q_len, _), kv_len, seen = call.query.shape, call.key.shape[2], call.visibility
+    planned = None if rows is None else design(rows, q_len, batch, not seen.is_full)
+    with torch.no_grad():
+        sinks = None if sinks is None else sinks.detach().to(torch.float64, copy=True)
+        if planned is not None:
+            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+        if not seen.is_plain or call.softcap is not None:
+            table = finish.finish(masked_rows.score_masked_rows(call, None, kv_len), sinks=sinks)
+        elif q_len == 1:
+            table = _measure_one_query(
+                call.query, call.key[:, :, :1] if seen.is_causal else call.key, call.scale, sinks
+            )
+        else:
+            sums = every_row.score_rows(call.query, call.key, call.scale, seen.is_causal)
+            table = finish.finish(sums.unsqueeze(1), sinks=sinks)
+    return ScoreStats(heads, exact=True, pool=Table(table), refreshed=capturing())
+
+
+def _measure_one_query(query: Tensor, key: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Return the table of a query over spans of keys that fill a GPU."""
+    from attnscale.measure.cuda import finish, masked_rows
+
+    call = Call(heads_as_rows(query, key), key, key, EVERYTHING, 0.0, scale, None)
+    sums = masked_rows.score_masked_rows(call, None, key_span(call.query, key))
+    weights = torch.ones(1, dtype=torch.float64, device=query.device)
+    return finish.finish(sums.view(*sums.shape[:3], query.shape[1], 1), weights, sinks=sinks)
+
+
+def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
+    """Return one query of each head as rows: the heads that share a key head see the same keys."""
+    batch, heads, _, head_dim = query.shape
+    return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
 
 
 def measure_rows(
@@ -69,44 +93,12 @@ def measure_rows(
 
     `bounds` are upper bounds of scores: the lse of every row, or one of each head. `table` is written to, if given.
     """
-    from attnscale.measure.cuda import finish, masked_rows, sampled_rows  # not before: a CPU may have no triton
+    from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
 
-    query, key, is_causal = call.query, call.key, call.visibility.is_causal
-    kv_len, span, device = key.shape[2], key_span(query, key), query.device
-    sample = drawn_ahead(planned, len(query), device).next()
-    if call.visibility.is_plain and call.softcap is None:
-        sums = sampled_rows.sample_rows(query, key, sample.positions, call.scale, is_causal, span)
-    else:
-        is_causal = False  # the pass counts what each row sees
-        sums = masked_rows.score_masked_rows(call, sample.positions, span)
-    weights = weights_of(planned, device)
-    table = finish.finish_sampled(sums, bounds, sample.positions, weights, kv_len, span, is_causal, sinks, table)
-    return SampledRows(sample, sums, table, span, kv_len, is_causal, sinks)
-
-
-def measures_masked(call: Call) -> bool:
-    """Return True if a kernel takes this call, whatever its rows see; it is no operator."""
-    return kernels_take(call) and not is_intercepted(call.query, call.key)
-
-
-def measure_masked(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure every row, or about this many a head; what the mask hides is False or −∞."""
-    from attnscale.measure.cuda import finish, masked_rows
-
-    (batch, heads, q_len, _), kv_len = call.query.shape, call.key.shape[2]
-    planned = None if rows is None else design(rows, q_len, batch, not call.visibility.is_full)
-    with torch.no_grad():
-        sinks = own_logits(sinks)
-        if planned is not None:
-            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
-        sums = masked_rows.score_masked_rows(call, None, kv_len)[:, 0]
-        known = Table(finish.finish_rows(sums, kv_len, False, sinks))
-    return ScoreStats(heads, True, Unpooled(partial(rows_of, sums), known=known, sinks=sinks), capturing())
-
-
-def own_logits(sinks: Tensor | None) -> Tensor | None:
-    """Return a copy of learned sinks as the kernels take them."""
-    return None if sinks is None else sinks.detach().to(torch.float64, copy=True)
+    sample = drawn_ahead(planned, len(call.query), call.query.device).next()
+    sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
+    table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks, table)
+    return SampledRows(sample, sums, table, sinks)
 
 
 @cache
@@ -126,9 +118,6 @@ class DrawnAhead:
 
     def next(self) -> Sample:
         """Return the next draw; under graph capture, where nothing can be copied, one of those at hand again."""
-        if rows_are_shared():
-            drawn = torch.from_numpy(self.planned.draws(self.batch))
-            return self.planned.sample(drawn.to(self.device, non_blocking=True))
         is_capturing = torch.cuda.is_current_stream_capturing()
         if self.used == len(self.drawn):
             if not is_capturing or not self.drawn:

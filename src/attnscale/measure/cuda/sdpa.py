@@ -78,13 +78,6 @@ class Pass(NamedTuple):
     is_causal: bool
 
 
-class Packing(NamedTuple):
-    """Layout of sequences that are packed end to end."""
-
-    starts: Tensor  # where each begins, and where the last one ends
-    longest: int  # which the backward asks for
-
-
 @torch.library.custom_op("attnscale::attention_rows_backward", mutates_args=())
 def attention_rows_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float, is_causal: bool
@@ -120,14 +113,14 @@ def attention_gradients(back: Pass) -> Gradients:
     return _laid_out(_recomputed(back) if kernel is None else BACKWARDS[backend](kernel, back), given)
 
 
-def packed_gradients(back: Pass, packing: Packing) -> Gradients:
+def packed_gradients(back: Pass, starts: Tensor, longest: int) -> Gradients:
     """Return the gradients of packed sequences, (1, heads, total, head_dim), by torch's kernel for them."""
-    kernel, starts = sequences_backward(), packing.starts.to(torch.int32)
+    kernel, starts = sequences_backward(), starts.to(torch.int32)
     assert kernel is not None  # or nothing that learns comes here
     state, unused = (torch.empty(size, dtype=torch.uint64, device=back.grad.device) for size in ((2,), ()))
     of_query, of_key, of_value = kernel(
         *(back.grad.contiguous(), *map(as_tokens, back[1:4]), back.output, back.lse.squeeze(0), starts, starts),
-        *(packing.longest, packing.longest, 0.0, back.is_causal, state, unused),
+        *(longest, longest, 0.0, back.is_causal, state, unused),
         scale=back.scale,
     )
     return as_one_row(of_query), as_one_row(of_key), as_one_row(of_value)

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnscale.measure.cuda.launch import Launch, Tiles
-from attnscale.measure.cuda.layout import ALIGNMENT
+from attnscale.measure.cuda.launch import ALIGNMENT, Launch, Tiles
 
 FIELDS: tl.constexpr = tl.constexpr(4)  # of a tile: where its sequence begins, how long that is, the tile's first row
 AT_ONCE: tl.constexpr = tl.constexpr(256)  # sequences, or tiles of one

@@ -1,16 +1,11 @@
 """Exact statistics of sequences laid end to end on a CUDA device, by kernels that look at each of them alone."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, as_one_row
-from attnscale.measure.cuda.attention import KernelChoice, attend_planned, choice_of, takes_as_given
-from attnscale.measure.cuda.layout import capturing, is_intercepted, kernels_take
-from attnscale.measure.cuda.sampled import rows_of
-from attnscale.measure.cuda.sdpa import Packing
-from attnscale.measure.pool import Unpooled
+from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper
+from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import HALF_DTYPES
@@ -31,7 +26,7 @@ def measures(ragged: Ragged) -> bool:
 def attends(ragged: Ragged) -> bool:
     """Return True if one kernel gives the output too, and torch has a backward for it."""
     row = ragged.row
-    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not takes_as_given(row) or not measures(ragged):
+    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not has_one_dtype(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
         row.query.dtype in HALF_DTYPES
@@ -43,26 +38,26 @@ def attends(ragged: Ragged) -> bool:
 def attends_for_less(ragged: Ragged) -> bool:
     """Return True on Hopper, where all rows with the output cost less than torch's kernel and a pass over some."""
     row = ragged.row
-    return attends(ragged) and choice_of(row.query, row.key, row.value, True) is KernelChoice.HOPPER
+    return attends(ragged) and is_on_hopper(row.query, row.key, row.value)
 
 
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
-    row, packing = ragged.row, Packing(ragged.rows.offsets, ragged.rows.longest if _learns(ragged) else 0)
-    given = row.query, row.key, row.value
-    output, stats = attend_planned(row.scale, row.visibility.last == 0, None, *given, packing)
+    row, longest = ragged.row, ragged.rows.longest if _learns(ragged) else 0
+    given = row.query, row.key, row.value, ragged.rows.offsets, longest
+    output, stats = attend_directly(row.scale, row.visibility.last == 0, *given)
     return as_one_row(output), stats
 
 
-def measure(ragged: Ragged) -> ScoreStats:
-    """Measure every row alone; the sums of rows are kept."""
+def measure(ragged: Ragged, sinks: Tensor | None) -> ScoreStats:
+    """Measure every row alone; `sinks`, (heads,), are learned logits that join the denominators."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
         sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        pool = Unpooled(partial(rows_of, sums), known=Table(finish.finish_rows(sums, 0, False)))
-    return ScoreStats(row.query.shape[1], exact=True, pool=pool, refreshed=capturing())
+        table = finish.finish(sums.unsqueeze(1), sinks=None if sinks is None else sinks.double())
+    return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 
 def _learns(ragged: Ragged) -> bool:

@@ -1,10 +1,7 @@
 """The reports of `attnscale check` and `attnscale compare`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
@@ -12,16 +9,13 @@ from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.comparing.moves import LEVEL
 from attnscale.comparing.portrait import COMPARED, RATIOS
 from attnscale.diagnose.finding import grouped
-from attnscale.diagnose.scores import EXPLODING
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, in_place
 from attnscale.plain import finite
 from attnscale.show.figures import Axis, Figure, Heat, ticks
-from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
-from attnscale.show.report.heads import concentrated_heads, errors_of, map_of_layers
-from attnscale.show.report.spread import critical_spreads, densities, spread_of
-from attnscale.show.text import Column, by_pattern, columns, number, place
-from attnscale.watching import Layer
+from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
+from attnscale.show.report.heads import concentrated_heads, critical_spreads, errors_of, map_of_layers, spread_of
+from attnscale.show.text import Column, by_pattern, columns, place
 from attnscale.watching.seen import padding_note
 
 CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
@@ -39,14 +33,13 @@ def report_page(checked: Checked) -> str:
 
 def check_report(checked: Checked) -> Page:
     """Return what `attnscale check` found, as a report."""
-    notes = tuple(map(note_of, checked.groups))
     unchecked = checked.audit.unchecked
     return Page(
         kind="attnscale check",
         title=checked.title,
         verdict=checked.conclusion,
         tone=checked.audit.worst or "fine",
-        notes=notes + tuple(_facts(checked.audit.layers))[: max(0, MATTER - len(notes))],
+        notes=tuple(map(note_of, checked.groups)),
         sections=(
             *(_of_layers(checked) if checked.lines else ()),
             *((Section("unchecked", "What was not judged", unchecked),) if unchecked else ()),
@@ -61,45 +54,11 @@ def note_of(group: Group, where: str = "") -> Note:
     return Note(first.severity, first.severity, first.message, first.code, where or place(group), first.advice)
 
 
-def _facts(layers: Mapping[str, Layer]) -> Iterator[Note]:
-    """Yield the widest spread, the least of 1 − Σp², and the largest score: worth knowing where little is wrong."""
-    seen = {name: layer for name, layer in layers.items() if torch.isfinite(layer.stats.std_within_rows).any()}
-    if not seen:
-        return
-    name, where, spread = _extreme({name: layer.stats.std_within_rows for name, layer in seen.items()})
-    one = spread_of(seen[name])
-    message = (
-        f"The widest spread of the scores is {number(spread)}. A row of this layer sees {one.keys:.0f} keys on "
-        f"average; the critical spread for these is {number(one.critical)}."
-    )
-    yield Note("fact", "spread", message, place=where)
-    _, where, least = _extreme({name: -layer.stats.jacobian_trace for name, layer in seen.items()})
-    message = f"The smallest 1 − Σp² of a head is {-least:.2f}."
-    yield Note("fact", "gradient", message, place=where)
-    _, where, largest = _extreme({name: layer.stats.max for name, layer in seen.items()})
-    yield Note("fact", "largest score", largest_told(largest), place=where)
-
-
-def largest_told(score: float) -> str:
-    """Return a sentence on the largest score, and what is known of scores beyond the first published limit."""
-    limit, _, known = EXPLODING[-1]
-    return f"The largest score is {number(score)}{f'; {known}' if score < limit else ''}."
-
-
-def _extreme(values: Mapping[str, Tensor]) -> tuple[str, str, float]:
-    """Return the layer, the place and the value of the highest of all heads."""
-    highest = {name: found.double().nan_to_num(-torch.inf, posinf=-torch.inf).max(0) for name, found in values.items()}
-    name = max(highest, key=lambda name: float(highest[name].values))
-    return name, f"{name}, head {int(highest[name].indices)}", float(highest[name].values)
-
-
 def _of_layers(checked: Checked) -> Iterator[Section]:
     layers = checked.audit.layers
     footnotes = tuple(f"{word}: {meaning}" for word, meaning in checked.footnotes.items())
     yield Section("layers", "Layer by layer", (table_of(checked.lines), *footnotes))
     yield Section("heads", "Head by head", ((map_of_layers("head-map", layers),),))
-    if (histograms := densities("score-densities", layers)) is not None:
-        yield Section("scores", "The scores", ((histograms,),))
     spreads = critical_spreads("critical-spreads", list(map(spread_of, layers.values())))
     yield Section("critical-spread", "Spread and critical spread", ((spreads,),))
     if (weights := concentrated_heads("sharp-heads", layers)) is not None:

@@ -1,7 +1,8 @@
-"""Figures of single heads: the map of layers and heads, the weights of concentrated heads, and sampling errors."""
+"""Figures of heads: their map, their spreads, the weights of concentrated ones, and sampling errors."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -12,9 +13,10 @@ from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.measure.statistics import STATISTICS, Place, Statistic, in_place
 from attnscale.plain import finite, plain
-from attnscale.show.figures import Axis, Figure, Heat, Number, ticks
+from attnscale.show.figures import Axis, Chart, Figure, Heat, Number, Series, known_values, mean, ticks
 from attnscale.show.page import Row, Table
 from attnscale.show.text import number
+from attnscale.theory.limits import critical_spread
 from attnscale.train.record import Record
 from attnscale.watching import Layer
 
@@ -158,3 +160,73 @@ def _weights(layer: Layer, found: Verdict) -> Heat:
 def _spans(size: int, step: int) -> tuple[str, ...]:
     ends = ((start, min(start + step, size) - 1) for start in range(0, size, step))
     return tuple(str(start) if start == end else f"{start}–{end}" for start, end in ends)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Spread of a layer's heads, and the number of keys that its rows see."""
+
+    name: str
+    heads: list[float]  # those that are numbers
+    keys: float  # that a row sees, on average
+
+    @property
+    def mean(self) -> float:
+        """Mean spread of the heads."""
+        return mean(self.heads)
+
+    @property
+    def critical(self) -> float:
+        """√(2 ln n) over the keys that a row sees on average."""
+        return critical_spread_over(self.keys)
+
+
+def critical_spread_over(keys: float) -> float:
+    """Return the critical spread over this many keys."""
+    return critical_spread(max(1, round(keys)))
+
+
+def spread_of(layer: Layer) -> Spread:
+    """Return the spread of a watched layer's heads."""
+    keys = float(layer.stats.keys.double().nanmean())
+    heads = known_values(layer.stats.std_within_rows.double().tolist())
+    return Spread(layer.name, heads, keys if math.isfinite(keys) else 1.0)
+
+
+def spreads_of(record: Record) -> list[Spread]:
+    """Return the spreads of a record's layers, where it knows how many keys their rows see."""
+    return [
+        Spread(name, known_values(layer.numbers["spread"]), layer.keys)
+        for name, layer in record.layers.items()
+        if layer.keys is not None and "spread" in layer.numbers
+    ]
+
+
+def critical_spreads(name: str, spreads: Sequence[Spread]) -> Figure:
+    """Return the spread of each layer, at least one, beside its critical spread."""
+    x, names = list(range(len(spreads))), tuple(spread.name for spread in spreads)
+    low, high = ([edge(spread.heads, default=None) for spread in spreads] for edge in (min, max))
+    means = [spread.mean for spread in spreads]
+    measured = Series("mean of its heads, lowest to highest", x, means, low, high, marks=True, points=names)
+    critical = [spread.critical for spread in spreads]
+    # with one layer: a line through its place, and not a point
+    across, line = (x, critical) if len(x) > 1 else ([-0.5, 0.5], [*critical, *critical])
+    expected = Series("critical spread √(2 ln n)", across, line, tone="ink", dashed=True)
+    top = 1.1 * (max([*critical, *(value for spread in spreads for value in spread.heads)], default=1.0) or 1.0)
+    axes = Axis("layer", ticks=ticks(names)), Axis("spread of the scores", range=(0.0, top))
+    return Figure(name, {"": Chart((measured, expected), *axes, _spread_notice(spreads))})
+
+
+def _spread_notice(spreads: Sequence[Spread]) -> str:
+    heads = sum(len(spread.heads) for spread in spreads)
+    beyond = sum(value > spread.critical for spread in spreads for value in spread.heads)
+    known = [spread for spread in spreads if math.isfinite(spread.mean) and spread.critical > 0]
+    if not known:
+        return "No layer has a spread that is a number."
+    nearest = max(known, key=lambda spread: spread.mean / spread.critical)
+    where = "furthest past it" if nearest.mean > nearest.critical else "nearest to it"
+    return (
+        f"{beyond} of {heads} heads are beyond the critical spread for the keys they see. The layer {where} is "
+        f"{nearest.name}: its spread is {number(nearest.mean)} over {nearest.keys:.0f} keys, the critical spread "
+        f"{number(nearest.critical)}."
+    )

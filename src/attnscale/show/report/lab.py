@@ -67,7 +67,7 @@ def _chart(plot: lab.Plot) -> Chart:
             curve.y,
             curve.low or (),
             curve.high or (),
-            mode="lines" if curve.is_theory else "both",
+            marks=not curve.is_theory,
             # the colour of the measured curve that a prediction belongs to
             tone=measured.index(name) if (name := curve.name.removesuffix(", expected")) in measured else "ink",
             dashed=curve.is_theory,

@@ -3,21 +3,20 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from attnscale.diagnose.forecast import Outlook
+from attnscale.diagnose.forecast import Growth
 from attnscale.diagnose.scores import EXPLODING
 from attnscale.measure.statistics import STATISTICS, Place, Statistic
-from attnscale.show.figures import Axis, Chart, Figure, Series, finite, legend, mean, short, thinned
-from attnscale.show.page import MATTER, Note, Page, Row, Section, Table, Terms, render
-from attnscale.show.report.check import CRITICAL_SPREAD, largest_told, meanings, note_of, unbroken
-from attnscale.show.report.heads import map_of_record, mapped
-from attnscale.show.report.spread import critical_spread_over, critical_spreads, spreads_of
+from attnscale.show.figures import Axis, Chart, Figure, Series, known_values, legend, mean
+from attnscale.show.page import Page, Row, Section, Table, Terms, render
+from attnscale.show.report.check import CRITICAL_SPREAD, meanings, note_of, unbroken
+from attnscale.show.report.heads import critical_spread_over, critical_spreads, map_of_record, mapped, spreads_of
 from attnscale.show.run import columns, conclusion
 from attnscale.show.text import by_pattern, number, place
 from attnscale.train.record import Record
 from attnscale.train.run import LayerRun, Run, summarise
 
 CURVES = 6  # layers with a curve of their own: more could not be distinguished
-MARKED = 40  # points that have marks
+MARKED = 40  # points that have marks, at most
 FORECAST = 25  # points of a forecast
 MARGIN = 1.02  # of an axis, so that a curve at its end is seen
 SAME = 0.9  # of the largest score: where softmax sees less of it, the curve is not the one that is forecast
@@ -51,33 +50,9 @@ def run_report(title: str, records: Sequence[Record], run: Run | None = None) ->
         title=title,
         verdict=verdict[:1].upper() + verdict[1:],
         tone=run.worst or "fine",
-        notes=notes + tuple(_facts(run))[: max(0, MATTER - len(notes))],
+        notes=notes,
         sections=(*sections, _method(run, records)),
     )
-
-
-def _facts(run: Run) -> Iterator[Note]:
-    """Yield the fastest growth, the largest score and the least entropy."""
-    growing = [(layer.growth, layer.name) for layer in run.layers if layer.growth is not None]
-    if growing:
-        growth, name = max(growing, key=lambda found: found[0].rate)
-        now = "it still grows" if growth.recent_rate > 0 else "it grows no more"
-        steps = f"{growth.span:,.0f} steps"
-        message = f"The fastest growth of a largest score is × {number(growth.grown)} in the last {steps}; {now}."
-        yield Note("fact", "growth", message, place=name)
-    highest = max(run.layers, key=lambda layer: _or(layer.highest, -math.inf), default=None)
-    if highest is not None and math.isfinite(highest.highest):
-        yield Note("fact", "largest score", largest_told(highest.highest), place=highest.name)
-    entropies = {layer.name: layer.numbers.get("entropy_ratio", math.nan) for layer in run.layers}
-    name, lowest = min(entropies.items(), key=lambda entry: _or(entry[1], math.inf), default=("", math.nan))
-    if math.isfinite(lowest):
-        yield Note(
-            "fact", "entropy", f"The lowest mean entropy at the last record is {lowest:.0%} of its maximum.", place=name
-        )
-
-
-def _or(value: float, otherwise: float) -> float:
-    return otherwise if math.isnan(value) else value
 
 
 def _table(run: Run) -> Table:
@@ -103,10 +78,10 @@ def _method(run: Run, records: Sequence[Record]) -> Section:
         f"layer, over all its heads, on {ranks} {'rank' if ranks == 1 else 'ranks'}."
     ]
     if len(records) < run.records:
-        sentences.append(f"Curves have {len(records)} points; each stands for several records, with their extremes.")
+        sentences.append(f"Curves show {len(records)} of the records, among them every one with an alarm.")
     if run.damaged:
         sentences.append(f"{run.damaged} damaged lines were skipped.")
-    bounds = finite(layer.whole("max_bound") for layer in records[-1].layers.values())
+    bounds = known_values(layer.whole("max_bound") for layer in records[-1].layers.values())
     if bounds:
         sentences.append(f"At the last step no score exceeds {max(bounds):.4g}.")
     forecast = (
@@ -134,12 +109,11 @@ def learning(name: str, records: Sequence[Record]) -> Figure | None:
 
 
 def loss_chart(title: str, runs: dict[str, Sequence[tuple[int, float]]]) -> Chart:
-    """Return a curve for each run; where steps are many, the mean of neighbours, from their lowest to their highest."""
+    """Return the chart of a curve for each run."""
     series, sentences = [], []
     for tone, (name, course) in enumerate(runs.items()):
         steps, values = [step for step, _ in course], [value for _, value in course]
-        mode = "both" if len(steps) <= MARKED else "lines"
-        series.append(thinned(Series(name, steps, values, values, values, tone=tone, mode=mode)))
+        series.append(Series(name, steps, values, tone=tone, marks=len(steps) <= MARKED))
         known = [(value, step) for step, value in course if math.isfinite(value)]
         subject = f"The {title}" if len(runs) == 1 else name
         if known:
@@ -179,7 +153,7 @@ def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> F
         series, ends = [], []
         for tone, (run, records) in enumerate(runs):
             series.append(_band(run, records, statistic, tone))
-            known = finite(series[-1].y)
+            known = known_values(series[-1].y)
             ends += [f"{run}: {number(known[0])} at first, {number(known[-1])} at the end"] if known else []
         notice = f"Mean of the layers. {'; '.join(ends)}."
         views[statistic.long] = Chart(tuple(series), Axis("step"), axis_of(statistic, series), notice)
@@ -189,11 +163,12 @@ def runs_over_time(name: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> F
 def _band(name: str, records: Sequence[Record], statistic: Statistic, tone: int | str) -> Series:
     """Return the mean of the layers over the steps, with the range from the lowest to the highest."""
     values = [
-        finite(statistic.factor * layer.whole(statistic.name) for layer in record.layers.values()) for record in records
+        known_values(statistic.factor * layer.whole(statistic.name) for layer in record.layers.values())
+        for record in records
     ]
     low, high = ([edge(found, default=math.nan) for found in values] for edge in (min, max))
     steps = [record.step for record in records]
-    return thinned(Series(name, steps, list(map(mean, values)), low, high, tone=tone, mode="both"))
+    return Series(name, steps, list(map(mean, values)), low, high, tone=tone, marks=len(steps) <= MARKED)
 
 
 def axis_of(statistic: Statistic, series: Sequence[Series]) -> Axis:
@@ -214,10 +189,8 @@ def _curves(records: Sequence[Record], statistic: Statistic, chosen: Sequence[La
     for tone, layer in enumerate(chosen):
         seen = [record for record in records if layer.name in record.layers]
         values = [statistic.factor * record.layers[layer.name].whole(statistic.name) for record in seen]
-        mode = "both" if len(seen) <= MARKED else "lines"
         steps = [record.step for record in seen]
-        series = Series(short(labels[layer.name]), steps, values, tone=tone, mode=mode)
-        yield thinned(series, keeps_largest=statistic.heads == "max")
+        yield Series(labels[layer.name], steps, values, tone=tone, marks=len(seen) <= MARKED)
 
 
 def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list[Series]:
@@ -230,11 +203,11 @@ def _range(records: Sequence[Record], statistic: Statistic, layers: int) -> list
 def _forecasts(chosen: Sequence[LayerRun]) -> Iterator[Series]:
     labels = legend(layer.name for layer in chosen)
     for tone, layer in enumerate(chosen):
-        if layer.forecast is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
-            yield _forecast(f"{short(labels[layer.name])}: forecast, 90% interval", layer.forecast, tone)
+        if layer.growth is not None and layer.crossing is not None and layer.effective_max >= SAME * layer.last_max:
+            yield _forecast(f"{labels[layer.name]}: forecast, 90% interval", layer.growth, tone)
 
 
-def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
+def _forecast(name: str, ahead: Growth, tone: int) -> Series:
     points = [ahead.horizon * point / FORECAST for point in range(FORECAST + 1)]
     y, low, high = (
         [math.exp(min(of(steps), LOG_LARGEST)) for steps in points]
@@ -246,7 +219,7 @@ def _forecast(name: str, ahead: Outlook, tone: int) -> Series:
 def _thresholds(series: Sequence[Series]) -> list[Series]:
     """Return the scores with a published meaning, as far as the curves reach."""
     steps = [x for one in series for x in one.x if x is not None]
-    highest = max(finite(value for one in series for value in (*one.y, *one.high)), default=0.0)
+    highest = max(known_values(value for one in series for value in (*one.y, *one.high)), default=0.0)
     levels = sorted(level for level, _, _ in EXPLODING if level <= BEYOND * highest)
     if not levels or not steps:
         return []
@@ -257,11 +230,11 @@ def _thresholds(series: Sequence[Series]) -> list[Series]:
 
 def _critical_spreads(records: Sequence[Record]) -> Iterable[Series]:
     """Yield the critical spread for the fewest keys that the rows of a layer see."""
-    keys = {record.step: finite(layer.keys for layer in record.layers.values()) for record in records}
+    keys = {record.step: known_values(layer.keys for layer in record.layers.values()) for record in records}
     known = {step: min(found) for step, found in keys.items() if found}
     if known:
         points = [critical_spread_over(fewest) for fewest in known.values()]
-        yield thinned(Series("critical spread √(2 ln n)", list(known), points, tone="ink", dashed=True))
+        yield Series("critical spread √(2 ln n)", list(known), points, tone="ink", dashed=True)
 
 
 def _growth_notice(run: Run) -> str:
@@ -273,7 +246,7 @@ def _growth_notice(run: Run) -> str:
     growth, first = max(growing, key=lambda found: found[0].rate)
     return (
         f"The largest score grows in {len(growing)} of {len(run.layers)} layers; fastest in {first.name}, "
-        f"× {growth.grown:.3g} in the last {growth.span:,.0f} steps, to {number(first.last_max)}."
+        f"× {growth.factor:.3g} in the last {growth.observed:,.0f} steps, to {number(first.last_max)}."
     )
 
 

@@ -3,14 +3,33 @@
 const MAPPED = 16; // keys
 const STEEPEST = 0.25; // the most p(1 − p) can be
 
+// The square map of a matrix in two colours: what is positive, and what is negative; the square root lets small show.
+function matrixMap(host, matrix, { label, largest, faded = () => false, side = 280, write = null }) {
+  const size = matrix.length, cell = side / size;
+  const box = (i, j) => ({ x: j * cell + 0.5, y: i * cell + 0.5, width: cell - 1, height: cell - 1, rx: Math.min(3, cell / 8) });
+  const svg = element("svg", { viewBox: `0 0 ${side} ${side}`, width: side, height: side, role: "img", "aria-label": label });
+  svg.append(...matrix.flatMap((row, i) => row.map((_, j) => element("rect", { class: "cell", ...box(i, j) }))));
+  matrix.forEach((row, i) => row.forEach((value, j) => {
+    const strength = Math.sqrt(Math.min(1, Math.abs(value) / largest)), pale = faded(i, j);
+    if (strength > 0.01) {
+      svg.append(element("rect", { class: value < 0 ? "negative" : "positive", ...box(i, j), "fill-opacity": (pale ? 0.15 : 1) * strength }));
+    }
+    if (write) {
+      const style = pale ? "number pale" : strength > 0.75 ? "number over" : "number";
+      svg.append(element("text", { class: style, x: (j + 0.5) * cell, y: (i + 0.5) * cell + 4 }, write(value)));
+    }
+  }));
+  host.replaceChildren(svg);
+}
+
 function drawJacobians({ columns }) {
   byId("jacobians").replaceChildren(...columns.map(({ slot, rule, row }) => {
     const host = html("div", { class: "plot square" });
     const weights = row.keys > MAPPED ? row.weights.slice().sort().reverse().slice(0, MAPPED) : row.weights;
-    const label = `Softmax Jacobian of ${whole(row.keys)} keys under ${rule.name}; its trace is ${figure(row.jacobian_trace)}`;
+    const label = `Softmax Jacobian of ${whole(row.keys)} keys under ${rule}; its trace is ${figure(row.jacobian_trace)}`;
     matrixMap(host, softmaxJacobian(weights), { label, largest: STEEPEST, side: 240, write: weights.length <= 5 ? figure : null });
     const trace = html("output", { id: `jacobian-${slot}`, "data-value": row.jacobian_trace }, figure(row.jacobian_trace));
-    return html("div", {}, html("h3", {}, html("span", { class: `swatch ${slot}` }), `${rule.name}, trace `, trace), host);
+    return html("div", {}, html("h3", {}, html("span", { class: `swatch ${slot}` }), `${rule}, trace `, trace), host);
   }));
   byId("jacobian-keys").textContent = columns[0].row.keys > MAPPED ? `Of the ${MAPPED} heaviest keys.` : "";
 }
@@ -47,13 +66,13 @@ function drawGradient(shown) {
   byId("gradient-table").replaceChildren(...columns.map(({ slot, rule }, i) => {
     const values = { scores: found[i].onScores / root.onScores, query: found[i].onQuery / root.onQuery, half: found[i].half };
     const written = (name, value) => (name === "half" ? percent(value) : `${figure(value)} ×`);
-    return html("tr", {}, html("td", {}, html("span", { class: `swatch ${slot}` }), rule.name), ...Object.entries(values).map(([name, value]) =>
+    return html("tr", {}, html("td", {}, html("span", { class: `swatch ${slot}` }), rule), ...Object.entries(values).map(([name, value]) =>
       html("td", { class: "number", id: `gradient-${slot}-${name}`, "data-value": value }, written(name, value))));
   }));
   drawJacobians(shown);
   const share = (value) => `${plain(100 * value)}%`;
   const { svg, px, py } = plot(byId("received-plot"), {
-    label: "Shares of the gradient over queries", height: 250, left: 48,
+    label: "Shares of the gradient over queries", height: 250,
     x: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share, label: "of the queries" },
     y: { domain: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], format: share },
   });

@@ -131,11 +131,14 @@ function drawModel({ settings }) {
     loss: ({ loss }) => loss, entropy: ({ maps }) => meanOfRows(maps.flat(), "entropy_ratio"), top1: ({ maps }) => meanOfRows(maps.flat(), "top1"),
   };
   for (const [measure, of] of Object.entries(measures)) {
-    show(`model-${measure}`, of(now));
-    show(`model-${measure}-kept`, of(kept));
+    const written = measure === "entropy" ? percent : figure;
+    show(`model-${measure}`, of(now), written(of(now)));
+    show(`model-${measure}-kept`, of(kept), written(of(kept)));
   }
-  show("head-entropy", meanOfRows([now.maps[layer][head]], "entropy_ratio"));
-  show("head-entropy-kept", meanOfRows([kept.maps[layer][head]], "entropy_ratio"));
+  for (const [id, run] of [["head-entropy", now], ["head-entropy-kept", kept]]) {
+    const entropy = meanOfRows([run.maps[layer][head]], "entropy_ratio");
+    show(id, entropy, percent(entropy));
+  }
   const slot = { inverse_dim: "third" }[name] || name;
   byId("map-swatch").className = `swatch ${slot}`;
   byId("map-title").textContent = { inverse_sqrt: "Now: the same", unscaled: "Now: no scale", inverse_dim: "Now: ÷ dₖ", temperature: `Now: τ = ${figure(tau)} √dₖ` }[name];

@@ -1,6 +1,15 @@
+// Show a number as text, and keep all of its digits beside it.
+function show(id, value, written = figure(value)) {
+  byId(id).textContent = written;
+  byId(id).dataset.value = value;
+}
+
+const whole = (value) => Math.round(value).toLocaleString("en-GB");
+const percent = (value) => (value < 0.0005 ? "under 0.1%" : value > 0.9995 && value < 1 ? "over 99.9%" : `${(100 * value).toPrecision(3)}%`);
+
 // The columns of the opening: the hill of scores, with σ against σ_c, and the weights of a row, on the same axes in each.
 
-const STATISTICS = { entropy_ratio: "entropy, of ln n", top1: "top-1 weight", jacobian_trace: "1 − Σp²" };
+const STATISTICS = { entropy_ratio: "entropy (% of max)", top1: "top-1 weight", jacobian_trace: "1 − Σp²" };
 const SHAPE = Array.from({ length: 81 }, (_, i) => (i - 40) / 8); // in units of the spread: −5 … 5
 const normal = (x) => Math.exp(-(x ** 2) / 2) / Math.sqrt(2 * Math.PI);
 const REACH = 24, HIGHEST = 0.42; // of the axes of every hill: they never move
@@ -14,7 +23,7 @@ function drawColumns(shown) {
     drawHill(column, critical);
     drawWeights(column, settings.n);
     show(`${slot}-spread`, spread);
-    for (const name of Object.keys(STATISTICS)) show(`${slot}-${name}`, column.expected[name]);
+    for (const name of Object.keys(STATISTICS)) show(`${slot}-${name}`, column.expected[name], name === "entropy_ratio" ? percent(column.expected[name]) : undefined);
     byId(`${slot}-verdict`).dataset.regime = word;
     byId(`${slot}-verdict`).textContent = `${word[0].toUpperCase()}${word.slice(1)}: σ is ${figure(spread / critical)} of the critical spread`;
   }
@@ -28,7 +37,7 @@ function drawColumns(shown) {
 
 function drawHill({ slot, spread, rule }, critical) {
   const { svg, px, py, bottom, left, right } = plot(byId(`${slot}-hill`), {
-    label: `Scores under ${rule.name} have a spread of ${figure(spread)}; the critical spread is ${figure(critical)}`, left: 16, height: 210, below: 24,
+    label: `Scores under ${rule} have a spread of ${figure(spread)}; the critical spread is ${figure(critical)}`, height: 210, below: 24,
     x: { domain: [-REACH, REACH], ticks: [-20, -10, 0, 10, 20], format: plain },
     y: { domain: [0, HIGHEST], ticks: [] },
   });
@@ -47,7 +56,7 @@ function drawHill({ slot, spread, rule }, critical) {
 function drawWeights({ slot, row, rule }, n) {
   const shown = Math.min(SHOWN_WEIGHTS, row.keys);
   const { svg, px, py, bottom, left, right } = plot(byId(`${slot}-weights`), {
-    label: `Weights of a row under ${rule.name}; the largest is ${percent(row.top1)}`, left: 40, height: 150,
+    label: `Weights of a row under ${rule}; the largest is ${percent(row.top1)}`, height: 150,
     x: { domain: [0, shown], ticks: [], label: n > SHOWN_WEIGHTS ? "heaviest keys" : `${n} keys` },
     y: { domain: [0, 1], ticks: [0, 0.5, 1], format: (value) => `${100 * value}%` },
   });
@@ -70,9 +79,9 @@ function drawAlong({ data, settings, columns }) {
   const points = columns.map(({ spreadAt }) => DIMENSIONS.map((d) => expectedOnce(spreadAt({ d }), settings.n, data.limits)));
   for (const [name, title] of Object.entries(STATISTICS)) {
     const { svg, px, py, bottom, top } = plot(byId(`along-${name}`), {
-      label: `${title} along dₖ under ${columns.map(({ rule }) => rule.name).join(", ")}`, height: 200,
+      label: `${title} along dₖ under ${columns.map(({ rule }) => rule).join(", ")}`, height: 200,
       x: { domain: [1, 1024], log: true, ticks: [1, 8, 64, 1024], format: plain, label: "dₖ" },
-      y: { domain: [0, 1], ticks: [0, 0.5, 1], format: plain },
+      y: { domain: [0, 1], ticks: [0, 0.5, 1], format: name === "entropy_ratio" ? (value) => `${100 * value}%` : plain },
     });
     svg.append(element("line", { class: "chosen", x1: px(settings.d), x2: px(settings.d), y1: top, y2: bottom }));
     columns.forEach(({ slot, expected }, i) => {
@@ -80,7 +89,7 @@ function drawAlong({ data, settings, columns }) {
       svg.append(element("circle", { class: `dot ${slot}`, cx: px(settings.d), cy: py(expected[name]), r: 4.5 }));
     });
   }
-  byId("along-legend").replaceChildren(...columns.map(({ slot, rule }) => html("span", {}, html("span", { class: `key ${slot}` }), ` ${rule.name}`)));
+  byId("along-legend").replaceChildren(...columns.map(({ slot, rule }) => html("span", {}, html("span", { class: `key ${slot}` }), ` ${rule}`)));
 }
 
 // The spread against the critical spread √(2 ln n), for any number of keys.

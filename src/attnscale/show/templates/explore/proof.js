@@ -18,7 +18,7 @@ function drawProof({ settings }) {
   byId("proof-value-label").textContent = exact;
   byId("proof-sampled-label").textContent = drawn;
   show("proof-value", shown.value, shown.labels ? whole(shown.value) : figure(shown.value));
-  show("proof-sampled", shown.sampled, figure(shown.sampled) + (shown.error ? ` ± ${figure(shown.error)}` : ""));
+  show("proof-sampled", shown.sampled, figure(shown.sampled));
   byId("proof-back").setAttribute("aria-disabled", step === 1);
   byId("proof-next").setAttribute("aria-disabled", step === steps.length);
   matrixMap(byId("proof-plot"), sample.terms.map((row) => row.map((term) => term * unit)), {
@@ -35,62 +35,43 @@ function proofSteps(dim, q, k, sample) {
   return [
     { name: "score", title: "A score is a sum", formula: `q·k = ${written}`, lit: own,
       why: `${many(dim, "product")}. All components are independent, with mean 0 and a spread of ${plain(q)} in q and ${plain(k)} in k.`,
-      labels: [dim === 1 ? "product" : "products", "one draw of q·k"], value: dim, sampled: sample.first * q * k, error: 0 },
+      labels: [dim === 1 ? "product" : "products", "one draw of q·k"], value: dim, sampled: sample.first * q * k },
     { name: "mean", title: "Its mean is zero", formula: "E[qᵢkᵢ] = E[qᵢ] · E[kᵢ] = 0 · 0", lit: own,
       why: "Independent factors: the mean of a product is the product of the means. So the mean of the sum is zero too.",
-      value: 0, sampled: sample.mean * q * k, error: sample.meanError * q * k },
+      value: 0, sampled: sample.mean * q * k },
     { name: "square", title: "So its variance is its mean square", formula: "Var[q·k] = E[(q·k)²] = Σᵢ Σⱼ E[qᵢkᵢ qⱼkⱼ]", lit: all,
       why: `${dim} × ${dim} = ${many(dim * dim, "term")}; the map has the average of each over ${whole(PROOF_DRAWS)} draws. Here: their sum.`,
-      value: variance, sampled: sample.square * unit, error: sample.squareError * unit },
+      value: variance, sampled: sample.square * unit },
     { name: "own terms", title: `On the diagonal, ${many(dim, "term")}`, formula: "i = j:   E[qᵢ²kᵢ²] = E[qᵢ²] · E[kᵢ²] = σ_q² σ_k²", lit: own,
       why: "A product with itself: squares do not cancel. Here: one of them.",
-      value: unit, sampled: sample.own * unit, error: sample.ownError * unit },
+      value: unit, sampled: sample.own * unit },
     { name: "mixed terms", title: dim > 1 ? `Off the diagonal, ${many(dim * dim - dim, "term")}` : "Off the diagonal, nothing", formula: "i ≠ j:   E[qᵢ] · E[kᵢ] · E[qⱼ] · E[kⱼ] = 0", lit: mixed,
       why: dim > 1 ? "Four independent factors of mean zero. Here: the average of all of them." : "A single product has no partner. Choose more dimensions to see mixed terms.",
-      value: 0, sampled: sample.mixed * unit, error: sample.mixedError * unit },
+      value: 0, sampled: sample.mixed * unit },
     { name: "sum", title: "Only the diagonal is left", formula: `Var[q·k] = dₖ · σ_q² σ_k² = ${dim} · ${figure(unit)}`, lit: own,
       why: `The spread is its root, √dₖ · σ_q σ_k = ${figure(Math.sqrt(variance))}: it grows with the square root of dₖ.`,
-      value: variance, sampled: sample.square * unit, error: sample.squareError * unit },
+      value: variance, sampled: sample.square * unit },
     { name: "scale", title: "Divide by the spread, not by dₖ", formula: "Var[q·k / c] = Var[q·k] / c² = 1   for   c = √dₖ · σ_q σ_k", lit: own,
       why: `That is ${figure(Math.sqrt(variance))} here, and √dₖ exactly when q and k have unit spread. Dividing by dₖ would leave ${figure(unit / dim)}.`,
-      value: 1, sampled: sample.square / dim, error: sample.squareError / dim },
+      value: 1, sampled: sample.square / dim },
   ];
 }
 
 const sub = (number) => String(number).replace(/\d/g, (digit) => "₀₁₂₃₄₅₆₇₈₉"[digit]);
 
-// Averages of every term qᵢkᵢ qⱼkⱼ over draws of unit spread, with standard errors of what the steps speak of.
+// Averages of every term qᵢkᵢ qⱼkⱼ over draws of unit spread, and of their sums.
 function sampleTerms(seed, dim) {
   const drawn = drawnOnce(`terms ${seed}`, () => normals(30000 + seed, 2 * PROOF_DIM * PROOF_DRAWS));
-  const terms = Array.from({ length: dim }, () => new Array(dim).fill(0));
-  const square = tally(), own = tally(), mixed = tally(), score = tally(), products = new Array(dim);
+  const terms = Array.from({ length: dim }, () => new Array(dim).fill(0)), products = new Array(dim);
+  let mean = 0, first = 0;
   for (let draw = 0; draw < PROOF_DRAWS; draw++) {
     const at = 2 * PROOF_DIM * draw;
-    let sum = 0, squares = 0;
-    for (let i = 0; i < dim; i++) {
-      const product = products[i] = drawn[at + i] * drawn[at + PROOF_DIM + i];
-      sum += product;
-      squares += product * product;
-    }
+    for (let i = 0; i < dim; i++) products[i] = drawn[at + i] * drawn[at + PROOF_DIM + i];
     for (let i = 0; i < dim; i++) for (let j = 0; j < dim; j++) terms[i][j] += products[i] * products[j] / PROOF_DRAWS;
-    score.add(sum);
-    square.add(sum * sum);
-    own.add(squares / dim);
-    mixed.add(dim > 1 ? (sum * sum - squares) / (dim * dim - dim) : 0);
+    const score = products.reduce((sum, product) => sum + product, 0);
+    mean += score / PROOF_DRAWS;
+    if (draw === 0) first = score;
   }
-  let first = 0;
-  for (let i = 0; i < dim; i++) first += drawn[i] * drawn[PROOF_DIM + i];
-  return {
-    terms, first, mean: score.mean(), meanError: score.error(), square: square.mean(), squareError: square.error(),
-    own: own.mean(), ownError: own.error(), mixed: mixed.mean(), mixedError: mixed.error(),
-  };
-}
-
-function tally() {
-  let count = 0, sum = 0, squares = 0;
-  return {
-    add(value) { count += 1; sum += value; squares += value * value; },
-    mean: () => sum / count,
-    error: () => Math.sqrt(Math.max(0, squares / count - (sum / count) ** 2) / count),
-  };
+  const square = terms.flat().reduce((sum, term) => sum + term, 0), diagonal = terms.reduce((sum, row, i) => sum + row[i], 0);
+  return { terms, first, mean, square, own: diagonal / dim, mixed: dim > 1 ? (square - diagonal) / (dim * dim - dim) : 0 };
 }

@@ -1,14 +1,23 @@
 // What the page shows is one object of settings; the address holds it, and no value from there is trusted.
 
 const TYPED = { scores: "14, 10, 12", query: "1, 0, 1, 0", key: "0, 1, 1, 1", sentence: "The value of a name is the value of the object." };
-const FREE = { ...TYPED, dim: 3, step: 1, seed: 1, third: 0 };
-const LIMITS = { dim: [1, 8], step: [1, 7], seed: [1, 9999], third: [0, 1] };
-const FIXED = ["unscaled", "inverse_sqrt"]; // the first two columns; the third has a rule of the reader's choice
-const THIRD = "inverse_dim";
+const OTHERS = [["dim", 1, 8, 3], ["step", 1, 7, 1], ["seed", 1, 9999, 1], ["third", 0, 1, 0]];
 const MANY_SCORES = 48;
 
+// The scale of each rule, by the settings: attnscale.rules once more, which the tests compare.
+const RULES = {
+  unscaled: () => 1,
+  inverse_sqrt: ({ d }) => 1 / Math.sqrt(d),
+  inverse_dim: ({ d }) => 1 / d,
+  mup: ({ d }) => Math.sqrt(64) / d,
+  log_length: ({ d, n }) => 0.43 * Math.log(n) / Math.sqrt(d),
+  yarn: ({ d }) => (0.1 * Math.log(4) + 1) ** 2 / Math.sqrt(d),
+  calibrated: ({ d, q, k }) => 1 / (Math.sqrt(d) * q * k),
+};
+const FIXED = ["unscaled", "inverse_sqrt"]; // the first two columns; the third has a rule of the reader's choice
+
+const numbersOf = (data) => [...data.controls, ...OTHERS.map(([name, low, high, start]) => ({ name, low, high, start, integer: true }))];
 const rounded = (value, control) => (control.integer ? Math.round(value) : Number(value.toPrecision(6)));
-const clamped = (value, low, high) => Math.min(high, Math.max(low, value));
 
 // The values a slider stops at: equal ratios, rounded to what one would type, none twice.
 function ladder(control) {
@@ -25,50 +34,27 @@ function ladder(control) {
 const nearest = (rungs, value) =>
   rungs.reduce((best, rung, i) => (Math.abs(Math.log(rung / value)) < Math.abs(Math.log(rungs[best] / value)) ? i : best), 0);
 
-const ruleNamed = (data, name) => data.rules.find((rule) => rule.name === name);
-
-function startSettings(data) {
-  const start = { rule: THIRD, number: null, ...FREE };
-  for (const control of data.controls) start[control.name] = control.start;
-  return start;
-}
+const startSettings = (data) => ({ rule: "inverse_dim", ...TYPED, ...Object.fromEntries(numbersOf(data).map(({ name, start }) => [name, start])) });
 
 function toAddress(data, settings) {
-  const start = startSettings(data), parameter = ruleNamed(data, settings.rule).parameter;
-  const parts = [];
-  for (const [name, value] of Object.entries(settings)) {
-    const usual = name === "number" ? parameter && parameter.start : start[name];
-    if (value !== null && value !== usual) parts.push(`${name}=${encodeURIComponent(value)}`);
-  }
-  return `#${parts.join("&")}`;
+  const start = startSettings(data), changed = Object.entries(settings).filter(([name, value]) => value !== start[name]);
+  return `#${changed.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&")}`;
 }
 
 // Settings from an address, with a sentence for everything in it that could not be taken as it stood.
 function fromAddress(data, hash) {
-  const settings = startSettings(data), notes = [], asked = Object.create(null); // so that no name means more than a name
+  const settings = startSettings(data), notes = [];
   for (const part of hash.replace(/^#/, "").split("&").filter(Boolean)) {
-    const [name, ...rest] = part.split("=");
-    asked[decoded(name)] = decoded(rest.join("="));
+    const [name, ...rest] = part.split("=").map(decoded), text = rest.join("="), control = numbersOf(data).find((each) => each.name === name);
+    if (control) {
+      const { value, note } = taken(control, text);
+      settings[name] = value;
+      if (note) notes.push(note);
+    } else if (Object.hasOwn(TYPED, name)) settings[name] = text.slice(0, 600);
+    else if (name !== "rule") notes.push(`This page has no setting “${short(name)}”.`);
+    else if (Object.hasOwn(RULES, text) && !FIXED.includes(text)) Object.assign(settings, { rule: text, third: 1 });
+    else notes.push(`There is no rule “${short(text)}” for the third column; showing ${settings.rule}.`);
   }
-  for (const name of Object.keys(asked)) {
-    if (!Object.hasOwn(settings, name)) notes.push(`The address names “${short(name)}”, which this page does not have.`);
-  }
-  if (Object.hasOwn(asked, "rule")) {
-    if (FIXED.includes(asked.rule)) settings.third = 0;
-    else if (ruleNamed(data, asked.rule)) Object.assign(settings, { rule: asked.rule, third: 1 });
-    else notes.push(`There is no rule “${short(asked.rule)}”; showing ${settings.rule}.`);
-  }
-  const parameter = ruleNamed(data, settings.rule).parameter;
-  const free = Object.entries(LIMITS).map(([name, [low, high]]) => ({ name, low, high, integer: true, start: FREE[name] }));
-  const numbers = [...data.controls, ...free, ...(parameter ? [{ ...parameter, name: "number" }] : [])];
-  if (parameter) settings.number = parameter.start;
-  for (const control of numbers) {
-    if (!Object.hasOwn(asked, control.name)) continue;
-    const { value, note } = taken(control, asked[control.name]);
-    settings[control.name] = value;
-    if (note) notes.push(note);
-  }
-  for (const name of Object.keys(TYPED)) if (Object.hasOwn(asked, name)) settings[name] = asked[name].slice(0, 600);
   return { settings, notes };
 }
 

@@ -9,7 +9,7 @@ function view(data, settings) {
   const rules = { unscaled: "unscaled", inverse_sqrt: "inverse_sqrt", ...(settings.third ? { third: settings.rule } : {}) };
   return {
     data, settings,
-    columns: Object.entries(rules).map(([slot, name]) => columnOf(data, settings, slot, ruleNamed(data, name))),
+    columns: Object.entries(rules).map(([slot, rule]) => columnOf(data, settings, slot, rule)),
     variance: scoreVariance(settings.d, settings.q, settings.k),
     critical: criticalSpread(settings.n),
   };
@@ -19,14 +19,14 @@ function columnOf(data, settings, slot, rule) {
   const spreadAt = (changed) => spreadOf(rule, { ...settings, ...changed }), spread = spreadAt({});
   return {
     slot, rule, spreadAt, spread,
-    scale: scaleOf(rule, settings),
+    scale: RULES[rule](settings),
     regime: regime(spread, settings.n, data.limits),
     expected: expectedSoftmax(spread, settings.n, data.limits),
     row: drawRow(settings, spread),
   };
 }
 
-const spreadOf = (rule, settings) => scaleOf(rule, settings) * Math.sqrt(scoreVariance(settings.d, settings.q, settings.k));
+const spreadOf = (rule, settings) => RULES[rule](settings) * Math.sqrt(scoreVariance(settings.d, settings.q, settings.k));
 
 // One row: given a query of typical length, its scores are independent normals, so no key need be drawn in full.
 function drawRow({ n, seed }, spread) {

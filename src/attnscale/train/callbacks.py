@@ -1,0 +1,72 @@
+"""A Monitor that a trainer drives: what the callbacks of Hugging Face's Trainer and of Lightning share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.errors import SettingError
+from attnscale.measure.statistics import Place, in_place, logged
+from attnscale.train.monitor import Monitor
+from attnscale.train.sinks import Sink
+
+LogChoice = bool | Sequence[str]
+CLIPPED_HEADS = "attnscale/clipped_heads"  # number of heads that QK-Clip lowered since the log before
+
+
+class DrivenMonitor:
+    """Takes Monitor's arguments, makes the monitor when training begins, and ends a step when the optimiser moved."""
+
+    def __init__(self, log: LogChoice, settings: dict[str, Any]) -> None:
+        self.settings, self.logged = settings, logged_statistics(log)
+        self.monitor: Monitor | None = None
+        self._losses: list[Tensor] = []  # of the micro-batches of a sampled step
+
+    def start(self, model: nn.Module, log: Sink | None, state: Mapping[str, Any] | None, step: int) -> None:
+        """Begin, or continue at `step` from the state of a checkpoint; `log` is the trainer's own."""
+        self.stop()
+        self._losses = []
+        self.monitor = Monitor(model, **self.settings)
+        self.monitor.sinks += [log] if log is not None and self.logged else []
+        if state:
+            self.monitor.load_state_dict({**state, "steps": step})
+
+    def begin_step(self, step: int, optimizer: Any) -> None:
+        """Begin an optimiser step, or another micro-batch of it."""
+        assert self.monitor is not None  # training began
+        self.monitor.steps = step
+        groups = getattr(optimizer, "param_groups", None)
+        self.monitor.note(lr=groups[0].get("lr") if groups else None)
+        self.monitor.begin()
+
+    def add_loss(self, loss: Any) -> None:
+        """Add the loss of a micro-batch, of which a step's loss is the sum."""
+        if self.monitor is not None and self.monitor.is_due and isinstance(loss, Tensor):
+            self._losses.append(loss.detach().float().mean())
+
+    def end_step(self) -> None:
+        """End an optimiser step."""
+        assert self.monitor is not None  # training began
+        losses, self._losses = self._losses, []
+        self.monitor.note(loss=torch.stack(losses).sum() if losses else None)
+        self.monitor.end()
+
+    def stop(self) -> None:
+        """Close the monitor."""
+        if self.monitor is not None:
+            self.monitor.close()
+
+
+def logged_statistics(choice: LogChoice) -> tuple[str, ...]:
+    """Return the statistics for a trainer's loggers: those of the live table, those that are named, or none.
+
+    >>> logged_statistics(["spread", "max"]), logged_statistics(False)
+    (('spread', 'max'), ())
+    """
+    if isinstance(choice, bool):
+        return tuple(entry.name for entry in in_place(Place.LIVE)) if choice else ()
+    known = logged()
+    if isinstance(choice, str) or not all(name in known for name in choice):
+        raise SettingError(f"Expected log as True, False or a list of {', '.join(known)}; got {choice!r}.")
+    return tuple(choice)
