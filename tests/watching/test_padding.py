@@ -115,21 +115,6 @@ def ten_thousand(scores, hidden):
 
 
 @pytest.mark.parametrize("hide", [infinite, lowest, ten_thousand])
-@pytest.mark.parametrize("rows", [None, 64])
-def test_attention_by_hand_leaves_them_out_too(hide, rows):
-    model = Written(hide)
-    sequences = [3 * torch.randn(length, 24) for length in LENGTHS]
-    batch, hidden = padded(sequences)
-    with attnscale.watch(model, rows=None) as alone:
-        for sequence in sequences:
-            model(sequence[None], torch.zeros(1, len(sequence), dtype=torch.bool))
-    with attnscale.watch(model, rows=rows) as seen:
-        model(batch, hidden)
-    (layer,), (single,) = seen.layers.values(), alone.layers.values()
-    assert_alike(layer, single)
-
-
-@pytest.mark.parametrize("hide", [infinite, lowest, ten_thousand])
 @pytest.mark.parametrize("window", [LONGEST, 2])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_rows_from_which_every_key_is_hidden_are_padding_by_whatever_number(hide, window, side):

@@ -158,26 +158,25 @@ def test_what_is_seen_offers_its_public_names_alone():
     assert seen.calls == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "run", "message"),
+    [
+        (torch.softmax, len, r"torch\.nn\.Module"),
+        (nn.Linear(1, 1), repr, "no module of it was called"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), lambda model: model[0](torch.randn(2, 4)), "saw none"),
+        (Plain(24, 2), lambda model: model(torch.randn(0, 5, 24)), "empty batch or sequence"),
+        (Plain(24, 2), lambda model: model(torch.randn(2, 0, 24)), "empty batch or sequence"),
+    ],
+)
+def test_a_model_in_which_nothing_was_seen_is_an_error_that_says_why(model, run, message):
+    with pytest.raises(AttnscaleError, match=message), attnscale.watch(model), torch.no_grad():
+        run(model)
+
+
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_rows_that_make_no_sense(rows):
     with pytest.raises(AttnscaleError, match="whole number"), attnscale.watch(nn.Linear(1, 1), rows=rows):
         pass
-
-
-def test_what_is_not_a_module_is_refused():
-    with pytest.raises(AttnscaleError, match=r"torch\.nn\.Module"), attnscale.watch(torch.softmax):
-        pass
-
-
-def test_a_model_that_did_not_run_is_an_error_that_says_so():
-    with pytest.raises(AttnscaleError, match="no module of it was called"), attnscale.watch(nn.Linear(1, 1)):
-        pass
-
-
-def test_a_model_of_which_one_linear_layer_ran_has_run():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    with pytest.raises(AttnscaleError, match="saw none"), attnscale.watch(model):
-        model[0](torch.randn(2, 4))
 
 
 def test_the_attention_of_another_model_is_not_counted():
@@ -231,13 +230,6 @@ def test_a_constant_on_pieces_of_the_weights_counts_once():
     with attnscale.watch(model) as seen, torch.no_grad():
         model(torch.randn(2, 7, 24))
     assert seen.layers["Pieces"].wiring.factor_after_softmax == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 24), (2, 0, 24)])
-def test_nothing_to_attend_to_is_said_so(shape):
-    model = Plain(24, 2)
-    with pytest.raises(AttnscaleError, match="empty batch or sequence"), attnscale.watch(model), torch.no_grad():
-        model(torch.randn(shape))
 
 
 @pytest.fixture(scope="module")
