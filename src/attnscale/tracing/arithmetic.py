@@ -52,7 +52,6 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
 
 
 def _note_scaled(node: Node) -> None:
-    """Note a constant that multiplies the mixed values: the scores should have been multiplied."""
     step = node.steps[0]
     if isinstance(node.role, MixedValues) and step.effect in ("times", "over") and isinstance(step.operand, float):
         node.role.softmax.factor_after *= step.operand if step.effect == "times" else 1.0 / step.operand
@@ -111,12 +110,10 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
 
 
 def _is_of_its_row(node: Node, scores: Scores) -> bool:
-    """Return True if a tensor is a statistic of these scores, their row maximum for instance."""
     return node.role is not None and node.role.product is scores.of and not isinstance(node.role, Scores)
 
 
 def _even_along_features(tensor: Tensor) -> bool:
-    """Return True if one value multiplies all features of a query, or all scores of a row."""
     return tensor.numel() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 0
 
 
@@ -148,7 +145,6 @@ def _where(op: Operation) -> Node:
 
 
 def _scalar(value: Any) -> float:
-    """Return a fill value; a tensor of many is none."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else math.nan
     return _number(value)

@@ -156,7 +156,6 @@ def _table(node: Node) -> Tensor | None:
 
 
 def _learned_terms(node: Node) -> int:
-    """Return how many terms of activations a sum has that was added."""
     terms = int(node.learned)
     while terms and len(node.steps) == 1:
         step = node.steps[0]
@@ -253,7 +252,6 @@ def are_positions(node: Node, axis: int) -> bool:
 
 
 def _neighbours(node: Node, axis: int) -> list[tuple[object, ...]] | None:
-    """Return which outputs of which projection two neighbours along an axis are; None where they are of none."""
     if node.role is not None or not all(node.shape) or node.shape[axis] < 2:
         return None
     points = np.zeros((2, len(node.shape)), dtype=np.int64)

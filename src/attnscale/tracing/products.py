@@ -126,7 +126,6 @@ def _mix(
 
 
 def _has_undefined(mixture: _Mixture) -> Tensor:
-    """Return whether any weight is NaN; what they mixed, which is smaller, would then be NaN too."""
     return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
 
 
@@ -239,7 +238,6 @@ def _projected(
 
 
 def _runs_over_heads(node: Node) -> bool:
-    """Return True if the last axis of an image of scores, or of weights, leads to other products, not along one."""
     if node.shape[-1] < 2 or not isinstance(node.role, (Scores, Weights)):
         return False
     points = np.zeros((2, len(node.shape)), dtype=np.int64)

@@ -165,7 +165,6 @@ def _sums_over_positions(product: Product) -> bool:
 
 
 def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
-    """Return True if two rows of the product are one query of two heads, as einsum lays out heads that share a key."""
     points = at.copy()
     points[:, -1 if query_place == -2 else -2] = 0
     first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
@@ -184,7 +183,6 @@ def _with_heads(bare: Axes) -> Axes | None:
 
 
 def _owners(axes: Axes, at: Points) -> Indices:
-    """Return which key each head has, by the first key and the last."""
     points = np.concatenate([at, at])
     for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
         points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)

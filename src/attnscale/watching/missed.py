@@ -131,7 +131,6 @@ def _is_normalised(node: Node) -> bool:
 
 
 def _is_projected_in(path: str, node: Node) -> bool:
-    """Return True if the first element of a tensor comes from a weight inside the module at this path."""
     traces = _traces(node)
     names = (trace.node.projection.weight.whole.name for trace in traces if trace.node.projection is not None)
     return any(name is not None and _belongs(path, name.rpartition(".")[0]) for name in names)

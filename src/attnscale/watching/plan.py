@@ -211,5 +211,4 @@ def _template(call: MeasuredCall) -> MeasuredCall:
 
 
 def _facts(softmax: Softmax) -> Softmax:
-    """Return what stays the same from step to step of what became of the weights."""
     return replace(softmax, attends=None, keep_values=None, keys_of=None, values=None, off_one=None, undefined=None)

@@ -69,7 +69,6 @@ def save_kernel_call(
 
 
 def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None) -> Visibility:
-    """Return what is added to the scores: as the arguments of the kernel say, or as the user's function does."""
     if call.score_mod is None:
         seen = call.visibility.with_infinite_mask()
         return seen if seen.mask is None else replace(seen, mask=seen.mask[(None,) * (4 - seen.mask.dim())])

@@ -205,7 +205,6 @@ def padding_note(layers: Collection[Layer]) -> list[str]:
 
 
 def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
-    """Return the mean over the rows of all calls that count."""
     known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
     if len(known) == 1:
         return known[0][1]
@@ -215,7 +214,6 @@ def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tenso
 
 
 def _root_over_rows(calls: list[MeasuredCall], norms: Callable[[MeasuredCall], Tensor]) -> Tensor:
-    """Return the root of the mean square over the rows of all calls that count."""
     return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
 
 

@@ -243,7 +243,6 @@ class WrittenCall:
 
     @cached_property
     def _by_group(self) -> Tensor:
-        """A view of the scores: (…other axes…, queries, keys)."""
         axes = self.axes
         moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
         single = [axis for axis in range(len(axes.shape)) if axis not in moving]
@@ -350,7 +349,6 @@ def _or_one(values: Tensor) -> Tensor:
 
 
 def _unread(call: WrittenCall, lost: str, fitted: Fit | None) -> str:
-    """Return why the multiplier cannot be judged; empty where it can."""
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
     if call.trace.blended:

@@ -82,7 +82,6 @@ def _turned(node: Node) -> Node:
 
 
 def _visibility(given: dict[str, Any]) -> Visibility:
-    """Return what rows see: the diagonal and the windows are aligned to the last key."""
     left = given.get("window_size_left")
     right = 0 if given.get("causal") else given.get("window_size_right")
     q_len, kv_len = given["q"].shape[1], given["k"].shape[1]
@@ -96,7 +95,6 @@ def _visibility(given: dict[str, Any]) -> Visibility:
 
 
 def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
-    """Return the arguments by flash-attn's names."""
     query, scale = given["query"], given.get("scale")
     return {
         "q": query,
@@ -112,7 +110,6 @@ def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any,
 
 
 def _are_alike(given: dict[str, Any], starts: list[Any]) -> bool:
-    """Return True if every sequence has as many keys as queries."""
     if starts[0] is None:
         return bool(given["query"].shape[1] == given["key"].shape[1])
     return starts[1] is None or bool((starts[0] == starts[1]).all())

@@ -151,7 +151,6 @@ class KernelCall:
         return max(0.0, highest_added(self.visibility.bias) or 0.0)
 
     def _origins(self) -> Iterator[Origin | None]:
-        """Yield the origin of queries and keys at the first two positions and the last two, and of values."""
         for node in (self.query_node, self.key_node):
             if node is None or len(node.shape) != 4 or not all(node.shape):
                 yield None
@@ -210,7 +209,6 @@ class KernelCall:
         return channels_along(self._key_traces, 2 * self.key.shape[1])
 
     def _owners(self) -> Indices:
-        """Return which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
         own = np.arange(heads)
         if self.query.shape[1] == heads > 1 and self._key_traces:
@@ -218,7 +216,6 @@ class KernelCall:
         return np.repeat(own, self.group)
 
     def _pairs_differ(self) -> bool:
-        """Return True if heads that share a key do not share its value."""
         value = self.value_node
         if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_traces:
             return False
@@ -296,7 +293,6 @@ def measured_lengths(
 
 
 def _before(norm: Tensor, factor: Factors) -> Tensor:
-    """Return a norm as it was before the vectors were multiplied."""
     return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
 
 
@@ -317,7 +313,6 @@ def _ends(heads: int, length: int) -> Points:
 
 
 def _ends_by_position(heads: int, length: int) -> Points:
-    """Return the first feature of all heads at the first two positions and at the last two."""
     positions = sorted({0, min(1, length - 1), max(0, length - 2), length - 1})
     points = np.tile(grid(1, heads, 1, 1), (len(positions), 1))
     points[:, 2] = np.repeat(positions, heads)
@@ -325,7 +320,6 @@ def _ends_by_position(heads: int, length: int) -> Points:
 
 
 def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trace]:
-    """Follow the first and last queries, or keys, to their projection; empty where they cannot be followed."""
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return []
     return follow(node, _ends(tensor.shape[1], tensor.shape[2]))
@@ -338,7 +332,6 @@ def _first_row(traces: list[Trace]) -> tuple[object, ...]:
 
 
 def _projection_path(traces: list[Trace], heads: int) -> tuple[ProjectionPath, Factors]:
-    """Return what happened to queries, or keys, since their projection, and the factors of their first and last row."""
     if not traces:
         return ProjectionPath(np.ones(heads), False, None, False), np.ones((heads, 2))
     found = projection_path(traces, 2 * heads)

@@ -96,7 +96,6 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed_origins(lineage: Lineage, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
-    """Return origins of queries, keys and values that are thirds of the rows of one weight."""
     width, added = weight.shape[0] // 3, None if bias is None else lineage.node(bias)
     parts = (projected_origin(lineage.node(weight), added, third * width, heads, width // heads) for third in range(3))
     return Origins(*parts)
@@ -152,8 +151,6 @@ def modification(
 
 
 def _at_once(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of tensors that broadcast."""
-
     def of_all(*given: Tensor) -> Tensor:
         scores, indices = given[: int(scored)], given[int(scored) :]
         sizes = [len(index) for index in indices]
@@ -164,7 +161,6 @@ def _at_once(function: Callable[..., Tensor], scored: bool) -> Callable[..., Ten
 
 
 def _one_by_one(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of one score and four numbers."""
     lead = (0,) if scored else ()
     for axis in range(3, -1, -1):
         indices = tuple(0 if at == axis else None for at in range(4))
