@@ -81,8 +81,8 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
             keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # it holds the operands
-            if keep_values is not None and side == 0:
-                keep_values(node, operands[1])
+            if keep_values is not None:
+                keep_values(node, operands[1 - side], side)
             _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
             _compare_pairs(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))

@@ -202,7 +202,7 @@ class Softmax:
     axis_of_keys: int | None = None  # over which values are summed, where that is another
     factor_after: float = 1.0  # constants that multiply the weights, or the mixed values
     values: "Origin | None" = None  # what its weights mix
-    keep_values: "Callable[[Node, Tensor], None] | None" = None  # called with the weights, and the values right of them
+    keep_values: "Callable[[Node, Tensor, int], None] | None" = None  # called with weights, values, the weights' side
     has_mixed: bool = False  # pieces of the weights may mix several times, multiplied by the same constant
     keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # points of weights -> outputs that made keys
     taken_twice: bool = False  # another softmax was taken of its weights

@@ -101,25 +101,12 @@ def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
     return SavedCall(query, key, scales, seen, call.softcap)
 
 
-def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor) -> None:
-    """Save the values (…, keys, features) that the weights of a call meet, where those stand as the softmax left them.
-
-    Weights that were reordered since keep no values: no change of the output can be told of such an attention.
-    """
-    if (
-        values.dim() != 3
-        or len(weights.shape) != 3
-        or max(axes.other_axes, default=-1) > min((*axes.query_axes, axes.key_axis))
-    ):
-        return
-    entries, rows, keys = weights.shape
-    if entries != axes.groups.size or keys != len(axes.columns):
-        return
-    traces = follow(weights, grid(entries, 1, 1))
-    at = [np.ravel_multi_index(tuple(trace.points.T), trace.node.shape) for trace in traces]
-    if len(traces) > 1 or (at[0] != np.arange(entries) * rows * keys).any():
-        return
-    kept.value = values.detach()[axes.groups].to(kept.query.dtype)
+def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor, side: int) -> None:
+    """Save the values that the weights of a call meet; `side` as values_met() takes it."""
+    found = values_met(axes, weights, values, side)
+    if found is not None and found.shape[-2] < len(axes.columns):
+        found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
+    kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found.to(kept.query.dtype)
 
 
 def _sinks(axes: Axes) -> tuple[int, int]:
@@ -135,6 +122,30 @@ def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visib
     if bool(shown.abs().amax() > ROUNDING * predicted.abs().amax()) if shown.numel() else False:
         return Visibility(mask=rest if visible is None else rest.masked_fill(~visible, -math.inf))
     return EVERYTHING if visible is None else Visibility(mask=visible)
+
+
+def values_met(axes: Axes, weights: Node, values: Tensor, side: int) -> Tensor | None:
+    """Return the values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
+
+    `side` is 0 where the weights stand left of the values, 1 where they stand right of their transpose.
+    """
+    values = values.mT if side else values
+    if values.dim() != 3 or len(weights.shape) != 3:
+        return None
+    entries, *sizes = weights.shape
+    rows = sizes[side]
+    points = grid(entries, 1, rows) if side else grid(entries, rows, 1)
+    place = np.full(math.prod(axes.shape[at] for at in axes.other_axes), NOWHERE)
+    for trace in follow(weights, points):
+        if trace.node.role is not weights.role:
+            return None
+        at = np.unravel_index(np.ravel_multi_index(tuple(trace.points.T), trace.node.shape), axes.shape)
+        other = np.zeros_like(at[0])
+        for axis in axes.other_axes:
+            other = other * axes.shape[axis] + at[axis]
+        place[other] = points[trace.index, 0]
+    found = place[axes.groups]
+    return None if (found == NOWHERE).any() else values.detach()[found]
 
 
 def _by_head(factor: "Factors", like: Tensor) -> Tensor:
