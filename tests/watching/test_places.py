@@ -70,6 +70,21 @@ def test_two_inputs_of_one_encoder_are_two_depths_whatever_their_lengths():
         assert list(seen.layers) == ["attention[0]", "attention[1]"]
 
 
+def test_a_loop_over_time_is_one_layer():
+    class OverTime(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+
+        def forward(self, x):
+            steps = (self.attention(x[:, i : i + 1], x[:, : i + 1], x[:, : i + 1]) for i in range(x.shape[1]))
+            return torch.cat([mixed for mixed, _ in steps], 1)
+
+    with attnscale.watch(model := OverTime()) as seen:
+        model(torch.randn(1, 5, 24))
+    assert {name: layer.calls for name, layer in seen.layers.items()} == {"attention": 5}
+
+
 @pytest.mark.filterwarnings("default")  # reentrant checkpointing shows no gradients, and that is told
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_depths_are_the_same_at_every_step_whatever_is_recomputed(reentrant):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,7 +85,8 @@ class Seen(PlottedResult):
         """The attentions by module path, in the order they ran; a second one in the same module is named `path#2`.
 
         A module that runs several times in one forward, as ALBERT's does, is shown by depth: `path[0]`, `path[1]`, …
-        What runs more often than models are deep is a loop over time, and one layer.
+        Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
+        loop over time, and one layer.
         """
         if self._built[0] != self.calls:
             by_layer = self.calls_by_layer().items()
@@ -188,7 +190,8 @@ def by_depth(calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
     depths: dict[int, list[LayerCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
-    if len(depths) == 1 or len(depths) > DEEPEST:
+    keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
+    if len(depths) == 1 or len(depths) > DEEPEST or _is_over_time(keys):
         return {"": calls}
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
@@ -202,6 +205,12 @@ def padding_note(layers: Collection[Layer]) -> list[str]:
     where = "every layer" if len(padded) == len(layers) else f"{len(padded)} of {len(layers)} layers"
     several = len({(layer.padding, layer.queries) for layer in padded}) > 1
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
+
+
+def _is_over_time(keys: list[int]) -> bool:
+    """Return True if each run saw as many keys more than the one before."""
+    steps = {after - before for before, after in pairwise(keys)}
+    return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
 
 def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
