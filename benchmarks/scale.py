@@ -21,7 +21,7 @@ from attnscale import score_stats
 from attnscale.declared import Declared
 from attnscale.train import JsonLines, Record, read_log
 from attnscale.train.ranks import Moment, Ranks
-from attnscale.train.tally import Arriving, Tallies, from_bytes, merge, records, to_bytes, whole_layers
+from attnscale.train.tally import PendingTallies, Tallies, from_bytes, merge, records, to_bytes, whole_layers
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
 
@@ -37,7 +37,7 @@ def tallies(layers: int, heads: int) -> Tallies:
         causal=False, softcap=None, stats=score_stats(query, key), scales=ones, query_norm=ones, key_norm=ones,
         declared=Declared(), gradients=(GradientLengths(ones, ones),),
     )  # fmt: skip
-    ((_, tally),) = Arriving({"": layer}, 0).tallies().items()
+    ((_, tally),) = PendingTallies({"": layer}, 0).tallies().items()
     return {(f"model.layers.{index}.self_attn", 0, heads): tally for index in range(layers)}
 
 

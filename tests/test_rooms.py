@@ -35,21 +35,21 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             30  5,270   4,000
-declared             5    550
-tracing             10  2,220   2,000
+measure             31  5,430   4,000
+declared             5    520
+tracing             10  2,210   2,000
 watching            19  3,720   2,900
-probes               9  1,690
-diagnose            14  2,620   2,200
+probes               9  1,550
+diagnose            13  2,450   2,200
 acting               8  1,760
 train               17  3,210   2,500
 models               4    260
-loading             10  1,214   1,300 with checking
+loading             10  1,200   1,300 with checking
 checking             2    240
-comparing            8  1,320   1,430
+comparing            8  1,340   1,430
 bench                4    490   420
-lab                 21  3,110   4,500 with claims
-claims               9  2,030
+lab                 19  2,800   4,500 with claims
+claims               9  2,010
 show                20  2,630   2,400
 cli                 13  1,100   950
 """

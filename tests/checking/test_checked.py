@@ -1,4 +1,4 @@
-"""What is concluded from findings, and what a line of the table says."""
+"""Conclusions from findings, and the lines of the table."""
 
 from dataclasses import replace
 

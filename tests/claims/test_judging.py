@@ -74,7 +74,7 @@ VERDICTS = {
 )
 def test_a_statement_is_judged_by_its_condition_and_its_counterexample(under, beyond, as_bool):
     limit = None if beyond is None else Limit("here", "there", lambda: Evidence(as_bool(beyond), "two"))
-    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(as_bool(under), "one"), limit), "notes")
+    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(as_bool(under), "one"), limit=limit), "notes")
     assert claim.verdict == VERDICTS[under, beyond]
     assert claim.computed == ("one" if beyond is None else "one; two")
 
@@ -90,14 +90,14 @@ def test_a_statement_is_judged_by_its_condition_and_its_counterexample(under, be
 )
 def test_a_note_names_the_condition(under, beyond, note):
     limit = Limit("here", "there", lambda: Evidence(beyond, "two"))
-    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), limit, remark="Mind."), "notes")
+    claim = judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), "Mind.", limit), "notes")
     assert claim.note == note
 
 
 def test_a_condition_that_the_source_sets_itself_is_no_qualification():
     def stated(under, beyond):
         limit = Limit("here", "there", lambda: Evidence(beyond, "two"), is_stated=True)
-        return judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), limit), "notes")
+        return judge(Entry("s", "It is so.", "so", lambda: Evidence(under, "one"), limit=limit), "notes")
 
     assert (stated(True, False).verdict, stated(True, True).verdict) == (CONFIRMED, CONFIRMED)
     assert stated(False, True).verdict == REFUTED

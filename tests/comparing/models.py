@@ -36,6 +36,6 @@ def encoder():
 
 
 def changed():
-    """What `attnscale check` loads: the bundled model, one head of it longer by as much as the environment says."""
+    """Return the bundled model, with one head multiplied by FACTOR of the environment; `attnscale check` loads it."""
     factor = float(os.environ.get("FACTOR", "1.5"))
     return with_a_head(bundled(), 1, 2, factor)

@@ -53,7 +53,7 @@ def test_a_missing_causal_term_and_padding_that_is_seen_are_told_apart(make):
     first = found.first.layer
     assert words(found, "without_a_mask", first) == [
         "it sees keys 0 to 2, that eager hides from every query: padding",
-        "it sees later keys that eager hides, up to 12 ahead: the causal term is missing or off",
+        "it sees later keys that eager hides, up to 12 ahead: the causal term is missing",
     ]
     assert found.conclusion == (
         f"without_a_mask differs from eager in 2 of 2 layers, first in {first} (visible keys); sdpa agrees."
@@ -64,8 +64,10 @@ def test_a_window_of_one_key_more_is_a_difference_of_the_layer_with_the_window()
     found = attnscale.compare_backends(gemma2(), tokens(), ("without_a_softcap", "one_key_more"))
     assert [row.layer for row in found.differing] == ["model.layers.0.self_attn"]
     assert words(found, "one_key_more", "model.layers.0.self_attn") == [
-        "it sees 8 pairs of query and key that without_a_softcap hides, first key 0 of query 5"
+        "it sees earlier keys that without_a_softcap hides: its window is 6, not 5"
     ]
+    reversed_ = attnscale.compare_backends(gemma2(), tokens(), ("one_key_more", "without_a_softcap"))
+    assert "it hides earlier keys that one_key_more shows: its window is 5, not 6" in str(reversed_.first)
     inherits = found.rows[-1]
     assert inherits.layer == "model.layers.1.self_attn"
     assert inherits.input_change > 1e-3
@@ -75,8 +77,8 @@ def test_a_window_that_is_ignored_and_a_softcap_that_is_not_applied():
     found = attnscale.compare_backends(gemma2(), tokens(), ("eager", "without_a_mask"))
     assert words(found, "without_a_mask", "model.layers.0.self_attn") == [
         "it applies no soft-cap, eager applies a soft-cap of 20",
-        "it sees later keys that eager hides, up to 12 ahead: the causal term is missing or off",
-        "it sees 36 pairs of query and key that eager hides, first key 0 of query 5",
+        "it sees later keys that eager hides, up to 12 ahead: the causal term is missing",
+        "it sees earlier keys that eager hides: its window is none, not 5",
     ]
 
 

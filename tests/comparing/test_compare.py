@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import attnscale
-from attnscale.comparing import Move
-from attnscale.comparing.portrait import save_portrait
-from attnscale.comparing.sides import portrait_of
+from attnscale.comparing import StatisticChange
+from attnscale.comparing.profiles import save_profile
+from attnscale.comparing.sides import profile_of
 from attnscale.errors import SettingError
 from tests.comparing.models import bundled, encoder, texts, with_a_head
 
@@ -33,9 +33,9 @@ def named(comparison):
     return {(head.layer, head.head) for head in comparison.changed}
 
 
-def unknown(portrait):
-    """The same where nothing is known of parameters, as in a log."""
-    return replace(portrait, layers={name: replace(layer, weights="") for name, layer in portrait.layers.items()})
+def unknown(profile):
+    """Forget the parameters, as a log does."""
+    return replace(profile, layers={name: replace(layer, weights="") for name, layer in profile.layers.items()})
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_a_copy_with_one_head_changed_names_that_head_and_no_other(model, batch,
     assert named(found) == {(f"blocks.{block}.attention", head)}
     moves = found.changed[0].moves
     assert moves["spread"].change == pytest.approx(np.log(factor), abs=1e-4)
-    assert moves[f"{side}_norm"].is_beyond
-    assert not moves["scale_applied"].is_beyond
-    assert not moves["alignment"].is_beyond
-    assert found.changed[0].by_factor.factor == "norms"
+    assert moves[f"{side}_norm"].is_significant
+    assert not moves["scale_applied"].is_significant
+    assert not moves["alignment"].is_significant
+    assert found.changed[0].by_factor.grown_factor() == ("norms" if factor > 1 else "")
     assert f"blocks.{block}.attention, head {head}" in found.conclusion
     assert bool(found.worse) == (factor > 1)
 
@@ -73,22 +73,22 @@ def test_the_same_model_names_none(model, batch):
 
 
 def test_two_samples_of_one_model_name_none_even_where_parameters_are_unknown(model):
-    portraits = [
-        unknown(portrait_of(model, "model", (texts(6, LENGTH, start),), {}, None)) for start in range(0, 5000, 900)
+    profiles = [
+        unknown(profile_of(model, "model", (texts(6, LENGTH, start),), {}, None)) for start in range(0, 5000, 900)
     ]
-    told = [attnscale.compare(one, other) for one, other in combinations(portraits, 2)]
+    told = [attnscale.compare(one, other) for one, other in combinations(profiles, 2)]
     assert sum(bool(found.changed) for found in told) <= 1  # of 15: one in twenty may, by chance
     assert all("inputs differ" in " ".join(found.notes) for found in told)
 
 
 def test_sampled_rows_of_one_model_name_none(model, batch):
-    found = attnscale.compare(*(unknown(portrait_of(model, "model", (batch,), {}, 16)) for _ in range(2)))
+    found = attnscale.compare(*(unknown(profile_of(model, "model", (batch,), {}, 16)) for _ in range(2)))
     assert not found.changed
 
 
 def test_other_inputs_still_name_the_head_that_changed(model):
     other = with_a_head(model, 2, 1, 3.0)
-    sides = [portrait_of(each, "model", (texts(6, LENGTH, at),), {}, None) for each, at in ((model, 0), (other, 700))]
+    sides = [profile_of(each, "model", (texts(6, LENGTH, at),), {}, None) for each, at in ((model, 0), (other, 700))]
     found = attnscale.compare(*sides)
     assert ("blocks.2.attention", 1) in named(found)
     assert len(named(found)) == 1
@@ -109,7 +109,7 @@ def test_a_new_rule_is_a_change_of_every_head_by_its_scale(model, batch):
         block.attention.scale = "inverse_dim"
     found = attnscale.compare(model, other, batch[:, :48])
     assert len(found.changed) == 16
-    assert all(head.moves["scale_applied"].is_beyond for head in found.changed)
+    assert all(head.moves["scale_applied"].is_significant for head in found.changed)
 
 
 def test_findings_come_and_go(batch):
@@ -132,7 +132,7 @@ def test_findings_come_and_go(batch):
     assert not forth.gone
     assert not back.new
     assert any("unscaled" in sentence for sentence in forth.worse)
-    assert forth.changed[0].moves["scale_applied"].is_beyond
+    assert forth.changed[0].moves["scale_applied"].is_significant
 
 
 def test_one_sequence_tells_no_error_and_says_so(model, batch):
@@ -174,8 +174,8 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(model):
 
 
 def test_a_change_is_shown_without_powers_of_ten():
-    assert Move("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).told == "× 264 ± 10"
-    assert Move("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).told == "-25.00 ± 0.02"
+    assert StatisticChange("spread", 1.0, 264.3, np.log(264.3), 0.04, 0.0).text == "× 264 ± 10"
+    assert StatisticChange("entropy_ratio", 0.5, 0.25, -0.25, 0.0002, 0.0).text == "-25.00 ± 0.02"
 
 
 class Masked(nn.Module):
@@ -208,7 +208,7 @@ def test_heads_whose_mask_changed_are_not_moved_by_their_inputs(sequences):
 
 
 def test_a_saved_check_knows_visible_keys(tmp_path):
-    sides = [portrait_of(Masked(*each), "model", (torch.ones(2, 13, 22),), {}, None) for each in ((5, 7), (5, 8))]
-    save_portrait(sides[0], tmp_path / "before.json")
+    sides = [profile_of(Masked(*each), "model", (torch.ones(2, 13, 22),), {}, None) for each in ((5, 7), (5, 8))]
+    save_profile(sides[0], tmp_path / "before.json")
     found = attnscale.compare(tmp_path / "before.json", sides[1])
     assert {head.layer for head in found.heads if head.sees_others} == {"layers.1"}

@@ -173,20 +173,13 @@ def test_every_entry_has_a_model_here():
 
 @pytest.mark.parametrize("published", MODELS, ids=lambda published: "+".join(published.kinds))
 def test_an_architecture_applies_the_scale_it_is_published_with(published):
-    found = published.watched()
-    for path, layer in found.items():
-        assert layer.declared.scale_authority is Authority.CONFIGURED, path
+    exceptions = set()
+    for path, layer in published.watched().items():
+        said = layer.declared
+        assert said.scale_authority is Authority.CONFIGURED, path
         assert layer.scale_applied == pytest.approx(published.layers[path], rel=1e-5), path
-        assert layer.declared.scale == pytest.approx(published.layers[path], rel=1e-12), path
-
-
-@pytest.mark.parametrize("published", MODELS, ids=lambda published: "+".join(published.kinds))
-def test_an_entry_is_read_and_is_an_exception(published):
-    exceptions = {
-        layer.declared.scale_source
-        for layer in published.watched().values()
-        if layer.declared.scale != pytest.approx(layer.head_dim**-0.5)
-    }
+        assert said.scale == pytest.approx(published.layers[path], rel=1e-12), path
+        exceptions |= {said.scale_source} if said.scale != pytest.approx(layer.head_dim**-0.5) else set()
     assert exceptions == {f"the published {kind}" for kind in published.kinds}
 
 

@@ -56,14 +56,13 @@ def test_a_root_of_the_dimension_restates_the_usual_scale(head_dim, power):
     assert found.scale_source == "attn.scale"
 
 
-@pytest.mark.parametrize("name", ["scaling", "softmax_scale", "norm_factor", "inv_norm_factor", "temperature"])
-def test_the_usual_names_are_read(name):
-    assert said(16, **{name: 4.0}).scale == 0.25
+ONE_ELEMENT = (torch.tensor([4.0]), torch.tensor(0.25), nn.Parameter(torch.full((1,), 0.25)))
+NAMES = ("scaling", "softmax_scale", "norm_factor", "inv_norm_factor", "temperature")
 
 
-@pytest.mark.parametrize("value", [torch.tensor([4.0]), torch.tensor(0.25), nn.Parameter(torch.full((1,), 0.25))])
-def test_a_tensor_of_one_element_is_a_number(value):
-    assert said(16, scale=value).scale == 0.25
+@pytest.mark.parametrize("attributes", [*({name: 4.0} for name in NAMES), *({"scale": each} for each in ONE_ELEMENT)])
+def test_the_usual_names_are_read_as_numbers_or_tensors_of_one(attributes):
+    assert said(16, **attributes).scale == 0.25
 
 
 @pytest.mark.parametrize("value", [None, True, 1.0, 0.0, -0.25, math.nan, "sum", torch.ones(3), nn.Linear(2, 2)])
@@ -74,16 +73,8 @@ def test_what_cannot_be_a_scale_says_nothing(value):
 
 def test_a_number_of_its_own_may_multiply_or_divide():
     assert set(said(16, scale=0.1).scale_readings) >= {0.1, 10.0}
-    assert said(16, scale=10.0).scale == said(16, scale=0.1).scale == 0.1
-
-
-def test_a_second_number_may_multiply_the_first():
     assert any(math.isclose(reading, 0.25 * 1.3) for reading in said(16, scale=0.25, temperature=1.3).scale_readings)
-
-
-def test_a_name_that_can_mean_nothing_else_has_more_authority():
-    assert said(16, scale=0.1).scale_authority is Authority.ATTRIBUTE
-    assert said(16, softmax_scale=0.1).scale_authority is Authority.NAMED
+    assert said(16, scale=10.0).scale == said(16, scale=0.1).scale == 0.1
 
 
 class ScalesTheQuery(Attention):
@@ -117,10 +108,12 @@ class ScalesTheBranch(Attention):
         (PassesItOn, Authority.NAMED),
         (DividesTheScores, Authority.NAMED),
         (ScalesTheBranch, Authority.ATTRIBUTE),
+        (Attention, Authority.ATTRIBUTE),
     ],
 )
 def test_the_code_tells_whether_a_number_is_the_scale(kind, authority):
     assert declared(kind(scale=0.1), "", 16).scale_authority is authority
+    assert declared(kind(softmax_scale=0.1), "", 16).scale_authority is Authority.NAMED
 
 
 def test_only_what_calls_itself_attention_is_read_upwards():
@@ -129,20 +122,7 @@ def test_only_what_calls_itself_attention_is_read_upwards():
     outer = Attention(scale=0.25)
     outer.inner = inner
     assert declared(Block(outer), "attn.inner", 16).scale == 0.25
-
-
-def test_a_path_that_leads_nowhere_is_read_as_far_as_it_goes():
     assert declared(Block(Attention(scale=0.25)), "attn.nowhere", 16).scale_source == "attn.scale"
-
-
-def test_caps_of_a_module_are_read():
-    found = said(16, logit_softcap=30.0)
-    assert (found.softcap, found.softcap_source) == (30.0, "attn.logit_softcap")
-    assert said(16, softcap=0.0).softcap is None
-
-
-def test_a_norm_that_was_built_is_no_flag():
-    assert not said(16, qk_norm=nn.LayerNorm(4)).qk_norm
 
 
 # Rules of this library
@@ -189,20 +169,29 @@ def test_a_scale_that_falls_with_depth_knows_its_layer():
     assert declared(stack, "h.2.attn", 16).scale == pytest.approx(0.25 / 3)
 
 
-@pytest.mark.parametrize("name", ["attn_logit_softcapping", "attention_logit_cap", "attn_softcap", "attn_logit_cap"])
-def test_fields_that_cap_the_scores(name):
-    found = configured(16, **{name: 50.0})
-    assert (found.softcap, found.softcap_source) == (50.0, f"config.{name}")
+@pytest.mark.parametrize(
+    ("read", "fields", "source"),
+    [
+        (configured, {"attn_logit_softcapping": 50.0}, "config.attn_logit_softcapping"),
+        (configured, {"attention_logit_cap": 50.0}, "config.attention_logit_cap"),
+        (configured, {"attn_softcap": 50.0}, "config.attn_softcap"),
+        (configured, {"attn_logit_cap": 50.0}, "config.attn_logit_cap"),
+        (configured, {"final_logit_softcapping": 50.0}, ""),  # these cap something else
+        (configured, {"moe_router_logit_softcapping": 50.0}, ""),
+        (configured, {"logit_cap": 50.0}, ""),
+        (said, {"logit_softcap": 50.0}, "attn.logit_softcap"),
+        (said, {"softcap": 0.0}, ""),
+    ],
+)
+def test_fields_that_cap_the_scores(read, fields, source):
+    found = read(16, **fields)
+    assert (found.softcap, found.softcap_source) == (50.0 if source else None, source)
 
 
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "moe_router_logit_softcapping", "logit_cap", "recap"])
-def test_fields_that_cap_something_else(name):
-    assert configured(16, **{name: 50.0}).softcap is None
-
-
-@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, False), ("qwen3", False)])
-def test_flags_of_a_norm(value, expected):
-    assert configured(16, use_qk_norm=value).qk_norm is expected
+@pytest.mark.parametrize("value", [False, None, "qwen3", nn.LayerNorm(4)])
+def test_what_is_no_flag_asks_for_no_norm(value):
+    assert not configured(16, use_qk_norm=value).qk_norm
+    assert not said(16, qk_norm=value).qk_norm
 
 
 @pytest.mark.parametrize("flag", QK_NORM_FLAGS)
@@ -216,22 +205,8 @@ def test_the_nearest_configuration_wins():
     inner = Block(Attention(), config=SimpleNamespace(softmax_scale=0.1))
     outer = Block(inner, config=SimpleNamespace(softmax_scale=0.2))
     assert declared(outer, "attn.attn", 16).scale == 0.1
-
-
-def test_a_tower_is_configured_by_its_own_part():
-    parts = SimpleNamespace(
-        text_config=SimpleNamespace(query_pre_attn_scalar=100), vision_config=SimpleNamespace(hidden_size=4)
-    )
-    model = nn.Module()
-    model.config = parts
-    model.vision_tower, model.language_model = Block(Attention()), Block(Attention())
-    assert declared(model, "vision_tower.attn", 16).scale is None
-    assert declared(model, "language_model.attn", 16).scale == pytest.approx(0.1)
-
-
-def test_the_configuration_comes_before_the_attribute():
-    model = Block(Attention(scale=0.25), config=SimpleNamespace(attention_multiplier=0.1))
-    assert declared(model, "attn", 16).scale_source == "config.attention_multiplier"
+    silent = Attention(rotary=SimpleNamespace(base=1e4), args=Arguments(), hook=lambda: None, table=torch.zeros(3))
+    assert declared(Block(silent, config=SimpleNamespace(softmax_scale=0.2)), "attn", 16).scale == 0.2
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
@@ -291,12 +266,6 @@ def test_a_scale_written_over_in_a_published_module_is_no_design():
     assert declared(model, "layers.0.self_attn", 12).scale is None
 
 
-def test_gemma_2_declares_its_soft_cap():
-    model = transformers.Gemma2Model(transformers.Gemma2Config(**TINY, head_dim=16))
-    found = declared(model, "layers.0.self_attn", 16)
-    assert (found.softcap, found.softcap_source) == (50.0, "config.attn_logit_softcapping")
-
-
 # Configurations under any name
 
 
@@ -318,8 +287,3 @@ def test_a_configuration_is_read_from_any_attribute(name, make):
     assert found.scale_authority is Authority.CONFIGURED
     assert (found.softcap, found.softcap_source) == (50.0, f"{name}.attention_logit_softcapping")
     assert declared(Block(Attention(**{name: make(qk_norm=True)})), "attn", 16).qk_norm_source == f"{name}.qk_norm"
-
-
-def test_an_object_that_says_nothing_of_the_scale_hides_no_configuration_around_it():
-    inner = Attention(rotary=SimpleNamespace(base=1e4), args=Arguments(), hook=lambda: None, table=torch.zeros(3))
-    assert declared(Block(inner, config=SimpleNamespace(softmax_scale=0.2)), "attn", 16).scale == 0.2

@@ -1,3 +1,4 @@
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -12,50 +13,37 @@ from attnscale.errors import NotInsideWarning
 from .layers import layer_of, random_layer
 
 
-@pytest.mark.parametrize(
-    ("layer", "factor"),
-    [
-        (lambda: random_layer(head_dim=64, scale=1.0), "multiplier"),
-        (lambda: random_layer(head_dim=64, query_std=20.0), "norms"),
-        (lambda: random_layer(head_dim=64, query_std=0.05), "norms"),
-    ],
-)
-def test_the_factor_that_is_off_is_the_cause(layer, factor):
-    found = cause(layer())
-    assert found.factor == factor
-    assert found.sentence.startswith("The scale is 1," if factor == "multiplier" else "The norms are")
-
-
-def test_queries_that_point_where_keys_point_are_the_cause():
+def pointing_at_keys():
     direction = torch.randn(64)
     direction *= 8 / direction.norm()
     query = direction + 0.1 * torch.randn(2, 3, 17, 64)
-    found = cause(layer_of(query, query))
-    assert found.factor == "alignment"
-    assert "0.125" in found.sentence
-    assert found.alignment == pytest.approx(8.0, rel=0.05)
+    return layer_of(query, query)
 
 
-def test_unit_components_are_where_they_should_be():
+@pytest.mark.parametrize(
+    ("layer", "factor", "ratio", "sentence"),
+    [
+        (lambda: random_layer(head_dim=64, scale=1.0), "multiplier", 8.0, "The scale is 1, not 0.125"),
+        (lambda: random_layer(head_dim=64, query_std=20.0), "norms", 20.0, "The norms are large"),
+        (lambda: random_layer(head_dim=64, query_std=0.05), "norms", 0.05, "The norms are small"),
+        (pointing_at_keys, "alignment", 8.0, "Queries and keys are aligned: their cosine is"),
+    ],
+)
+def test_the_factor_that_is_off_is_the_cause(layer, factor, ratio, sentence):
+    found = cause(layer())
+    assert (found.factor, found.sentence.startswith(sentence)) == (factor, True)
+    assert getattr(found, factor) == pytest.approx(ratio, rel=0.1)
+
+
+def test_unit_components_are_where_they_should_be_and_a_head_has_factors_of_its_own():
     found = cause(random_layer(heads=5, head_dim=64, length=101))
     assert (found.multiplier, found.norms, found.alignment) == pytest.approx((1.0, 1.0, 1.0), rel=0.05)
-
-
-def test_the_factors_of_one_head_are_its_own():
     layer = random_layer(heads=3, head_dim=32, query_std=torch.tensor([1.0, 9.0, 1.0]).view(3, 1, 1))
-    assert cause(layer, 1).norms == pytest.approx(9.0, rel=0.1)
-    assert cause(layer, 0).norms == pytest.approx(1.0, rel=0.1)
+    assert [cause(layer, head).norms for head in (0, 1)] == pytest.approx([1.0, 9.0], rel=0.1)
 
 
-class Around(nn.Module):
-    """A model of one attention."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x):
-        return self.attention(x)
+def around(attention):
+    return nn.Sequential(OrderedDict(attention=attention))
 
 
 class Biased(nn.Module):
@@ -80,7 +68,7 @@ class Biased(nn.Module):
 def test_alignment_is_of_queries_and_keys_without_the_bias(is_written):
     positions = torch.arange(40.0)
     slopes = (positions - positions[:, None]).expand(1, 3, -1, -1)
-    model, x, records = Around(Biased(None, is_written)), torch.randn(2, 40, 33), []
+    model, x, records = around(Biased(None, is_written)), torch.randn(2, 40, 33), []
     plain = audit(model, x).layers["attention"].alignment.tolist()
     model.attention.bias = slopes
     found = audit(model, x).layers["attention"]
@@ -113,7 +101,7 @@ def test_a_batch_norm_in_evaluation_is_no_qk_norm(training):
         def forward(self, x):
             return super().forward(x.mT).mT
 
-    model = Around(Normed()).train(training)
+    model = around(Normed()).train(training)
     with watch(model) as seen:
         model(torch.randn(2, 7, 33))
     assert seen.layers["attention"].wiring.normalised is training

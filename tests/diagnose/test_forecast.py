@@ -1,13 +1,11 @@
 """Forecasts: growth that goes on is followed a little way, growth that bends is not drawn out, far off is silence."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from attnscale.diagnose import Trend, growth, next_threshold
+from attnscale.diagnose import Trend, growth
 from attnscale.diagnose.forecast import DAMPING, FARTHEST
 
 STEPS = np.arange(0, 1000, 50)
@@ -24,14 +22,11 @@ def test_the_growth_of_the_latest_samples_goes_on_and_is_damped():
     assert 950 < crossing.earliest < crossing.step
 
 
-def test_the_interval_holds_growth_that_ends_and_growth_that_goes_on():
-    for steps in (50, 200, 400):
-        assert GROWING.lowest(steps) < GROWING.level < GROWING.likely(steps) < GROWING.highest(steps)
-
-
 def test_nothing_is_said_of_more_samples_ahead_than_half_of_those_seen_nor_than_eight():
     assert GROWING.horizon == FARTHEST * 50
     assert growth(STEPS[:7], np.exp(0.005 * STEPS[:7])).horizon == 3 * 50
+    for steps in (50, 200, 400):
+        assert GROWING.lowest(steps) < GROWING.level < GROWING.likely(steps) < GROWING.highest(steps)
 
 
 @pytest.mark.parametrize("values", [[1.0] * 3, [math.nan] * 20, [-1.0] * 20, []])
@@ -39,17 +34,18 @@ def test_too_little_to_tell_is_none(values):
     assert growth(range(len(values)), values) is None
 
 
-def test_a_score_far_below_a_threshold_is_not_forecast_to_pass_it():
-    """A largest score of 0.40 was to be the first to pass 100."""
-    assert growth(STEPS, 0.2 * np.exp(0.0007 * STEPS)).passes(100.0) is None
-    assert growth(STEPS, 5.0 * np.exp(0.001 * STEPS)).passes(100.0) is None
-
-
-def test_what_has_passed_or_does_not_grow_passes_nothing():
-    steps = np.arange(10)
-    assert growth(steps, np.exp(steps)).passes(100.0) is None
-    assert growth(steps, 90.0 * np.exp(-0.1 * steps)).passes(100.0) is None
-    assert growth(steps, np.full(10, 99.0)).passes(100.0) is None
+@pytest.mark.parametrize(
+    ("steps", "values"),
+    [
+        (STEPS, 0.2 * np.exp(0.0007 * STEPS)),  # a largest score of 0.40 was to be the first to pass 100
+        (STEPS, 5.0 * np.exp(0.001 * STEPS)),
+        (np.arange(10), np.exp(np.arange(10))),  # has passed it
+        (np.arange(10), 90.0 * np.exp(-0.1 * np.arange(10))),
+        (np.arange(10), np.full(10, 99.0)),
+    ],
+)
+def test_what_is_far_below_has_passed_or_does_not_grow_passes_nothing(steps, values):
+    assert growth(steps, values).passes(100.0) is None
 
 
 def test_growth_that_bends_is_not_drawn_out():
@@ -113,37 +109,3 @@ def test_growth_is_that_of_the_latest_samples():
     assert growth(steps[:24], values[:24]).is_growing
     assert growth(steps[:24], values[:24]).factor == pytest.approx(math.exp(0.02 * 70))
     assert not growth(steps, values).is_growing
-
-
-RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "divergence-float16.json"
-
-
-def forecasts(run):
-    """Of a recorded training run: the samples at which it is said to pass the next threshold, and when it does."""
-    series = [(step, value) for step, value in run["largest"] if value is not None]
-    for count in range(4, len(series) + 1):
-        step, value = series[count - 1]
-        crossing = Trend(*zip(*series[:count][-32:], strict=True), ()).passes(next_threshold(value))
-        if crossing is not None:
-            yield step, next((later for later, seen in series[count:] if seen >= crossing.threshold), math.inf)
-
-
-def runs(rate, fixes):
-    plain = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
-    return [run for run in plain if run["rate"] == rate and run["fix"] in fixes]
-
-
-def test_recorded_runs_that_diverged_were_forecast_to_before_their_loss_departed():
-    diverged = runs(0.3, ["none"])
-    assert len(diverged) == 3
-    for run in diverged:
-        assert not run["finite"]
-        assert min(step for step, passed in forecasts(run) if math.isfinite(passed)) <= run["departs"] - 15
-
-
-def test_recorded_runs_that_did_well_were_never_forecast_to_diverge():
-    healthy = runs(0.003, ["none", "QK-norm", "soft-cap 50", "QK-Clip 100"])
-    assert len(healthy) == 12
-    for run in healthy:
-        assert run["finite"]
-        assert not list(forecasts(run))

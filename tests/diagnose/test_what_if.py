@@ -41,10 +41,6 @@ def test_the_current_setting_changes_nothing(tensors):
     assert table["inverse_sqrt"].output_change > 0
 
 
-def test_calibrated_has_unit_spread(tensors):
-    assert what_if(*tensors)["calibrated"].spread == pytest.approx(1.0, rel=0.1)
-
-
 def test_a_clip_brings_each_head_down_to_a_hundred():
     query = torch.tensor([1.0, 500.0]).view(2, 1, 1) * torch.randn(1, 2, 17, 11)
     key = torch.randn(1, 2, 17, 11)
@@ -54,15 +50,11 @@ def test_a_clip_brings_each_head_down_to_a_hundred():
     assert table["clip:100"].spread < table["current"].spread
 
 
-def test_a_clip_leaves_heads_below_it_alone(tensors):
-    table = what_if(tensors[0] / 30, *tensors[1:])
-    assert table["clip:100"].output_change == 0.0
-
-
-def test_soft_caps_bound_the_scores(tensors):
+def test_clips_leave_small_heads_alone_caps_bound_and_calibration_gives_unit_spread(tensors):
+    assert what_if(tensors[0] / 30, *tensors[1:])["clip:100"].output_change == 0.0
     table = what_if(*tensors)
-    assert table["softcap:30"].max <= 30
-    assert table["softcap:50"].max <= 50
+    assert (table["softcap:30"].max <= 30, table["softcap:50"].max <= 50) == (True, True)
+    assert table["calibrated"].spread == pytest.approx(1.0, rel=0.1)
 
 
 def test_normalised_rules_count_by_the_norms_they_leave(tensors):
@@ -77,6 +69,7 @@ def test_grouped_queries_are_as_their_keys_repeated(tensors):
     grouped = what_if(query, key, value, enable_gqa=True)
     repeated = what_if(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
     assert grouped == repeated
+    assert what_if(query, key.repeat(1, 2, 1, 1)) == what_if(query, key, key, enable_gqa=True)  # the key stands in
 
 
 def test_a_mask_is_kept(tensors):
@@ -85,11 +78,6 @@ def test_a_mask_is_kept(tensors):
     for row, same in zip(masked.rows, causal.rows, strict=True):
         assert row.spread == pytest.approx(same.spread, rel=1e-5)
         assert row.output_change == pytest.approx(same.output_change, abs=1e-5)
-
-
-def test_without_a_value_the_key_stands_in(tensors):
-    query, key, _ = tensors
-    assert what_if(query, key) == what_if(query, key, key)
 
 
 def test_candidates_are_rules_names_numbers_or_settings(tensors):
@@ -116,19 +104,14 @@ def test_the_table_fits_a_terminal_and_json(tensors):
     assert json.loads(json.dumps(table.to_dict()))["rows"][2]["name"] == "unscaled"
 
 
-def test_an_unknown_name_says_which_there_are(tensors):
+def test_an_unknown_name_and_heads_that_do_not_divide_are_refused(tensors):
+    query, key, _ = tensors
     with pytest.raises(KeyError, match="Expected one of: current, mine"):
         what_if(*tensors, {"mine": 1.0})["yours"]
-
-
-def test_heads_that_do_not_divide_are_refused(tensors):
-    query, key, _ = tensors
     with pytest.raises(SettingError, match="divide"):
         what_if(query, key[:, :2], enable_gqa=True)
 
 
 @pytest.mark.parametrize("shape", [(17, 11), (3, 17, 11)])
 def test_tensors_without_a_batch_are_taken(shape):
-    query, key = torch.randn(shape), torch.randn(shape)
-    table = what_if(query, key)
-    assert table["calibrated"].spread == pytest.approx(1.0, rel=0.1)
+    assert what_if(torch.randn(shape), torch.randn(shape))["calibrated"].spread == pytest.approx(1.0, rel=0.1)

@@ -1,4 +1,4 @@
-"""What an audit tries on a layer is the layer: its bias, padding, keys, sequences and values."""
+"""An audit tries other settings on the layer itself: its bias, padding, keys, sequences and values."""
 
 import copy
 import math
@@ -121,7 +121,7 @@ ALL = (Fused, Grouped, Padded, Biased, Cached, Written, Capped, Turned, Sunk, By
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_current_is_what_was_measured_and_change_is_that_of_the_output(kind):
+def test_current_weights_and_change_are_those_of_the_model(kind):
     model, x = kind().eval(), 2 * torch.randn(BATCH, LENGTH, HEADS * DIM)
     audit = attnscale.audit(model, x)
     (name,) = audit.layers
@@ -141,6 +141,12 @@ def test_current_is_what_was_measured_and_change_is_that_of_the_output(kind):
     if kind in (Padded, Written):  # queries of padding do not count
         before, after = (each * ~hidden_keys().mT for each in (before, after))
     assert table["half"].output_change == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-3)
+    with torch.no_grad():
+        output, (_, _, value) = model(x)[0], model.project(x)
+    for head in range(HEADS):
+        weights, met = layer.weights(head), value[0, min(head, model.kv_heads - 1)]
+        expected = output[head, : len(weights)]  # one query, where each has keys of its own
+        torch.testing.assert_close(weights[:, : len(met)] @ met, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_change_of_an_output_that_is_not_known_is_not_told():
@@ -153,21 +159,6 @@ def test_the_change_of_an_output_that_is_not_known_is_not_told():
     table = audit.what_if(next(iter(audit.layers)))
     assert math.isnan(table["unscaled"].output_change)
     assert "–" in str(table)
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_weights_are_those_of_the_model(kind):
-    model, x = kind().eval(), 2 * torch.randn(BATCH, LENGTH, HEADS * DIM)
-    audit = attnscale.audit(model, x)
-    (layer,) = audit.layers.values()
-    with torch.no_grad():
-        output = model(x)[0]
-        _, _, value = model.project(x)
-    for head in range(HEADS):
-        weights = layer.weights(head)
-        met = value[0, min(head, model.kv_heads - 1)]
-        expected = output[head, : len(weights)]  # one query, where each has keys of its own
-        torch.testing.assert_close(weights[:, : len(met)] @ met, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_are_not_shown_where_nothing_was_kept():

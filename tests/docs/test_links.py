@@ -2,9 +2,6 @@
 
 import re
 
-import pytest
-
-from docs.tools.generate import PART
 from tests.docs.blocks import FENCE, PAGES, ROOT
 from tests.test_rooms import ROOMS, SRC
 
@@ -76,18 +73,3 @@ def test_each_kind_of_change_names_its_files_and_a_test():
     for change in changes:
         files = re.findall(r"\]\(\.\./(src|tests)/", change)
         assert {"src", "tests"} <= set(files), change
-
-
-@pytest.mark.parametrize("name", ["Watcher", "Watcher.read", "READERS", "READERS_2"])
-def test_a_definition_is_a_class_a_function_or_an_assignment(name, tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text("class Watcher:\n    def read(self): ...\n\nREADERS: dict = {}\n", encoding="utf-8")
-    assert is_defined(name, file) is (name != "READERS_2")
-
-
-def test_no_page_says_that_the_gradient_vanishes_or_is_small_without_the_scale():
-    wrong = re.compile(r"[Mm]ost queries (then )?(pass|receive) (hardly|little)|not smaller in sum")
-    pages = [page for page in PAGES if page.parent.name != "decisions"]
-    texts = {page.name: PART.sub("", page.read_text(encoding="utf-8")) for page in pages}
-    texts["explore"] = (SRC / "show/templates/explore/page.html.j2").read_text(encoding="utf-8")
-    assert [name for name, text in texts.items() if wrong.search(text)] == []

@@ -23,7 +23,7 @@ def test_every_check_passes(name):
     assert f"All {len(conclusion.checks)} checks pass." in conclusion.text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gradients"])  # whose checks are exact
 def test_one_seed_confirms_nothing_that_needs_an_interval(name):
     conclusion = concluded(name, quick(name).where(seed=0))
     assert any("one seed has no interval" in check.evidence for check in conclusion.checks)
@@ -62,7 +62,7 @@ ERRORS = [
     ("divisors", {"divisor": "√d_k"}, "divided by √d_k, Var(scores) matches theory",
      lambda patch: patch.setitem(divisors.RULES, "√d_k", "constant:0.2")),
     ("saturation", {"part": saturation.MANY, "keys": 1024}, "entropy over 1024 Gaussian scores", _wider_scores),
-    ("gradients", {"part": gradients.DRAWN}, "by automatic differentiation", _other_softmax),
+    ("gradients", {"part": gradients.NAMED}, "by automatic differentiation", _other_softmax),
     ("initialisation", {"scheme": "orthogonal"}, "orthogonal: the calibrated scale", _wider_weights),
     ("length", {"rule": "YaRN", "causal": False}, "YaRN: entropy over Gaussian keys", _unsquared_yarn),
 ]  # fmt: skip
@@ -127,11 +127,12 @@ def test_one_hot_and_uniform_jacobians():
 
 def test_without_a_scale_more_gradient_arrives_and_is_shared_less_evenly():
     models = quick("gradients").where(part=gradients.MODEL, head_dim=128)
-    assert models.ratio("first_query", {"scale": "none"}, {"scale": "1/√d_k"}).low > 3
-    assert models.ratio("first_query", {"scale": "1/d_k"}, {"scale": "1/√d_k"}).high < 0.2
+    none, root, by_dim = (models.band("first_query", scale=scale) for scale in ("none", "1/√d_k", "1/d_k"))
+    assert none.low > 3 * root.high
+    assert by_dim.high < 0.2 * root.low
     assert models.difference("lower_half", {"scale": "none"}, {"scale": "1/√d_k"}).high < -0.1
     text = concluded("gradients").text
-    assert "Without a scale more gradient reaches the queries at d_k = 128" in text
+    assert "Without a scale more gradient reaches the first layer's queries at d_k = 128" in text
     assert "is shared less evenly" in text
 
 
@@ -140,7 +141,7 @@ def test_a_vanishing_gradient_is_reported():
         return {"on_queries": 1e-3 * found["on_queries"]} if own.get("scale") == "none" else {}
 
     text = concluded("gradients", made_up(quick("gradients"), vanishing)).text
-    assert "Without a scale less gradient reaches the queries" in text
+    assert "Without a scale less gradient reaches the first layer's queries" in text
 
 
 def test_initial_spreads_are_those_of_torch_and_of_gpt2():

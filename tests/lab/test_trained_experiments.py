@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from attnscale.lab.experiments import EXPERIMENTS, ablation
+from attnscale.lab.experiment import Heatmap
+from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.experiments.ablation import REFERENCE, VARIANTS, WITHOUT
 from attnscale.lab.experiments.temperature import MULTIPLES
 from attnscale.lab.experiments.trained import BUNDLED, OTHERS, bundled_loss
 from attnscale.lab.outcomes import Outcomes
-from attnscale.lab.result import Heatmap
 from tests.lab.conclusions import concluded, failed, made_up, quick, sketch
 
 
@@ -36,8 +36,9 @@ def test_without_a_scale_training_is_worse_only_where_d_k_is_large():
     assert lost.low > 0.2
 
 
-def test_an_unscaled_model_starts_with_lower_entropy():
+def test_a_short_ablation_trains_every_variant_and_an_unscaled_model_starts_with_lower_entropy():
     at = sketch("ablation").where(head_dim=256)
+    assert set(at.values("variant")) == set(VARIANTS)
     assert at.band("gain_before", variant=WITHOUT).mean < at.band("gain_before", variant=REFERENCE).mean
     assert at.band("entropy_before", variant=WITHOUT).mean < 0.4
     assert at.band("entropy_before", variant=REFERENCE).mean > 0.7
@@ -164,7 +165,3 @@ def test_a_bundled_model_that_needs_no_scale_fails_the_check():
         return {f"{scale} at once": 1.0 + 0.01 * own["seed"] for scale in ("1/√d_k", *OTHERS)}
 
     assert "does best" in failed(concluded("trained", made_up(sketch("trained"), indifferent)))[0]
-
-
-def test_a_short_ablation_trains_every_variant():
-    assert ablation.VARIANTS.keys() == {own["variant"] for own, found in sketch("ablation") if "curve" in found}

@@ -25,20 +25,15 @@ def test_a_folder_gives_the_model_that_transformers_loads(bert):
     assert "random" in loaded.input_description
 
 
-def test_a_sharded_folder_gives_the_same_model(bert, tmp_path):
+def test_shards_and_a_pickle_of_tensors_give_the_same_model(bert, tmp_path):
     whole = load(bert).model
     whole.save_pretrained(tmp_path / "cut", max_shard_size="30KB")
     assert (tmp_path / "cut" / "model.safetensors.index.json").is_file()
-    cut = load(tmp_path / "cut").model
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
-
-
-def test_a_pickle_of_tensors_alone_gives_the_same_model(bert):
-    whole = load(bert).model
     torch.save(load_file(bert / "model.safetensors"), bert / "pytorch_model.bin")
     (bert / "model.safetensors").unlink()
-    pickled = load(bert).model
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), pickled.parameters(), strict=True))
+    for folder in (tmp_path / "cut", bert):
+        again = load(folder).model
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
 def test_safetensors_are_preferred_to_a_pickle(bert):
@@ -102,7 +97,7 @@ KEY = "bert.encoder.layer.1.attention.self.key.weight"
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda weights: weights.pop(KEY), f"'{KEY}' is missing"),
+        (lambda weights: weights.pop(KEY), f"do not fit the configuration: '{KEY}' is missing"),
         (lambda weights: weights.update({KEY: torch.zeros(3, 44)}), rf"'{KEY}' of shape \(44, 44\), got \(3, 44\)"),
         (
             lambda weights: weights.update({KEY.replace(".1.", ".2."): torch.zeros(44, 44)}),
@@ -117,13 +112,7 @@ def test_weights_that_do_not_fit_are_refused(bert, change, sentence):
         load(bert)
 
 
-def test_a_configuration_with_fewer_layers_than_the_weights_is_refused(bert, configure):
-    configure(num_hidden_layers=1)
-    with pytest.raises(ModelError, match="do not fit the configuration"):
-        load(bert)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_truncated_weights_are_told_wherever_they_end(bert, share, name):
     if name == "pytorch_model.bin":
@@ -181,14 +170,12 @@ def test_folders_and_files_that_are_no_model(tmp_path):
     with pytest.raises(ModelError, match=r"got the file .*notes\.txt"):
         load(tmp_path / "notes.txt")
     save_file({"a": torch.zeros(2)}, tmp_path / "alone.safetensors")
-    with pytest.raises(ModelError, match=r"alone\.safetensors holds weights alone"):
+    with pytest.raises(ModelError, match=r"alone\.safetensors holds weights alone.*package\.module:callable, which"):
         load(tmp_path / "alone.safetensors")
-
-
-def test_weights_of_other_programs_are_not_taken_for_none(bert):
-    (bert / "model.safetensors").rename(bert / "model.gguf")
-    with pytest.raises(ModelError, match=r"found model\.gguf"):
-        load(bert)
+    (tmp_path / "alone.safetensors").rename(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"found model\.gguf; give the GGUF file itself"):
+        load(tmp_path)
 
 
 def test_a_model_without_room_is_refused_before_it_is_made(bert, configure, monkeypatch):

@@ -13,14 +13,8 @@ from transformers import (
     BertForMaskedLM,
     CLIPConfig,
     CLIPModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
     ViTModel,
 )
@@ -38,17 +32,10 @@ TEXT = dict(SIZES, vocab_size=101, num_key_value_heads=1)
 PART = dict(SIZES, projection_dim=16)
 MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SIZES, vocab_size=101)),
-    "keys that queries share, in bfloat16": lambda: LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=True)).to(
-        torch.bfloat16
-    ),
-    "a head of another name in the file": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, vocab_size=101)),
     "blocks of other names in the file": lambda: ViTModel(ViTConfig(**SIZES, image_size=16, patch_size=8)),
-    "an encoder and a decoder": lambda: T5ForConditionalGeneration(
-        T5Config(d_model=44, d_kv=11, d_ff=53, num_layers=2, num_heads=4, vocab_size=101, decoder_start_token_id=0)
-    ),
     "experts put together of several tensors": lambda: MixtralForCausalLM(
         MixtralConfig(**TEXT | dict(hidden_size=32, intermediate_size=48), num_local_experts=3)
-    ),
+    ).to(torch.bfloat16),
     "parameters outside of every layer": lambda: CLIPModel(
         CLIPConfig(
             text_config=PART | dict(vocab_size=101, max_position_embeddings=19),

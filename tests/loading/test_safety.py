@@ -6,7 +6,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -49,28 +48,16 @@ def torch_pickle(path, bomb):
     torch.save({"weight": torch.zeros(2), "more": bomb}, path)
 
 
-def test_the_bomb_goes_off_where_pickles_are_trusted(tmp_path):
-    torch_pickle(tmp_path / "x.bin", Bomb(tmp_path / "ran"))
-    torch.load(tmp_path / "x.bin", weights_only=False)["more"].close()
-    assert (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("write", [bare_pickle, torch_pickle])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(bert, tmp_path, write, name):
     (bert / "model.safetensors").unlink()
     write(bert / name, Bomb(tmp_path / "ran"))
-    for model in (bert, bert / name):
+    alone = tmp_path / name  # refused before its configuration is missed
+    alone.write_bytes((bert / name).read_bytes())
+    for model in (bert, bert / name, alone):
         with pytest.raises(ModelError, match=r"Refused .*could run code. Save the weights as safetensors"):
             load_model(Request(str(model)))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_pickle_alone_is_refused_before_its_configuration_is_missed(tmp_path):
-    # as sapiens' checkpoint_vh.pt: a whole pickled object, not a dictionary of tensors
-    torch.save({"vocabulary": Bomb(tmp_path / "ran")}, tmp_path / "checkpoint_vh.pt")
-    with pytest.raises(ModelError, match=r"Refused .*checkpoint_vh\.pt"):
-        load_model(Request(str(tmp_path / "checkpoint_vh.pt")))
     assert not (tmp_path / "ran").exists()
 
 
@@ -82,16 +69,6 @@ def test_a_pickled_shard_is_refused_too(bert, tmp_path):
     with pytest.raises(ModelError, match="Refused"):
         load_model(Request(str(bert)))
     assert not (tmp_path / "ran").exists()
-
-
-def test_torchscript_is_not_run(bert):
-    (bert / "model.safetensors").unlink()
-    torch_script = bert / "pytorch_model.bin"
-    with zipfile.ZipFile(torch_script, "w") as archive:
-        archive.writestr("archive/constants.pkl", b"x")
-        archive.writestr("archive/data.pkl", b"x")
-    with pytest.raises(ModelError):
-        load_model(Request(str(bert)))
 
 
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")

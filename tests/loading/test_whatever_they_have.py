@@ -1,4 +1,4 @@
-"""Old configurations, weights alone, GGUF files and adapters."""
+"""Old configurations, GGUF files and adapters."""
 
 import json
 import sys
@@ -8,8 +8,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 import attnscale
 from attnscale.checking import check_model
@@ -36,20 +34,6 @@ def test_a_configuration_without_a_type_needs_one(bert):
 def test_a_type_that_contradicts_the_configuration_is_refused(bert):
     with pytest.raises(ModelError, match="leave --model-type out"):
         load_model(Request(str(bert), model_type="gpt2"))
-
-
-def test_weights_alone_say_what_to_give_with_them(tmp_path):
-    path = tmp_path / "weights.safetensors"
-    save_file({name: value.contiguous() for name, value in nn.Linear(2, 3).state_dict().items()}, path)
-    with pytest.raises(ModelError, match=r"holds weights alone.*package\.module:callable, which makes"):
-        load_model(Request(str(path)))
-
-
-def test_a_pickle_with_more_than_tensors_is_refused_there_too(tmp_path):
-    path = tmp_path / "weights.pt"
-    torch.save({"model": nn.Linear(2, 2)}, path)
-    with pytest.raises(ModelError, match="could run code"):
-        load_model(Request(str(path)))
 
 
 def write_gguf(path, factor=1.0):

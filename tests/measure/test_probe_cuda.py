@@ -7,6 +7,8 @@ import attnscale
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.probe import probe
 from attnscale.measure.largest import raise_largest_
+from attnscale.measure.pooled import TABLE
+from attnscale.probes.calls import score_bound
 from attnscale.visibility import Visibility
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +43,9 @@ def test_a_probe_measures_what_score_stats_measures(dtype, kv_heads, name, is_ca
     padding = None if hidden is None else hidden.expand(BATCH, -1)
     if is_causal and mask is not None:
         pytest.skip("SDPA takes one of the two")
-    found = [probe(query, key, mask, padding, hidden, 0.3, is_causal, 128) for _ in range(40)]
+    lengths = torch.zeros(2, 3, HEADS, dtype=torch.float64, device="cuda")
+    tables = torch.zeros(40, HEADS, TABLE, dtype=torch.float64, device="cuda")
+    found = [probe(query, key, mask, padding, hidden, 0.3, is_causal, 128, table, lengths) for table in tables]
     seen = mask if padding is None else mask & ~padding[:, None, :, None]
     exact = attnscale.score_stats(query, key, scale=0.3, attn_mask=seen, is_causal=is_causal, enable_gqa=True)
     for statistic in ("mean", "std", "entropy", "top1", "effective_keys"):
@@ -50,12 +54,11 @@ def test_a_probe_measures_what_score_stats_measures(dtype, kv_heads, name, is_ca
         assert bool(((sampled.double().mean(0) - getattr(exact, statistic)).abs() <= 5 * error + 1e-6).all()), statistic
     largest = torch.stack([each.stats.max for each in found]).amax(0)
     assert bool((largest <= exact.max + 1e-3).all())
-    assert bool((exact.max <= found[0].stats.max_bound).all())
-    counted = query.double() if padding is None else query.double()[(~padding).nonzero(as_tuple=True)[0][:0]]
+    assert bool((exact.max <= score_bound(0.3, *lengths[:, 2])).all())
     if padding is None:
-        expected = counted.square().sum(-1).mean((0, 2)).sqrt()
-        torch.testing.assert_close(found[0].lengths[0], expected, rtol=1e-5, atol=0)
-    assert found[0].lengths.shape == (2, HEADS)
+        expected = query.double().square().sum((0, 2, 3))
+        torch.testing.assert_close(lengths[0, 0], 40 * expected, rtol=1e-5, atol=0)
+        assert (lengths[:, 1] == 40 * BATCH * Q_LEN).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 from attnscale.checking import Checked
-from attnscale.comparing import LayerPortrait, Portrait, compare_portraits
-from attnscale.comparing.portrait import COMPARED
+from attnscale.comparing import LayerProfile, Profile, compare_profiles
+from attnscale.comparing.profiles import COMPARED
 from attnscale.diagnose import Finding, diagnose
 from attnscale.lab.demo import TwinRun, Twins
-from attnscale.lab.result import Check, Curve, Heatmap, Plot, Result, Table
+from attnscale.lab.experiment import Check, Curve, Heatmap, Plot, Result, Table
 from attnscale.measure.statistics import logged
 from attnscale.train.record import LayerRecord, Record
 from tests.diagnose.layers import layer_of
@@ -60,16 +60,16 @@ def records(names=("blocks.0.attention", "blocks.1.attention"), rate=0.005, step
 
 
 def compared(names=("blocks.0.attention", "blocks.1.attention"), title="a model"):
-    """Two portraits of these layers, in the second of which a head spreads twice as wide, and a finding came."""
+    """Two profiles of these layers, in the second of which a head spreads twice as wide, and a finding came."""
     random = np.random.default_rng(0)
     sides = []
     for factor in (1.0, 2.0):
         layers = {name: {each: random.normal(1.0, 0.01, (8, 3)) for each in COMPARED} for name in names}
         layers[names[0]]["spread"][:, 1] *= factor
         came = [Finding(names[0], 1, "sharp", "warning", f"{title} spreads.", 2.0, 1.0, "Look at it.")]
-        portraits = {name: LayerPortrait(samples) for name, samples in layers.items()}
-        sides.append(Portrait(title, "eight sequences", portraits, tuple(came if factor > 1 else ())))
-    return compare_portraits(*sides)
+        profiles = {name: LayerProfile(samples) for name, samples in layers.items()}
+        sides.append(Profile(title, "eight sequences", profiles, tuple(came if factor > 1 else ())))
+    return compare_profiles(*sides)
 
 
 def result(name="d_k"):

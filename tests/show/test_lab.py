@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
+from attnscale.lab.experiment import Check, Result, Table
 from attnscale.lab.experiments import EXPERIMENTS
-from attnscale.lab.result import Check, Result, Table
 from attnscale.show.lab import show_experiments, show_result
 from attnscale.show.text import shown
 

@@ -8,8 +8,8 @@ import attnscale
 from attnscale.checking import Checked
 from attnscale.claims import Claim
 from attnscale.claims.judging import STATEMENT
-from attnscale.comparing import compare_portraits
-from attnscale.comparing.sides import portrait_of
+from attnscale.comparing import compare_profiles
+from attnscale.comparing.sides import profile_of
 from attnscale.show.check import show_check, show_comparison
 from attnscale.show.costs import show_costs
 from attnscale.show.ledger import show_ledger
@@ -74,9 +74,9 @@ def test_long_names_are_broken_at_dots(printed):
     assert ends
     for part in PARTS:
         assert any(part in line for line in ends), part  # none is cut
-    sides = [portrait_of(deep(4.0), "deep", (torch.randn(3, 11, D_MODEL),), {}, None)]
-    sides.append(portrait_of(deep(1.0), "deep", (torch.randn(3, 11, D_MODEL),), {}, None))
-    text = "\n".join(printed(show_comparison, compare_portraits(*sides, 0.01)))
+    sides = [profile_of(deep(4.0), "deep", (torch.randn(3, 11, D_MODEL),), {}, None)]
+    sides.append(profile_of(deep(1.0), "deep", (torch.randn(3, 11, D_MODEL),), {}, None))
+    text = "\n".join(printed(show_comparison, compare_profiles(*sides, 0.01)))
     assert all(part in text for part in PARTS)
 
 

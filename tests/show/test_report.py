@@ -10,7 +10,7 @@ import torch
 from attnscale.checking import Checked
 from attnscale.diagnose import audit, diagnose
 from attnscale.diagnose.what_if import COLUMNS
-from attnscale.lab.result import Curve
+from attnscale.lab.experiment import Curve
 from attnscale.models import CausalTransformer
 from attnscale.show.page import Page, Table, Terms, kind_of
 from attnscale.show.report.check import check_report

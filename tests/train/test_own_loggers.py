@@ -18,7 +18,7 @@ from attnscale.train import (
     read_log,
 )
 from attnscale.train.callbacks import CLIPPED_HEADS
-from attnscale.train.tally import Arriving
+from attnscale.train.tally import PendingTallies
 
 from .test_huggingface import LAYERS
 from .test_huggingface import trainer as trainer_of
@@ -55,7 +55,7 @@ def test_the_trainers_history_has_the_numbers_of_every_record_at_the_steps_of_it
 def test_tensorboard_of_report_to_has_each_point_once_in_one_file_also_of_a_device_that_is_late(tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    monkeypatch.setattr(Arriving, "is_here", False)
+    monkeypatch.setattr(PendingTallies, "is_here", False)
     trainer(tmp_path, ScoreCallback(every=3), report_to="tensorboard", max_steps=7).train()
     (_,) = (tmp_path / "events").iterdir()
     found = events.EventAccumulator(str(tmp_path / "events"))

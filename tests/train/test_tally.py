@@ -6,7 +6,7 @@ from attnscale.declared import Declared
 from attnscale.measure import score_stats
 from attnscale.measure.pooled import Known, Table
 from attnscale.measure.stats import ScoreStats, table_of
-from attnscale.train.tally import Arriving, records, whole_layers
+from attnscale.train.tally import PendingTallies, records, whole_layers
 from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.layer import Layer
 
@@ -28,7 +28,7 @@ def _records(by_kernel):
         lengths = () if number == 1 else (GradientLengths(torch.rand(heads).double(), torch.rand(heads).double()),)
         is_table = by_kernel == "all" or (by_kernel == "some" and number == 0)
         layers[f"layer {number}"] = _layer(f"layer {number}", heads, pooled, is_table, lengths)
-    return records(whole_layers(Arriving(layers, 0).tallies()))
+    return records(whole_layers(PendingTallies(layers, 0).tallies()))
 
 
 def test_records_are_the_same_from_the_tables_of_kernels_and_from_rows():

@@ -245,6 +245,7 @@ class Clipper:
         self._effect = self._state.effect_of(self.scaler)
         device = self.scaler.fixed.device
         self.scaler.fixed |= torch.from_numpy(self._effect.stopped).to(device)
+        self._no_votes = torch.zeros(2, device=device)
         self._aims, self._caps = (torch.from_numpy(self._known[row]).to(device) for row in (AIM, SOFTCAP))
 
     @property
@@ -260,8 +261,8 @@ class Clipper:
 
     def agreed(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest numbers that any rank has of each slot, (numbers, slots), and votes for observe()."""
-        votes = torch.zeros(2) if self._check is None else self._check.votes()
-        return self.scaler.slots.agreed(own.to(self._aims), votes)
+        votes = None if self._check is None else self._check.votes()
+        return self.scaler.slots.agreed(own.to(self._aims), self._no_votes if votes is None else votes)
 
     def clip_(self, numbers: Tensor) -> Tensor:
         """Scale what passed the threshold; return the factor of each slot."""

@@ -79,7 +79,7 @@ def clip_state(model: nn.Module) -> ClipState:
     return _STATES.setdefault(model, ClipState())
 
 
-def taken_from(model: nn.Module) -> dict[Head, float] | None:
+def clip_logs(model: nn.Module) -> dict[Head, float] | None:
     """Return logarithms of what scores were multiplied by, by layer and head, as layers are called in this model.
 
     None where no clip was ever at work.
@@ -212,11 +212,11 @@ class WriteCheck:
         self._sample, self._others = [], []
 
     @torch.no_grad()
-    def votes(self) -> Tensor:
-        """Return (is undone, is there) as 0 or 1; both 0 where that is not clear."""
-        found = torch.zeros(2, device=device_of(self._model))
+    def votes(self) -> Tensor | None:
+        """Return (is undone, is there) as 0 or 1, both 0 where that is not clear; None where nothing was looked at."""
         if not self._sample:
-            return found
+            return None
+        found = torch.zeros(2)
         undone = stayed = gap = whole = 0.0
         for values, before, factors in self._sample:
             now = values()

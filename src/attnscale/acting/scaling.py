@@ -48,10 +48,10 @@ class _Rows:
 
         Of a parameter in shards an owner has another at times, put together.
         """
-        is_whole = local_part(self.parameter) is None
-        if is_whole and getattr(self.owner, self.name, None) is not self.parameter:
+        local = local_part(self.parameter)
+        if local is None and self.owner._parameters.get(self.name) is not self.parameter:
             return False
-        return _kind(self.held) == self.kind
+        return _kind(self.parameter if local is None else local) == self.kind
 
     @cached_property
     def size(self) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from attnscale.diagnose import CODES, SEVERITIES, Audit, Finding, WhatIf, audited
-from attnscale.diagnose.audit import NOTHING_READ
+from attnscale.diagnose.auditing import NOTHING_READ
 from attnscale.diagnose.finding import Group, grouped, severity_rank
 from attnscale.diagnose.verdict import head_verdicts, verdict_text, verdict_word
 from attnscale.errors import NotFollowedWarning

@@ -105,8 +105,8 @@ SOURCE.claim(
     limit=Limit("for the four logits of the example", "for most rows at a spread of 8", compute.mostly_one_hot),
 )(_example_one_hot)  # fmt: skip
 
-SOURCE.number(
-    "scaled-example-logits", "[-20, 3, 25, -15] divided by 8.", "-2.5 0.4 3.1 -1.9", lambda: LOGITS / SPREAD
+SOURCE.numbers(
+    ("scaled-example-logits", "[-20, 3, 25, -15] divided by 8.", "-2.5 0.4 3.1 -1.9", lambda: LOGITS / SPREAD),
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Statement, computation and judgement of a claim: a number by its printed digits, a statement by its evidence."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,8 +51,8 @@ class Entry:
     claim: str
     claimed: str
     compute: Callable[[], ArrayLike | Evidence]
-    limit: Limit | None = None
     remark: str = ""
+    limit: Limit | None = None
     section: str = ""
 
 
@@ -69,9 +70,9 @@ class Source:
         """Say which section of the text the following claims stand in."""
         self.sections.append(heading)
 
-    def number(self, id_: str, claim: str, claimed: str, compute: Callable[[], ArrayLike], remark: str = "") -> None:
-        """Add a claimed number."""
-        self.entries.append(Entry(id_, claim, claimed, compute, remark=remark, section=self.sections[-1]))
+    def numbers(self, *rows: tuple[Any, ...]) -> None:
+        """Add claimed numbers: id, claim, the number as printed, its computation, and a remark if there is one."""
+        self.entries.extend(replace(Entry(*row), section=self.sections[-1]) for row in rows)
 
     def claim(
         self, id_: str, claim: str, claimed: str, *, limit: Limit | None = None, remark: str = ""
@@ -79,7 +80,7 @@ class Source:
         """Add a statement, with the decorated function as its evidence."""
 
         def add(evidence: Callable[[], Evidence]) -> Callable[[], Evidence]:
-            self.entries.append(Entry(id_, claim, claimed, evidence, limit, remark, self.sections[-1]))
+            self.entries.append(Entry(id_, claim, claimed, evidence, remark, limit, self.sections[-1]))
             return evidence
 
         return add

@@ -69,13 +69,11 @@ def normal_product_moment(power: int) -> float:
 SOURCE.section("Variance Analysis")
 
 
-SOURCE.number("normal-product-mean", "E[XY] for independent standard normals.", "0", lambda: normal_product_moment(1))
-SOURCE.number(
-    "normal-product-square", "E[(XY)²] for independent standard normals.", "1", lambda: normal_product_moment(2)
-)
-SOURCE.number(
-    "normal-product-variance", "Var(XY) for independent standard normals.", "1",
-    lambda: normal_product_moment(2) - normal_product_moment(1) ** 2,
+SOURCE.numbers(
+    ("normal-product-mean", "E[XY] for independent standard normals.", "0", lambda: normal_product_moment(1)),
+    ("normal-product-square", "E[(XY)²] for independent standard normals.", "1", lambda: normal_product_moment(2)),
+    ("normal-product-variance", "Var(XY) for independent standard normals.", "1",
+     lambda: normal_product_moment(2) - normal_product_moment(1) ** 2),
 )  # fmt: skip
 
 
@@ -98,9 +96,9 @@ def _std_64() -> Evidence:
     return Evidence(found.is_(DIM), f"drawn: {found:.2f}")
 
 
-SOURCE.number(
-    "softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
-    "Further scores, which the source omits, would not change the ratio of the first to the third.",
+SOURCE.numbers(
+    ("softmax-peaked", "Softmax of [8.5, -2.1, 7.9].", "0.99 0.00 0.01", lambda: softmax(PEAKED),
+     "Further scores, which the source omits, would not change the ratio of the first to the third."),
 )  # fmt: skip
 
 
@@ -147,9 +145,9 @@ def _five_spread() -> Evidence:
     return Evidence(abs(below - 0.5) < LIKELY / 2, f"std {FIVE.std(ddof=1):.2f}; {below:.0%} of such samples are lower")
 
 
-SOURCE.number(
-    "softmax-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2].", "0.599 0.000 0.401 0.000 0.000", lambda: softmax(FIVE)
-)
+SOURCE.numbers(
+    ("softmax-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2].", "0.599 0.000 0.401 0.000 0.000", lambda: softmax(FIVE)),
+)  # fmt: skip
 
 
 @SOURCE.claim("two-positions", "Of these five scores two take all the attention.", "two keys")
@@ -158,12 +156,10 @@ def _two_positions() -> Evidence:
     return Evidence(bool(two > SATURATED_TOP1), f"{two:.4f} on two keys")
 
 
-SOURCE.number(
-    "scaled-five", "[9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "1.15 -0.39 1.10 -0.68 0.15", lambda: FIVE / SPREAD
-)
-SOURCE.number(
-    "softmax-scaled-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "0.31 0.07 0.30 0.05 0.12",
-    lambda: softmax(FIVE / SPREAD),
+SOURCE.numbers(
+    ("scaled-five", "[9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "1.15 -0.39 1.10 -0.68 0.15", lambda: FIVE / SPREAD),
+    ("softmax-scaled-five", "Softmax of [9.2, -3.1, 8.8, -5.4, 1.2] divided by 8.", "0.31 0.07 0.30 0.05 0.12",
+     lambda: softmax(FIVE / SPREAD)),
 )  # fmt: skip
 
 
@@ -235,10 +231,10 @@ def _own(weights: list[float]) -> Array:
     return np.diag(softmax_jacobian(weights))
 
 
-SOURCE.number("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0]))
-SOURCE.number(
-    "mixed-gradients", "Derivatives at [0.3, 0.3, 0.2, 0.2], each to its own score.", "0.21 0.21 0.16 0.16",
-    lambda: _own([0.3, 0.3, 0.2, 0.2]),
+SOURCE.numbers(
+    ("one-hot-gradients", "Derivatives at [1, 0, 0], each to its own score.", "0 0 0", lambda: _own([1, 0, 0])),
+    ("mixed-gradients", "Derivatives at [0.3, 0.3, 0.2, 0.2], each to its own score.", "0.21 0.21 0.16 0.16",
+     lambda: _own([0.3, 0.3, 0.2, 0.2])),
 )  # fmt: skip
 
 

@@ -2,19 +2,19 @@
 
 from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.backends import compare_backends
-from attnscale.comparing.comparison import Comparison, HeadChange, compare_portraits
-from attnscale.comparing.moves import Move
-from attnscale.comparing.portrait import LayerPortrait, Portrait
+from attnscale.comparing.comparison import Comparison, HeadChange, compare_profiles
+from attnscale.comparing.profiles import LayerProfile, Profile
 from attnscale.comparing.sides import compare
+from attnscale.comparing.statistic_change import StatisticChange
 
 __all__ = [
     "BackendComparison",
     "Comparison",
     "HeadChange",
-    "LayerPortrait",
-    "Move",
-    "Portrait",
+    "LayerProfile",
+    "Profile",
+    "StatisticChange",
     "compare",
     "compare_backends",
-    "compare_portraits",
+    "compare_profiles",
 ]

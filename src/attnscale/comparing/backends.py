@@ -199,10 +199,8 @@ def _row(
 
 
 def _output_message(change: float) -> str:
-    size = "one is NaN where the other is not" if math.isinf(change) else f"it differs by {change:.1%} of its length"
-    return (
-        f"its output is another, {size}, with the same scale, soft-cap, visible keys and sinks: look behind the softmax"
-    )
+    size = "is NaN elsewhere" if math.isinf(change) else f"differs by {change:.1%} of its length"
+    return f"its output {size}, with the same scale, soft-cap, visible keys and sinks: check what follows the softmax"
 
 
 def _change(one: Tensor | None, other: Tensor | None, first: Layer, second: Layer) -> float:
@@ -268,7 +266,7 @@ def _notes(ran: Sequence[_Run]) -> Iterator[str]:
             alone = [name for name in one.layers if name not in other.layers]
             if alone:
                 more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-                yield f"Only {one.backend} has the layer {alone[0]}{more}, {other.backend} has not: not compared."
+                yield f"{one.backend} ran the layer {alone[0]}{more}, and {other.backend} did not: not compared."
         unread = [name for name, layer in run.layers.items() if layer.reading.unread]
         if unread:
             yield f"The scale of {', '.join(unread)} could not be read under {run.backend}."

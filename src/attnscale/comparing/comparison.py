@@ -1,4 +1,4 @@
-"""Comparisons: two portraits head by head, with the changes that are larger than their error."""
+"""Comparisons: two profiles head by head, with the changes that are larger than their error."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from attnscale.comparing.moves import Move, mark_significant, move_of
-from attnscale.comparing.portrait import COMPARED, LayerPortrait, Portrait
+from attnscale.comparing.profiles import COMPARED, LayerProfile, Profile
+from attnscale.comparing.statistic_change import StatisticChange, mark_significant, statistic_change
 from attnscale.diagnose import Change, Finding
 from attnscale.errors import SettingError
 from attnscale.plain import counted, plain, printable
@@ -24,20 +24,22 @@ class HeadChange:
 
     layer: str
     head: int
-    moves: Mapping[str, Move]
+    moves: Mapping[str, StatisticChange]
     same_parameters: bool = False  # of the module that attends, as far as is known
     sees_others: bool = False  # its queries see other keys of the same inputs: its mask changed
 
     @property
     def carried(self) -> bool:
         """True if its weights, its scale and its visible keys are as before, so its inputs changed it."""
-        rescaled = "scale_applied" in self.moves and self.moves["scale_applied"].is_beyond
+        rescaled = "scale_applied" in self.moves and self.moves["scale_applied"].is_significant
         return self.same_parameters and not rescaled and not self.sees_others
 
     @property
-    def changed(self) -> list[Move]:
+    def changed(self) -> list[StatisticChange]:
         """Significant changes, the largest first."""
-        return sorted((move for move in self.moves.values() if move.is_beyond), key=lambda move: -round(move.size, 3))
+        return sorted(
+            (move for move in self.moves.values() if move.is_significant), key=lambda move: -round(move.size, 3)
+        )
 
     @property
     def size(self) -> float:
@@ -45,7 +47,7 @@ class HeadChange:
         return max((move.size for move in self.changed), default=0.0)
 
     @property
-    def worse(self) -> list[Move]:
+    def worse(self) -> list[StatisticChange]:
         """Significant changes for the worse."""
         return [move for move in self.changed if move.is_worse]
 
@@ -65,13 +67,13 @@ class HeadChange:
         return "its mask" if self.sees_others else "its inputs" if self.carried else "weights or scale"
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """Its changes in words, the largest first."""
         changes = [*(["its queries see other keys"] if self.sees_others else []), *map(str, self.changed)]
         return "; ".join(changes) or "no change larger than its error"
 
     def __str__(self) -> str:
-        return printable(f"{self.place}: {self.told}")
+        return printable(f"{self.place}: {self.text}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
@@ -128,7 +130,7 @@ class Comparison(Result):
             most = self.changed[0]
             error = "its error" if len(self.changed) == 1 else "their error, most of all"
             said = f"{len(self.changed)} of {counted(len(self.heads), 'head')} changed by more than {error}: "
-            said += f"{most.place}, {most.told.split('; ')[0]}"
+            said += f"{most.place}, {most.text.split('; ')[0]}"
             said += f"; the inputs of {counted(len(self.carried), 'head')} changed too" if self.carried else ""
         new = f" {counted(len(self.new), 'new finding')}." if self.new else ""
         gone = f" {counted(len(self.gone), 'finding')} gone." if self.gone else ""
@@ -169,8 +171,8 @@ def require_tolerance(tolerance: float) -> None:
         raise SettingError(f"Expected a tolerance of at least 0, got {tolerance:g}.")
 
 
-def compare_portraits(before: Portrait, after: Portrait, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare two portraits, heads by the names of their layers."""
+def compare_profiles(before: Profile, after: Profile, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare two profiles, heads by the names of their layers."""
     paired = bool(before.inputs) and before.inputs == after.inputs
     both = [name for name in before.layers if name in after.layers]
     alike = [name for name in both if before.layers[name].heads == after.layers[name].heads]
@@ -187,14 +189,15 @@ def compare_portraits(before: Portrait, after: Portrait, tolerance: float = TOLE
     )
 
 
-def _heads_of(name: str, before: LayerPortrait, after: LayerPortrait, paired: bool) -> Iterator[HeadChange]:
+def _heads_of(name: str, before: LayerProfile, after: LayerProfile, paired: bool) -> Iterator[HeadChange]:
     shared = [each for each in COMPARED if each in before.samples and each in after.samples]
     same_parameters = bool(before.weights) and before.weights == after.weights
     sees_others = paired and bool(before.visible and after.visible) and before.visible != after.visible
     paired = paired and before.count == after.count
     for head in range(before.heads):
         moves = {
-            each: move_of(each, before.samples[each][:, head], after.samples[each][:, head], paired) for each in shared
+            each: statistic_change(each, before.samples[each][:, head], after.samples[each][:, head], paired)
+            for each in shared
         }
         yield HeadChange(name, head, moves, same_parameters, sees_others)
 
@@ -203,7 +206,7 @@ def _key(finding: Finding) -> tuple[str, int | None, str, str]:
     return finding.layer, finding.head, finding.code, finding.severity
 
 
-def _notes(before: Portrait, after: Portrait, both: list[str], alike: list[str], paired: bool) -> Iterator[str]:
+def _notes(before: Profile, after: Profile, both: list[str], alike: list[str], paired: bool) -> Iterator[str]:
     for one, other in ((before, after), (after, before)):
         alone = [name for name in one.layers if name not in other.layers]
         if alone:

@@ -1,4 +1,4 @@
-"""Both sides of a comparison: models, their names, saved checks, or logs of runs, each turned into a portrait."""
+"""Both sides of a comparison: models, their names, saved checks, or logs of runs, each turned into a profile."""
 
 from collections import deque
 from dataclasses import replace
@@ -10,15 +10,15 @@ from torch import nn
 
 from attnscale.comparing.backend_comparison import BackendComparison
 from attnscale.comparing.backends import compared_backends, require_backends
-from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_portraits, require_tolerance
-from attnscale.comparing.portrait import (
+from attnscale.comparing.comparison import TOLERANCE, Comparison, compare_profiles, require_tolerance
+from attnscale.comparing.profiles import (
     COMPARED,
-    LayerPortrait,
-    Portrait,
+    LayerProfile,
+    Profile,
     is_saved,
-    portray,
-    read_portrait,
-    save_portrait,
+    measure_profile,
+    read_profile,
+    save_profile,
 )  # fmt: skip
 from attnscale.diagnose import audited
 from attnscale.errors import SettingError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnscale.checking import Checked
     from attnscale.loading import Request
 
-Side: TypeAlias = str | Path | nn.Module | Portrait
+Side: TypeAlias = str | Path | nn.Module | Profile
 SAMPLES = 8  # sequences to run a model on: their differences give the error of a change
 LATEST = 8  # records of a run, each of another batch
 BUNDLED = "bundled"
@@ -46,8 +46,8 @@ def compare(
     """
     require_tolerance(tolerance)
     names = ("the first model", "the second model")
-    sides = [portrait_of(side, name, args, kwargs, rows) for side, name in zip((a, b), names, strict=True)]
-    return compare_portraits(sides[0], sides[1], tolerance)
+    sides = [profile_of(side, name, args, kwargs, rows) for side, name in zip((a, b), names, strict=True)]
+    return compare_profiles(sides[0], sides[1], tolerance)
 
 
 def check_against(
@@ -60,44 +60,44 @@ def check_against(
 ) -> "tuple[Checked, Comparison | None]":
     """Check a model; save what was measured in one file, and compare it with a check saved in another."""
     require_tolerance(tolerance)
-    before = None if baseline is None else read_portrait(baseline)
-    checked, portrait = _checked_portrait(request, rows, what_if)
+    before = None if baseline is None else read_profile(baseline)
+    checked, profile = _checked_profile(request, rows, what_if)
     if save_as is not None:
-        save_portrait(portrait, save_as)
-    return checked, None if before is None else compare_portraits(before, portrait, tolerance)
+        save_profile(profile, save_as)
+    return checked, None if before is None else compare_profiles(before, profile, tolerance)
 
 
-def portrait_of(side: Side, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> Portrait:
-    """Return the portrait of a side of compare(): measured, or read from its file."""
-    if isinstance(side, Portrait):
+def profile_of(side: Side, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> Profile:
+    """Return the profile of a side of compare(): measured, or read from its file."""
+    if isinstance(side, Profile):
         return side
     if isinstance(side, nn.Module):
         if not args and not kwargs:
             raise SettingError("Expected inputs to run the models on, as compare(a, b, batch), got none.")
         audit = audited(side, args, kwargs, rows=rows)
-        return portray(side, args, kwargs, audit, title=name, fed="the batch given", rows=rows)
+        return measure_profile(side, args, kwargs, audit, title=name, fed="the batch given", rows=rows)
     if not isinstance(side, str | Path):
         raise SettingError(f"Expected a model, its name, or a file to compare, got {type(side).__name__}.")
     from attnscale.loading import Request
 
-    return portrait_by_name(str(side), Request(), rows)
+    return profile_by_name(str(side), Request(), rows)
 
 
-def portrait_by_name(name: str, request: "Request", rows: int | None = None) -> Portrait:
+def profile_by_name(name: str, request: "Request", rows: int | None = None) -> Profile:
     """Read a log or a saved check, or load a model and run it as `request` says."""
     path, _, run = name.partition("#")
     if Path(path).suffix == LOGS:
-        return _portrait_of_run(Path(path), run or None)
+        return _profile_of_run(Path(path), run or None)
     if Path(name).is_file() and is_saved(Path(name)):
-        return read_portrait(Path(name))
-    return _checked_portrait(replace(request, model=None if name == BUNDLED else name), rows)[1]
+        return read_profile(Path(name))
+    return _checked_profile(replace(request, model=None if name == BUNDLED else name), rows)[1]
 
 
 def compare_by_name(a: str, b: str, request: "Request", rows: int | None, tolerance: float) -> Comparison:
     """Compare two sides by their names, as the command line gives them."""
     require_tolerance(tolerance)
-    before, after = (portrait_by_name(name, request, rows) for name in (a, b))
-    return compare_portraits(before, after, tolerance)
+    before, after = (profile_by_name(name, request, rows) for name in (a, b))
+    return compare_profiles(before, after, tolerance)
 
 
 def backends_by_name(
@@ -114,9 +114,9 @@ def backends_by_name(
     return replace(found, title=loaded.title, fed=loaded.input_description, notes=(*loaded.notes, *found.notes))
 
 
-def _checked_portrait(
+def _checked_profile(
     request: "Request", rows: int | None = None, what_if: str | None = None
-) -> "tuple[Checked, Portrait]":
+) -> "tuple[Checked, Profile]":
     from attnscale.checking.checked import check_loaded
     from attnscale.loading import offline
     from attnscale.loading.model_errors import as_model_error, quiet
@@ -125,10 +125,10 @@ def _checked_portrait(
     request.report("comparing sequences")
     with offline(), quiet(), as_model_error(f"run {loaded.title} on {loaded.input_description}"):
         texts: dict[str, Any] = {"title": checked.title, "fed": checked.fed}
-        return checked, portray(loaded.model, loaded.args, loaded.kwargs, checked.audit, rows=rows, **texts)
+        return checked, measure_profile(loaded.model, loaded.args, loaded.kwargs, checked.audit, rows=rows, **texts)
 
 
-def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
+def _profile_of_run(path: Path, name: str | None = None) -> Profile:
     """Return the latest records of a run as samples, with all alarms of the run as findings."""
     log = survey(path, name)
     run, latest, alarms = log.chosen, deque[Record](maxlen=LATEST), []
@@ -140,10 +140,10 @@ def _portrait_of_run(path: Path, name: str | None = None) -> Portrait:
     names = dict.fromkeys(name for record in latest for name in record.layers)
     layers = {name: _layer_of_records([record for record in latest if name in record.layers], name) for name in names}
     found = {(alarm.layer, alarm.head, alarm.code): alarm for alarm in alarms}
-    return Portrait(title, fed, {name: layer for name, layer in layers.items() if layer.heads}, tuple(found.values()))
+    return Profile(title, fed, {name: layer for name, layer in layers.items() if layer.heads}, tuple(found.values()))
 
 
-def _layer_of_records(records: list[Record], layer: str) -> LayerPortrait:
+def _layer_of_records(records: list[Record], layer: str) -> LayerProfile:
     last = records[-1].layers[layer].numbers
     heads = len(next(iter(last.values()), ()))
     missing = [float("nan")] * heads
@@ -151,4 +151,4 @@ def _layer_of_records(records: list[Record], layer: str) -> LayerPortrait:
     for name in (each for each in COMPARED if each in last):
         rows = [record.layers[layer].numbers.get(name, missing) for record in records]
         samples[name] = np.array([row for row in rows if len(row) == heads], dtype=np.float64)
-    return LayerPortrait(samples if len({numbers.shape for numbers in samples.values()}) == 1 else {})
+    return LayerProfile(samples if len({numbers.shape for numbers in samples.values()}) == 1 else {})

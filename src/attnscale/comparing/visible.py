@@ -68,7 +68,7 @@ def differences(one: VisibleKeys, other: VisibleKeys, name: str) -> Iterator[str
 
 
 def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: str, verb: str) -> Iterator[str]:
-    """Explain the keys that `more` shows and `less` hides: padding, later keys, and the rest."""
+    """Explain the keys that `more` shows and `less` hides: padding, later keys, a longer window, and the rest."""
     extra = more.shown & ~less.shown & counted
     padding = extra & ~(less.shown & counted).any(-2, keepdim=True)
     if padding.any():
@@ -80,13 +80,28 @@ def _one_way(less: VisibleKeys, more: VisibleKeys, counted: Tensor, relative: st
     is_causal = less.is_self and not bool((less.shown & counted & (offsets > 0)).any())
     later = extra & (offsets > 0) if is_causal else torch.zeros_like(extra)
     if later.any():
-        why = "the causal term is missing or off" if verb == "sees" else "it is causal"
-        yield f"it {verb} later keys {relative}, up to {int(offsets.expand_as(later)[later].max())} ahead: {why}"
+        ahead = int(offsets.expand_as(later)[later].max())
+        missing = "its causal limit is off by one" if ahead == 1 else "the causal term is missing"
+        why = missing if verb == "sees" else "it is causal"
+        yield f"it {verb} later keys {relative}, up to {ahead} ahead: {why}"
     rest = extra & ~later
-    if rest.any():
+    if not rest.any():
+        return
+    short, long = (_window(each, counted, offsets) for each in (less, more))
+    if less.is_self and short < long and not (rest & (offsets > -short)).any():
+        here, there = (long, short) if verb == "sees" else (short, long)
+        limits = ["none" if window >= keys else str(window) for window in (here, there)]
+        yield f"it {verb} earlier keys {relative}: its window is {limits[0]}, not {limits[1]}"
+    else:
         first = [int(each) for each in rest.nonzero()[0]]
         count = int(rest.flatten(0, -3).any(0).sum())
         yield f"it {verb} {count:,} pairs of query and key {relative}, first key {first[-1]} of query {first[-2]}"
+
+
+def _window(keys: VisibleKeys, counted: Tensor, offsets: Tensor) -> int:
+    """Return the largest number of keys from the earliest visible one to the query itself."""
+    shown = keys.shown & counted & (offsets <= 0)
+    return 1 - int(offsets.expand_as(shown)[shown].min()) if shown.any() else 0
 
 
 def _listed(columns: list[int]) -> str:

@@ -22,17 +22,6 @@ KNOWN_FIELDS = (
 )  # fmt: skip
 # A soft-cap of the attention, not of the final logits or a router: `attn_logit_softcapping`, `attention_logit_cap`, …
 SOFTCAP = re.compile(r"^(conf_)?(attn|attention)_(logits?_)?(soft_?cap(ping)?|cap)$|^(attn|attention)_logits?_softcap")
-# Step of a path -> the fields that configure it: a vision tower is not configured by its text_config.
-PARTS = {
-    "vision": ("vision_config",),
-    "visual": ("vision_config",),
-    "image": ("vision_config", "image_config"),
-    "audio": ("audio_config",),
-    "text": ("text_config",),
-    "language": ("text_config", "llm_config"),
-    "encoder": ("encoder", "encoder_config"),
-    "decoder": ("decoder", "decoder_config", "text_config"),
-}
 MODULE_FIELDS = frozenset(vars(nn.Module()))
 
 # Published architectures whose scale is not 1/√d_k, and whose configuration does not say so. Read from their code in
@@ -58,13 +47,12 @@ class Config(NamedTuple):
 
 
 def configs_at(parents: Parents) -> list[Config]:
-    """Return the configurations of the nearest module that has one, or the parts of them that the module's path names.
+    """Return the configurations of the nearest module that has one.
 
-    A `config` counts in any case, another attribute where it is an object with a field that is known here.
+    A `config` counts in any case, another attribute if it is an object with a field that is known here.
     """
-    path = parents[0][0] if parents else ""
-    for above, module in parents:
-        found = [Config(name, _part(value, path[len(above) :])) for name, value in _held_by(module)]
+    for _, module in parents:
+        found = [Config(name, value) for name, value in _held_by(module)]
         if found:
             return found
     return []
@@ -166,15 +154,3 @@ def _known_fields(config: object) -> Iterator[str]:
 def _is_configuration(value: object) -> bool:
     has_fields = isinstance(value, Mapping) or hasattr(value, "__dict__") or is_dataclass(value)
     return has_fields and not callable(value) and not isinstance(value, Tensor)
-
-
-def _part(config: object, path: str) -> object:
-    """Return the sub-configuration that a step of the path names; the configuration itself where none does."""
-    for step in path.split("."):
-        for word, parts in PARTS.items():
-            for part in (field(config, name) for name in parts if word in step):
-                if part is not None and not isinstance(part, str | int | float | bool):
-                    return part
-    text = field(config, "text_config")
-    has_several_parts = any(field(config, name) is not None for name in ("vision_config", "audio_config"))
-    return config if text is None or has_several_parts else text

@@ -1,13 +1,12 @@
 """Layers that were watched -> verdicts, causes, findings, and what a fix would do."""
 
 from attnscale.diagnose.alarm import LayerSnapshot, Thresholds, layer_alarm, next_threshold
-from attnscale.diagnose.audit import Audit, diagnose
+from attnscale.diagnose.auditing import Audit, audit, audited, diagnose
 from attnscale.diagnose.cause import Cause, Change, cause
 from attnscale.diagnose.finding import CODES, SEVERITIES, Finding
 from attnscale.diagnose.forecast import Crossing, Growth, Trend, growth
-from attnscale.diagnose.run_audit import audit, audited
 from attnscale.diagnose.trained import is_trained
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.diagnose.what_if import Candidate, Outcome, WhatIf, what_if
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "head_verdicts",
     "is_trained",
     "layer_alarm",
-    "layer_verdict",
     "next_threshold",
     "what_if",
 ]

@@ -97,12 +97,8 @@ class LayerSnapshot:
     def grown_factor(self) -> str:
         """The factor that grew most: `multiplier`, `norms`, `temperature` or `alignment`; empty where none did."""
         change = self.change()
-        if change is None:
-            return ""
-        norms = "temperature" if self._is_rescaled(change) else "norms"
-        grew = change.multiplier, change.query_norm + change.key_norm, change.alignment
-        known = [-math.inf if math.isnan(each) else each for each in grew]
-        return ("multiplier", norms, "alignment")[known.index(max(known))] if max(known) > GROWN else ""
+        factor = "" if change is None else change.grown_factor(GROWN)
+        return "temperature" if factor == "norms" and change is not None and self._is_rescaled(change) else factor
 
     def _is_rescaled(self, change: Change) -> bool:
         """Return True if the side whose norm grew most is rescaled after its projection, which may be what grew."""

@@ -1,4 +1,4 @@
-"""Find out why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
+"""Explain why scores are large or small: s = a ‖q‖ ‖k‖ cos θ, so the multiplier, the norms or the alignment.
 
 Each factor is compared with what it is for unit-variance, independent components: a with 1/√d_k (or what the model
 declares), each norm with √d_k, the root mean square of the cosine with 1/√d_k. Their logarithms add up to that of the
@@ -46,11 +46,11 @@ class Change:
         """Δ ln of the root mean square score."""
         return self.multiplier + self.query_norm + self.key_norm + self.alignment
 
-    @property
-    def factor(self) -> str:
-        """The factor that moved most."""
-        ratios = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
-        return dominant({name: math.exp(change) for name, change in ratios.items()})
+    def grown_factor(self, least: float = 0.0) -> str:
+        """Return the factor that grew most, by more than `least`: `multiplier`, `norms`, `alignment`, or nothing."""
+        grown = {"multiplier": self.multiplier, "norms": self.query_norm + self.key_norm, "alignment": self.alignment}
+        known = {name: each for name, each in grown.items() if each > least}  # without NaN
+        return max(known, key=lambda name: known[name], default="")
 
     def __str__(self) -> str:
         return (

@@ -1,6 +1,6 @@
 """Check how an attention is wired: masks, soft-caps, norms, dropout, weights, gradients; and list all checks.
 
-A check takes a layer, and if its model is trained, and yields findings. A comparison takes all layers of a model.
+A check takes a layer and a flag that is True if its model is trained, and yields findings.
 """
 
 import re
@@ -28,8 +28,7 @@ def all_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding
     shares = gradient_shares(layers)
     for name, layer in layers.items():
         yield from findings_of(layer, trained, shares.get(name))
-    for compare in COMPARISONS:
-        yield from compare(layers, trained)
+    yield from future_findings(layers)
 
 
 def findings_of(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
@@ -70,94 +69,72 @@ def as_symptom(finding: Finding, causes: Sequence[Finding], layer: Layer) -> Fin
 def mask_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find masks that hide nothing (`inert_mask`)."""
     fill, added, capped = layer.reading.inert_fill, layer.reading.inert_added, layer.reading.capped_mask
+    hidden = float("-inf")
     if capped is not None:
-        yield layer_finding(
-            layer,
-            "inert_mask",
-            "warning",
-            f"The mask comes before the soft-cap, which makes hidden scores {capped:g}: these keys still get weight.",
-            "Cap the scores first, then hide keys.",
-            (capped, float("-inf")),
-        )
+        message = f"The mask comes before the soft-cap, which makes hidden scores {capped:g}: these keys get weight."
+        yield layer_finding(layer, "inert_mask", message, "Cap the scores first, then hide keys.", (capped, hidden))
     if added is not None:
-        yield layer_finding(
-            layer,
-            "inert_mask",
-            "warning",
-            f"A mask of zeros and ones is added to the scores: adding {added:+g} hides no key.",
-            "Use a mask of True and False, or add one of 0 and −inf.",
-            (added, float("-inf")),
-        )
+        message = f"A mask of zeros and ones is added to the scores: adding {added:+g} hides no key."
+        advice = "Use a mask of True and False, or add one of 0 and −inf."
+        yield layer_finding(layer, "inert_mask", message, advice, (added, hidden))
     if fill is not None:
-        yield layer_finding(
-            layer,
-            "inert_mask",
-            "warning",
-            f"A mask sets scores to {fill:g} before the softmax, an ordinary score: these keys still get weight.",
-            "Fill with −inf, or add a mask of 0 and −inf to the scores.",
-            (fill, float("-inf")),
-        )
+        message = f"The mask sets scores to {fill:g}, an ordinary score, before the softmax: these keys get weight."
+        advice = "Fill with −inf, or add a mask of 0 and −inf to the scores."
+        yield layer_finding(layer, "inert_mask", message, advice, (fill, hidden))
 
 
 def softcap_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find soft-caps that are not applied, cannot bind (`inert_softcap`) or come before the scale."""
-    said, cap, usual = layer.declared, layer.softcap, layer.head_dim**-0.5
+    declared, cap, usual = layer.declared, layer.softcap, layer.head_dim**-0.5
+    message, numbers = "", (cap, declared.softcap)
     if layer.wiring.softcap_unbounded:
         message = "The scores are multiplied by a tanh of themselves, s·tanh(s/cap), which has no bound."
-        yield layer_finding(
-            layer, "inert_softcap", "warning", message, "Write cap · tanh(s/cap).", (None, said.softcap)
-        )
+        advice = "Write cap · tanh(s/cap)."
     elif layer.wiring.softcap_discarded:
         message = "A soft-cap of the scores is computed, and its result does not reach the softmax."
         advice = "Assign the result of tanh to the scores."
-        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
-    elif said.softcap is not None and cap is None:
-        message = f"{said.softcap_source} sets a soft-cap of {said.softcap:g}, and none is applied ({layer.kind})."
+    elif declared.softcap is not None and cap is None:
+        message = (
+            f"{declared.softcap_source} sets a soft-cap of {declared.softcap:g}, and none is applied ({layer.kind})."
+        )
         other = "Compute cap · tanh(s/cap)" if layer.kind == "eager" else "Use eager or flex, which can have a soft-cap"
         advice = f"{other}, or unset it."
-        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (None, said.softcap))
     elif cap is not None and cap > HIGHEST_USEFUL_CAP:
-        message = f"The soft-cap of {cap:g} is too high to help: scores do harm from 1,000 on."
-        advice = "Cap at 30 to 50, as Gemma 2 and Grok do."
-        yield layer_finding(layer, "inert_softcap", "warning", message, advice, (cap, 50.0))
+        message = f"The soft-cap is too high to help, {cap:g}: loss deteriorates from scores of about 1,000 on."
+        advice, numbers = "Cap at 30 to 50, as Gemma 2 and Grok do.", (cap, 50.0)
+    if message:
+        yield layer_finding(layer, "inert_softcap", message, advice, numbers)
     after = layer.reading.scale_after_cap
     if after is not None and cap is not None and abs(abs(after) - usual) <= SAME_SCALE * usual:
-        yield layer_finding(
-            layer,
-            "softcap_before_scale",
-            "warning",
+        message = (
             f"The soft-cap is applied before the scale: q·k is capped at {cap / abs(after):.3g} and then multiplied by "
-            f"1/√d_k = {usual:.3g}, so scores are capped at {cap:.3g}.",
-            "Scale first: cap · tanh(q·k/√d_k / cap).",
-            (cap, cap / abs(after)),
+            f"1/√d_k = {usual:.3g}, so scores are capped at {cap:.3g}."
         )
+        advice = "Scale first: cap · tanh(q·k/√d_k / cap)."
+        yield layer_finding(layer, "softcap_before_scale", message, advice, (cap, cap / abs(after)))
 
 
-def qk_norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find QK-norms that are configured or built, and never applied (`inert_qk_norm`)."""
+def norm_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
+    """Find QK-norms (`inert_qk_norm`) and learned scales (`config_mismatch`) that are built and never applied."""
+    scales = [name for name in layer.wiring.unused_norms if is_scale(name)]
     unused = [name for name in layer.wiring.unused_norms if not is_scale(name)]
-    placed = layer.wiring.misplaced_norms
+    placed, message = layer.wiring.misplaced_norms, ""
+    advice = "Normalise the query and the key of each head before their product"
+    if scales and not layer.reading.unread:
+        told = f"{' and '.join(scales)} {'is' if len(scales) == 1 else 'are'} built and never multiplied."
+        remedy = "Multiply the scores by it, or remove it."
+        yield layer_finding(layer, "config_mismatch", told, remedy, (layer.scale_applied, None))
     if unused:
         message = f"{' and '.join(unused)} {'was' if len(unused) == 1 else 'were'} built and never used."
-        advice = "Normalise the query and the key of each head before their product, and multiply by the gains."
+        advice += ", and multiply by the gains."
     elif len(placed) > 1 and not layer.wiring.normalised and not layer.reading.unread:
         message = f"{' and '.join(placed)} ran, and query and key are not both normalised."
-        advice = "Call them on the query and on the key of each head, before their product."
+        advice += "."
     elif layer.declared.qk_norm and not layer.wiring.normalised:
         message = f"{layer.declared.qk_norm_source} asks for a QK-norm, and query and key are not normalised."
-        advice = "Normalise the query and the key of each head before their product, or unset the flag."
-    else:
-        return
-    yield layer_finding(layer, "inert_qk_norm", "warning", message, advice)
-
-
-def unused_scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
-    """Find learned scales that are built and never multiplied (`config_mismatch`)."""
-    unused = [name for name in layer.wiring.unused_norms if is_scale(name)]
-    if unused and not layer.reading.unread:
-        message = f"{' and '.join(unused)} {'is' if len(unused) == 1 else 'are'} built and never multiplied."
-        advice = "Multiply the scores by it, or remove it."
-        yield layer_finding(layer, "config_mismatch", "warning", message, advice, (layer.scale_applied, None))
+        advice += ", or unset the flag."
+    if message:
+        yield layer_finding(layer, "inert_qk_norm", message, advice)
 
 
 def is_scale(name: str) -> bool:
@@ -168,13 +145,12 @@ def is_scale(name: str) -> bool:
 def dropout_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find dropout of scores (`dropout_before_softmax`), which only a forward in training mode shows."""
     if layer.reading.dropped:
-        yield layer_finding(
-            layer,
-            "dropout_before_softmax",
-            "warning",
+        message = (
             "Dropout is applied to the scores before the softmax: a score of zero still gets weight, and the others "
-            "are multiplied by 1/(1 − p), which sharpens them in training only.",
-            "Apply dropout to the weights, after the softmax.",
+            "are multiplied by 1/(1 − p), which sharpens them in training only."
+        )
+        yield layer_finding(
+            layer, "dropout_before_softmax", message, "Apply dropout to the weights, after the softmax."
         )
 
 
@@ -184,86 +160,61 @@ def weight_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     judged = [each for each in layer.softmaxes if not (each.renormalised or each.is_short)]
     off = max((float(each.off_one) for each in judged if each.off_one is not None), default=0.0)
     if any(softmax.undefined is not None and bool(softmax.undefined) for softmax in layer.softmaxes):
-        yield layer_finding(
-            layer,
-            "undefined_rows",
-            "error",
-            "Every key of some row is hidden, and the softmax divides 0 by 0: weights are NaN though scores are not.",
+        message = "Every key of some row is hidden, so its softmax is 0/0: weights are NaN though scores are not."
+        advice = (
             "Let every query see at least one key (itself, for example), or set such rows of the weights to zero "
-            "before they meet the values.",
+            "before they meet the values."
         )
+        yield layer_finding(layer, "undefined_rows", message, advice, severity="error")
     elif any(softmax.taken_twice for softmax in layer.softmaxes):
-        yield layer_finding(
-            layer,
-            "softmax_twice",
-            severity,
+        message = (
             "Softmax is applied twice: the input of the second lies between 0 and 1, so no key can weigh more than e "
-            "times another.",
-            "Apply softmax once, to the scores.",
+            "times another."
         )
+        yield layer_finding(layer, "softmax_twice", message, "Apply softmax once, to the scores.", severity=severity)
     elif layer.wiring.mixes_along_softmax and off > OFF_ONE:
         masked = any(softmax.is_masked for softmax in layer.softmaxes)
         why = "A mask is applied to the weights, after the softmax" if masked else "Weights change after the softmax"
-        yield layer_finding(
-            layer,
-            "weights_not_normalised",
-            severity,
-            f"{why}: the sum of a row differs from one by up to {off:.2g} where the weights meet the values.",
-            "Hide keys before the softmax, by −inf in the scores, or divide the weights by their new sum.",
-            (1 - off, 1.0),
-        )
+        message = f"{why}: the sum of a row differs from one by up to {off:.2g} where the weights meet the values."
+        advice = "Hide keys before the softmax, by −inf in the scores, or divide the weights by their new sum."
+        yield layer_finding(layer, "weights_not_normalised", message, advice, (1 - off, 1.0), severity)
 
 
 def pairing_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find heads that use the key of one group and the value of another (`heads_mispaired`)."""
     if any(softmax.pairs_differ for softmax in layer.softmaxes):
-        yield layer_finding(
-            layer,
-            "heads_mispaired",
-            "warning" if trained else "error",
+        message = (
             f"Keys and values are repeated in different orders: {layer.heads} heads share {layer.kv_heads} keys, and a "
-            "head uses the key of one group with the value of another.",
-            "Repeat both alike, by repeat_interleave(heads // kv_heads, dim=1), or let the kernel do it (enable_gqa).",
+            "head uses the key of one group with the value of another."
         )
+        advice = "Repeat both by repeat_interleave(heads // kv_heads, dim=1), or let the kernel do it (enable_gqa)."
+        severity = "warning" if trained else "error"
+        yield layer_finding(layer, "heads_mispaired", message, advice, severity=severity)
 
 
 def gradient_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
     """Find queries or keys that are detached, or that a backward pass did not reach (`no_gradient`)."""
-    cut = layer.reading.detached
-    if cut:
-        yield layer_finding(
-            layer,
-            "no_gradient",
-            "warning",
-            f"The {' and '.join(cut)} are detached from their projection: no gradient reaches it, and it stays as it "
-            "was initialised.",
-            "Remove the detach(). If the projection should stay frozen, freeze its parameters instead.",
-        )
+    if layer.reading.detached:
+        sides = " and ".join(layer.reading.detached)
+        message = f"The {sides} are detached: no gradient reaches their projection, which stays as initialised."
+        advice = "Remove the detach(). If the projection should stay frozen, freeze its parameters instead."
+        yield layer_finding(layer, "no_gradient", message, advice)
         return
     has_gradient = {"queries": layer.query_gradient is not None, "keys": layer.key_gradient is not None}
     if sum(has_gradient.values()) == 1:
         reached, missed = sorted(has_gradient, key=lambda side: not has_gradient[side])
-        yield layer_finding(
-            layer,
-            "no_gradient",
-            "note" if trained else "warning",
-            f"A gradient reached the {reached} and not the {missed}: they are computed without one, or all is frozen.",
-            f"Look for no_grad() or .data around what makes the {missed}. Frozen parameters are fine if intended.",
-        )
+        message = f"A gradient reached the {reached} and not the {missed}, which are computed without one or frozen."
+        advice = f"Look for no_grad() or .data around what makes the {missed}. Frozen parameters are fine if intended."
+        yield layer_finding(layer, "no_gradient", message, advice, severity="note" if trained else "warning")
 
 
 def evaluation_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
     """Find dropout of weights in layers that ran while no module was in training mode (`dropout_in_evaluation`)."""
+    message = "Dropout is applied to the weights in evaluation mode too: the same input gives different outputs."
+    advice = "Drop in training only: dropout_p=p if self.training else 0.0, or nn.Dropout, which knows the mode."
     for layer in layers.values():
         if any(softmax.drops for softmax in layer.softmaxes):
-            yield layer_finding(
-                layer,
-                "dropout_in_evaluation",
-                "warning",
-                "Dropout is applied to the weights in evaluation mode too: the same input gives a different output "
-                "each time.",
-                "Drop in training only: dropout_p=p if self.training else 0.0, or nn.Dropout, which knows the mode.",
-            )
+            yield layer_finding(layer, "dropout_in_evaluation", message, advice)
 
 
 def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_training: bool) -> Iterator[Finding]:
@@ -272,22 +223,17 @@ def mode_findings(layers: Mapping[str, Layer], others: Mapping[str, Layer], is_t
         other = others.get(name)
         if other is None or other.heads != layer.heads:
             continue
-        ours, theirs = layer.scales.double().cpu(), other.scales.double().cpu()
-        is_read = ours.isfinite() & theirs.isfinite()
-        if torch.allclose(ours[is_read], theirs[is_read], rtol=SAME_IN_BOTH_MODES, atol=0):
+        scales, other_scales = layer.scales.double().cpu(), other.scales.double().cpu()
+        is_read = scales.isfinite() & other_scales.isfinite()
+        if torch.allclose(scales[is_read], other_scales[is_read], rtol=SAME_IN_BOTH_MODES, atol=0):
             continue
         by_mode = {is_training: layer.scale_applied, not is_training: other.scale_applied}
-        yield layer_finding(
-            layer,
-            "scale_depends_on_mode",
-            "warning",
-            f"The scores are multiplied by {by_mode[True]:.4g} in training and by {by_mode[False]:.4g} in evaluation.",
-            "Apply the same scale in both; otherwise evaluation uses other weights than training did.",
-            (by_mode[False], by_mode[True]),
-        )
+        message = f"The scale depends on the mode: {by_mode[True]:.4g} in training, {by_mode[False]:.4g} in evaluation."
+        advice = "Apply the same scale in both; otherwise evaluation uses other weights than training did."
+        yield layer_finding(layer, "scale_depends_on_mode", message, advice, (by_mode[False], by_mode[True]))
 
 
-def future_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Finding]:
+def future_findings(layers: Mapping[str, Layer]) -> Iterator[Finding]:
     """Find layers that are not causal among layers of the same name but for its number (`attends_to_future`)."""
     stacks: dict[str, list[Layer]] = {}
     for layer in layers.values():
@@ -296,26 +242,22 @@ def future_findings(layers: Mapping[str, Layer], trained: bool) -> Iterator[Find
     for stack in stacks.values():
         not_causal = [layer for layer in stack if not layer.causal]
         if 2 * len(not_causal) < len(stack):
+            message = (
+                f"Its queries see later keys, and most of the {len(stack)} layers of its stack do not: what they "
+                "learn to predict is visible."
+            )
+            advice = "Give it the causal mask of the other layers (is_causal=True)."
             for layer in not_causal:
-                yield layer_finding(
-                    layer,
-                    "attends_to_future",
-                    "warning",
-                    f"Its queries see later keys, and most of the {len(stack)} layers of its stack do not: what they "
-                    "learn to predict is visible.",
-                    "Give it the causal mask of the other layers (is_causal=True).",
-                )
+                yield layer_finding(layer, "attends_to_future", message, advice)
 
 
-# A new check is a function and a line here: of a layer by itself, or of a layer beside the others.
+# A new check of a layer is a function and a line here.
 CHECKS: tuple[Callable[[Layer, bool], Iterator[Finding]], ...] = (
     mask_findings,
     softcap_findings,
-    qk_norm_findings,
-    unused_scale_findings,
+    norm_findings,
     weight_findings,
     dropout_findings,
     pairing_findings,
     gradient_findings,
 )
-COMPARISONS: tuple[Callable[[Mapping[str, Layer], bool], Iterator[Finding]], ...] = (future_findings,)

@@ -71,10 +71,10 @@ class Finding:
 def layer_finding(
     layer: Layer,
     code: str,
-    severity: str,
     message: str,
     advice: str,
     numbers: tuple[float | None, float | None] = (None, None),
+    severity: str = "warning",
 ) -> Finding:
     """Return a finding about a whole layer; `numbers` are what was measured and what was expected."""
     return Finding(layer.name, None, code, severity, message, *numbers, advice)

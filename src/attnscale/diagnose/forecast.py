@@ -16,7 +16,7 @@ it is not expected to be passed, and none by which it must have been.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import median
 
 import numpy as np
@@ -166,12 +166,18 @@ class Trend:
 
 def _robust_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, NDArray[np.float64]]:
     """Return the slope of the line of Theil and Sen, its value at the last sample, and the residuals."""
-    first, second = np.triu_indices(len(x), 1)
+    first, second = _pairs(len(x))
     run, rise = x[second] - x[first], y[second] - y[first]
     rate = _median(rise[run != 0] / run[run != 0])
     offsets = y - rate * (x - x[-1])
     level = _median(offsets)
     return rate, level, offsets - level
+
+
+@lru_cache
+def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    first, second = np.triu_indices(count, 1)
+    return first, second
 
 
 def _deviation(residuals: NDArray[np.float64]) -> float:

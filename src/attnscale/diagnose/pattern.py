@@ -22,16 +22,18 @@ class Pattern:
     places: tuple[int, ...] = ()  # the offset, or the keys
 
     def __str__(self) -> str:
+        if self.kind == "by content":
+            return "no position takes most of its weight"
+        keys = ", ".join(map(str, self.places[:4])) + " …" * (len(self.places) > 4)
         where = {
-            "itself": "on the token itself",
-            "previous token": "on the token before",
-            "offset": f"at an offset of {self.places[0]:+d}" if self.places else "",
-            "sink": f"on key {self.places[0]} for all queries, a sink" if self.places else "",
-            "separator": f"on one token that recurs, a separator (keys {_listed(self.places)})",
-            "few keys": f"on keys {_listed(self.places)} for all queries",
-            "by content": "by content: no position takes most of it",
-        }[self.kind]
-        return f"{self.share:.2f} of its weight is {where}" if self.kind != "by content" else f"it looks {where}"
+            "itself": "the token itself",
+            "previous token": "the token before",
+            "offset": f"the token at an offset of {self.places[0]:+d}",
+            "sink": f"key {self.places[0]} for all queries, a sink",
+            "separator": f"one token that recurs, a separator (keys {keys})",
+            "few keys": f"keys {keys} for all queries",
+        }
+        return f"{self.share:.0%} of its weight is on {where[self.kind]}"
 
 
 def pattern_of(layer: Layer, head: int) -> Pattern | None:
@@ -43,7 +45,7 @@ def pattern_of(layer: Layer, head: int) -> Pattern | None:
 
 
 def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: bool = False) -> Pattern:
-    """Return the pattern of weights (queries, keys) over one sequence; `tokens` are the ids of the keys.
+    """Return the pattern of weights (queries, keys) over one sequence; `tokens` are the ids of its keys.
 
     Queries are the last of the sequence where there are fewer of them than keys. Rows that see few keys are left out.
 
@@ -68,7 +70,7 @@ def attention_pattern(weights: Tensor, tokens: Tensor | None = None, *, causal: 
     needed = int((top.values.cumsum(0) < MOST).sum()) + 1
     if needed <= len(top.indices):
         places = tuple(sorted(top.indices[:needed].tolist()))
-        is_one = tokens is not None and len(tokens) == keys and len({int(tokens[at]) for at in places}) == 1
+        is_one = tokens is not None and len({int(tokens[place]) for place in places}) == 1
         return Pattern("separator" if is_one else "few keys", float(top.values[:needed].sum()), places)
     return Pattern("by content", max(float(by_key[best_key]), best_offset[1]))
 
@@ -82,7 +84,3 @@ def _best_offset(weights: Tensor, positions: Tensor) -> tuple[int, float]:
     sums.index_add_(0, (offsets - lowest).flatten(), weights.flatten())
     best = int(sums.argmax())
     return best + lowest, float(sums[best]) / rows
-
-
-def _listed(places: tuple[int, ...]) -> str:
-    return ", ".join(map(str, places[:4])) + (" …" if len(places) > 4 else "")

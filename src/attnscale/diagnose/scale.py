@@ -1,11 +1,11 @@
 """Compare the multiplier that was applied with the one that should have been.
 
-Trained or not, normalised or not: good weights with the wrong constant are how a port goes wrong.
+Trained models are judged too: good weights with the wrong constant are how a port goes wrong.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from attnscale.declared import Authority
 from attnscale.diagnose.finding import Finding, layer_finding
@@ -28,17 +28,6 @@ UNIT_LENGTH = 1.1  # of the product of the lengths of query and key, rounding in
 WRONG_SCALE = (
     "unscaled", "scaled_by_dim", "scaled_by_model_dim", "unusual_scale", "config_mismatch", "scale_after_softmax",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Reason why a multiplier is wrong."""
-
-    code: str
-    expected: float
-    message: str
-    advice: str
-    severity: str = "warning"  # in a trained model an error is a warning: its weights may have made up for it
 
 
 def scale_error(findings: Iterable[Finding]) -> Finding | None:
@@ -67,10 +56,12 @@ def scale_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
 
 def is_chosen(layer: Layer, scale: float) -> bool:
     """Return True if a configuration or a rule asks for this multiplier, or for one that depends on the tensors."""
-    said = layer.declared
-    if said.scale_authority is not Authority.CONFIGURED:
+    declared = layer.declared
+    if declared.scale_authority is not Authority.CONFIGURED:
         return False
-    return said.scale is None or any(_close(scale, reading, _tolerance(layer)) for reading in said.scale_readings)
+    return declared.scale is None or any(
+        _close(scale, reading, _tolerance(layer)) for reading in declared.scale_readings
+    )
 
 
 def is_cosine(layer: Layer) -> bool:
@@ -85,30 +76,29 @@ def _multiplier(layer: Layer, trained: bool) -> Iterator[Finding]:
     if negative and not is_chosen(layer, min(negative.values())):
         yield _negative(layer, negative)
         return
-    wrong = {head: found for head, scale in scales.items() if (found := _mismatch(layer, scale, trained)) is not None}
-    if not wrong:
+    wrong = (_mismatch(layer, scale, trained) for scale in scales.values())
+    found = next((finding for finding in wrong if finding is not None), None)
+    if found is None:
         return
-    if not _alike(list(scales.values()), _tolerance(layer)):
-        yield _one_for_each_head(layer, list(scales.values()))
+    if all(_close(scale, found.measured or 0.0, _tolerance(layer)) for scale in scales.values()):
+        yield replace(found, severity="warning") if trained else found  # its weights may have made up for an error
     else:
-        head, found = next(iter(wrong.items()))
-        severity = "warning" if trained else found.severity
-        yield layer_finding(layer, found.code, severity, found.message, found.advice, (scales[head], found.expected))
+        yield _one_for_each_head(layer, list(scales.values()))
 
 
-def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
+def _mismatch(layer: Layer, scale: float, trained: bool) -> Finding | None:
     """Return the most specific mistake that one multiplier is; None where it is right, declared or published.
 
     A number that the module itself holds is judged as one that stands in the code: it is the mistake as often as the
     intent. Only where no slip explains it, it is taken for a choice.
     """
-    said, tolerance = layer.declared, _tolerance(layer)
+    declared, tolerance = layer.declared, _tolerance(layer)
     stretched = _stretch_mismatch(layer, scale)
     if stretched is not None:
         return stretched
     if is_chosen(layer, scale):
         return None
-    is_declared = any(_close(scale, reading, tolerance) for reading in said.scale_readings)
+    is_declared = any(_close(scale, reading, tolerance) for reading in declared.scale_readings)
     ignores = not is_declared and _says_another(layer)
     if _is_usual(layer, scale) or is_cosine(layer):
         return _ignored(layer, scale) if ignores else None
@@ -130,35 +120,33 @@ def _mismatch(layer: Layer, scale: float, trained: bool) -> Mismatch | None:
     return _unusual(layer, scale, slip)
 
 
-def _stretch_mismatch(layer: Layer, scale: float) -> Mismatch | None:
-    """Find the factor of a context stretched by YaRN that neither the rotation nor the scale has, or both.
-
-    Where the rotation could not be read, nothing is said.
-    """
-    said, tolerance = layer.declared, _tolerance(layer)
-    stretch, origins = said.stretch, layer.origins[:1]
+def _stretch_mismatch(layer: Layer, scale: float) -> Finding | None:
+    """Find the factor of a context stretched by YaRN that neither the rotation nor the scale has, or both have."""
+    declared, tolerance = layer.declared, _tolerance(layer)
+    stretch, origins = declared.stretch, layer.origins[:1]
     if abs(stretch - 1) < 2 * tolerance or not origins or origins[0].query is None or origins[0].key is None:
         return None
     rotation = origins[0].query.amplitude() * origins[0].key.amplitude()
-    base = said.scale if said.scale_authority is Authority.CONFIGURED and said.scale else layer.head_dim**-0.5
+    base = (
+        declared.scale if declared.scale_authority is Authority.CONFIGURED and declared.scale else layer.head_dim**-0.5
+    )
     applied = scale / base * rotation
     found = {
         "neither the rotation nor the scale has it": 1.0,
         "both the rotation and the scale have it": stretch**2,
-        "they have the factor of mscale, where mscale_all_dim counts": said.stretch_confused,
+        "they have the factor of mscale, where mscale_all_dim counts": declared.stretch_confused,
     }
     has = next((words for words, wrong in found.items() if _close(applied, wrong, tolerance)), "")
     if not has or _close(applied, stretch, tolerance):
         return None
     right = base * stretch / rotation
-    return Mismatch(
-        "config_mismatch",
-        right,
-        f"{said.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them "
-        f"by {rotation:.4g}, the scale is {scale:.4g}.",
-        f"Multiply the scores by {right:.4g}"
-        + (f", or cos and sin by {stretch**0.5:.4g}." if rotation < 1.01 else "."),
+    message = (
+        f"{declared.stretch_source} asks for scores × {stretch:.4g}, once, and {has}: the rotation multiplies them by "
+        f"{rotation:.4g}, the scale is {scale:.4g}."
     )
+    advice = f"Multiply the scores by {right:.4g}"
+    advice += f", or cos and sin by {stretch**0.5:.4g}." if rotation < 1.01 else "."
+    return layer_finding(layer, "config_mismatch", message, advice, (scale, right))
 
 
 def _published(layer: Layer) -> Iterator[float]:
@@ -185,19 +173,19 @@ def _is_usual(layer: Layer, scale: float) -> bool:
 
 def _says_another(layer: Layer) -> bool:
     """Return True if the model clearly asks for a multiplier of its own; restating 1/√d_k asks for nothing."""
-    said = layer.declared
-    if said.scale is None or said.scale_authority < Authority.NAMED:
+    declared = layer.declared
+    if declared.scale is None or declared.scale_authority < Authority.NAMED:
         return False
-    return said.scale_authority is Authority.CONFIGURED or not _restates_usual(layer)
+    return declared.scale_authority is Authority.CONFIGURED or not _restates_usual(layer)
 
 
-def _classic(layer: Layer, scale: float) -> Mismatch | None:
+def _classic(layer: Layer, scale: float) -> Finding | None:
     """Return one of the three mistakes that have a code: no scale, d_k for √d_k, √d_model for √d_k."""
     usual, tolerance, dim = layer.head_dim**-0.5, _tolerance(layer), layer.head_dim
     advice = f"Multiply q·k by 1/√d_k = {usual:.4g} (d_k = {dim} is the width of one head)."
     if _close(scale, 1.0, tolerance):
         message = f"The scores are q·k without a scale, so their spread grows as √d_k = {dim**0.5:.3g}."
-        return Mismatch("unscaled", usual, message, advice, "error")
+        return layer_finding(layer, "unscaled", message, advice, (scale, usual), "error")
     width = next((width for width in layer.model_dims if _close(scale, width**-0.5, tolerance)), None)
     by_dim = _close(scale, 1 / dim, tolerance)
     if by_dim and (width is None or _restates_usual(layer)):
@@ -205,21 +193,21 @@ def _classic(layer: Layer, scale: float) -> Mismatch | None:
         message = f"The scores are divided by d_k: their scale is {scale:.4g}{also}, not 1/√d_k = {usual:.4g}."
         advice = f"Multiply by 1/√d_k = {usual:.4g}, not 1/d_k"
         advice += "; or √d_k is applied twice: once to the query and again inside SDPA."
-        return Mismatch("scaled_by_dim", usual, message, advice, "error")
+        return layer_finding(layer, "scaled_by_dim", message, advice, (scale, usual), "error")
     if width is not None:
         also = " (also 1/d_k)" if by_dim else ""
         message = (
             f"The scores are divided by √{width}, of the model's width: their scale is {scale:.4g}{also}, not 1/√d_k = "
             f"{usual:.4g}."
         )
-        return Mismatch("scaled_by_model_dim", usual, message, advice, "error")
+        return layer_finding(layer, "scaled_by_model_dim", message, advice, (scale, usual), "error")
     return None
 
 
 def _restates_usual(layer: Layer) -> bool:
     """Return True if the module itself means 1/√d_k: then 1/d_k is that, applied twice, and not another width."""
-    said = layer.declared.scale
-    return said is not None and _close(said, layer.head_dim**-0.5, TOLERANCE)
+    declared = layer.declared.scale
+    return declared is not None and _close(declared, layer.head_dim**-0.5, TOLERANCE)
 
 
 def _is_folded(layer: Layer) -> bool:
@@ -251,20 +239,16 @@ def _slips(layer: Layer) -> Iterator[tuple[str, float]]:
         yield f"1/√{width}, of the width of the values", width**-0.5
 
 
-def _unusual(layer: Layer, scale: float, slip: str) -> Mismatch:
+def _unusual(layer: Layer, scale: float, slip: str) -> Finding:
     usual = layer.head_dim**-0.5
     advice = f"If this is intended, set it in the configuration (softmax_scale); otherwise multiply by {usual:.4g}."
+    message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
     if scale == 0:
         message = "The input of the softmax does not depend on q·k."
     elif slip:
         message = f"The scores are multiplied by {scale:.4g} = {slip}, not 1/√d_k = {usual:.4g}."
-        advice = (
-            f"Multiply by {usual:.4g}: the queries and keys that are multiplied have d_k = {layer.head_dim} features."
-        )
-        return Mismatch("unusual_scale", usual, message, advice)
-    else:
-        message = f"The scores are multiplied by {scale:.4g}, {scale / usual:.3g} times 1/√d_k = {usual:.4g}."
-    return Mismatch("unusual_scale", usual, message, advice)
+        advice = f"Multiply by {usual:.4g}: queries and keys have d_k = {layer.head_dim} features."
+    return layer_finding(layer, "unusual_scale", message, advice, (scale, usual))
 
 
 def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
@@ -273,42 +257,33 @@ def _negative(layer: Layer, scales: dict[int, float]) -> Finding:
     )
     why = "A learned temperature has become negative" if layer.reading.learned_factor else "The scale is negative"
     lowest = min(scales.values())
-    return layer_finding(
-        layer,
-        "unusual_scale",
-        "warning",
+    message = (
         f"{why}: the scores of {which} are multiplied by {lowest:.4g}, so the keys least like a query get the most "
-        "weight.",
-        "Keep it positive: learn its logarithm and apply exp, or clamp it.",
-        (lowest, layer.head_dim**-0.5),
+        "weight."
     )
+    advice = "Keep it positive: learn its logarithm and apply exp, or clamp it."
+    return layer_finding(layer, "unusual_scale", message, advice, (lowest, layer.head_dim**-0.5))
 
 
-def _ignored(layer: Layer, scale: float) -> Mismatch:
-    said = layer.declared
-    assert said.scale is not None  # else there is nothing to ignore
-    wanted = said.scale
-    if is_cosine(layer) and said.scale_authority is not Authority.CONFIGURED:
+def _ignored(layer: Layer, scale: float) -> Finding:
+    declared = layer.declared
+    assert declared.scale is not None  # else there is nothing to ignore
+    wanted = declared.scale
+    if is_cosine(layer) and declared.scale_authority is not Authority.CONFIGURED:
         wanted = max(wanted, 1 / wanted)  # cosines are multiplied by 10 or divided by 0.1: below one is no choice
-    return Mismatch(
-        "config_mismatch",
-        wanted,
-        f"The scores are multiplied by {scale:.4g}, and {said.scale_source} sets {wanted:.4g}.",
-        f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {said.scale_source}.",
-    )
+    message = f"The scores are multiplied by {scale:.4g}, and {declared.scale_source} sets {wanted:.4g}."
+    advice = f"Pass the scale to what computes the attention (scale={wanted:.4g}), or correct {declared.scale_source}."
+    return layer_finding(layer, "config_mismatch", message, advice, (scale, wanted))
 
 
 def _one_for_each_head(layer: Layer, scales: list[float]) -> Finding:
     usual, low, high = layer.head_dim**-0.5, min(scales), max(scales)
-    return layer_finding(
-        layer,
-        "unusual_scale",
-        "note",
+    message = (
         f"Each head has its own scale, from {low:.4g} to {high:.4g} ({low / usual:.2g} to {high / usual:.2g} times "
-        "1/√d_k): a learned temperature, or a scale that depends on the length.",
-        "Nothing to do if it is learned on purpose; watch the sharpest head.",
-        (layer.scale_applied, usual),
+        "1/√d_k): a learned temperature, or a scale that depends on the length."
     )
+    advice = "Nothing to do if it is learned on purpose; watch the sharpest head."
+    return layer_finding(layer, "unusual_scale", message, advice, (layer.scale_applied, usual), "note")
 
 
 def _scales_after_softmax(layer: Layer) -> bool:
@@ -324,15 +299,13 @@ def _scales_after_softmax(layer: Layer) -> bool:
 
 def _after_softmax(layer: Layer, trained: bool) -> Finding:
     factor, usual = layer.wiring.factor_after_softmax, layer.head_dim**-0.5
-    return layer_finding(
-        layer,
-        "scale_after_softmax",
-        "warning" if trained else "error",
+    message = (
         f"The scale is applied after the softmax: weights or output are multiplied by {factor:.4g}, and the scores by "
-        f"{layer.scale_applied:.4g}, not 1/√d_k = {usual:.4g}.",
-        "Multiply the scores before the softmax, and nothing after it: the weights of a row must sum to one.",
-        (factor, 1.0),
+        f"{layer.scale_applied:.4g}, not 1/√d_k = {usual:.4g}."
     )
+    advice = "Multiply the scores before the softmax, and nothing after it: the weights of a row must sum to one."
+    severity = "warning" if trained else "error"
+    return layer_finding(layer, "scale_after_softmax", message, advice, (factor, 1.0), severity)
 
 
 def _wrong_axis(layer: Layer) -> Finding:
@@ -344,28 +317,21 @@ def _wrong_axis(layer: Layer) -> Finding:
         runs = f"dim={softmax} of its {rank} axes, and the values are summed over dim={keys}"
         advice = f"Take the softmax over the axis of the keys: dim={keys}{also}."
     message = f"The softmax runs over {runs}: the weights that a query gives its keys do not sum to one."
-    return layer_finding(layer, "softmax_wrong_axis", "error", message, advice)
+    return layer_finding(layer, "softmax_wrong_axis", message, advice, severity="error")
 
 
 def _scaled_bias(layer: Layer) -> Finding:
     weaker = 1 / max(abs(layer.scale_applied), 1e-300)
-    return layer_finding(
-        layer,
-        "unusual_scale",
-        "note",
+    message = (
         f"The position bias is multiplied by the scale too, {layer.scale_applied:.4g}, which makes it {weaker:.3g} "
-        "times weaker than it says.",
-        "Falcon does so on purpose. If it is not intended, add the bias after the scores are scaled.",
-        (layer.scale_applied, 1.0),
+        "times weaker than it says."
     )
+    advice = "Falcon does so on purpose. If it is not intended, add the bias after the scores are scaled."
+    return layer_finding(layer, "unusual_scale", message, advice, (layer.scale_applied, 1.0), "note")
 
 
 def _tolerance(layer: Layer) -> float:
     return HALF_TOLERANCE if layer.dtype in HALF_DTYPES else TOLERANCE
-
-
-def _alike(scales: list[float], tolerance: float) -> bool:
-    return all(_close(scale, scales[0], tolerance) for scale in scales)
 
 
 def _close(value: float, wanted: float, tolerance: float) -> bool:

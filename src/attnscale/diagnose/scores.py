@@ -1,20 +1,21 @@
 """Findings from the scores themselves: `non_finite`, `exploding`, `sharp`, `diluted`, `qk_norm_freezes`.
 
-- At initialisation a frozen head is a warning: nobody has taught it to be sharp. A layer of which every head is frozen
-  and hardly any gradient passes is an error.
+- At initialisation a sharp head is a warning: training has not made it so. A layer of which all heads are sharp and
+  hardly any gradient passes is an error.
 - In a trained model it is a note: induction, previous-token and first-token heads are sharp because that is their job.
-  The gradient that reached its queries and keys shows if such a head still learns, where a backward pass was watched:
-  it is a warning where next to none did.
-- `diluted` accuses the multiplier alone. Small random weights make every small model's attention nearly uniform at
-  first, and it learns all the same; so a spread is diluted only where the multiplier the head should have had would
-  not have left it so. Normalised queries and keys have no weights to blame: there the spread that the multiplier
-  gives to random directions decides.
-- A maximum above 100, 1000 and 10,000 is where QK-Clip acts, where loss deteriorates and where every run diverged. It
-  is judged above the mean of its row: a shift of the whole row is nothing to softmax.
+  If a backward pass was watched, the gradient that reached its queries and keys shows if such a head still learns: it
+  is a warning if next to none did.
+- `diluted` is about the multiplier alone. Small random weights make every small model's attention nearly uniform at
+  first, and it learns all the same; so it is reported only if the right multiplier would not have left the scores so
+  close. Normalised queries and keys have no weights to blame: there the spread that the multiplier gives to random
+  directions decides.
+- QK-Clip acts above 100, loss deteriorates above 1,000, and every run above 10,000 diverged. A score counts by its
+  height above the mean of its row: softmax ignores a shift of the whole row.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from attnscale.diagnose.cause import Cause, cause
 from attnscale.diagnose.finding import Finding, layer_finding
 from attnscale.diagnose.pattern import pattern_of
 from attnscale.diagnose.scale import is_chosen, is_cosine
-from attnscale.diagnose.verdict import Verdict, head_verdicts, layer_verdict
+from attnscale.diagnose.verdict import Verdict, head_verdicts
 from attnscale.plain import readable
 from attnscale.theory.limits import DILUTED_SPREAD, critical_spread
 from attnscale.watching.layer import Layer
@@ -42,17 +43,17 @@ EXPLODING = (
     (1e3, "warning", "loss deteriorates from about 1,000 on (Wortsman et al. 2023)"),
     (1e2, "note", "QK-Clip would act from 100 on (Kimi K2)"),
 )
-SHIFTED = "softmax sees no more than that, the rest is a shift of the whole row"
-WIDEN_THEM = "Compute such scores in float32; less the mean of its keys, a head has the same weights and no shift."
+SHIFTED = "the rest is a shift of the whole row, which softmax ignores"
+WIDEN_THEM = "Compute such scores in float32, or subtract the mean of the keys, which leaves the weights as they are."
 BOUND_THEM = "Add a QK-norm or a soft-cap, or clip the projections (QK-Clip at 100)."
-CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train it on; a lower learning rate keeps them there."
+CLIP_THEM = "Clip the projections (clip_qk_, at 100) before you train on, and lower the learning rate."
 PUBLISHED_COSINE = 20.0  # cosine attention starts at 10 (Swin v2) or log₂(n² − n), and learns from there
 NO_CHOICE = 1.05  # a bound on the scores: no key can weigh more than e² times another, whatever is learned
 SAME_ONE = 0.02
 
 
 def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = None) -> Iterator[Finding]:
-    """Yield what the scores show, by head, or once where the whole layer is meant.
+    """Yield what the scores show, by head, or once for the whole layer.
 
     `gradient_share` has a value a head, as gradient_shares() returns it.
     """
@@ -61,13 +62,13 @@ def score_findings(layer: Layer, trained: bool, gradient_share: Tensor | None = 
     if broken:
         message = f"{broken} of {layer.heads} heads have scores that are NaN or infinite."
         advice = "Look for NaN in the weights or the input, or for float16 overflowing above 65,504."
-        yield layer_finding(layer, "non_finite", "error", message, advice)
+        yield layer_finding(layer, "non_finite", message, advice, severity="error")
         return
     yield from _exploding(layer, trained)
     if not layer.wiring.mixes_along_softmax:
         return  # the rows measured are not those that were normalised
-    frozen = [head for head in heads if _is_frozen(head)]
-    yield from _sharp(layer, frozen, gradient_share) if trained else _frozen(layer, frozen, len(heads))
+    sharp = [head for head in heads if _stops_gradient(head)]
+    yield from _sharp_when_trained(layer, sharp, gradient_share) if trained else _sharp_from_start(layer, sharp, heads)
     yield from _diluted(layer, heads, trained)
 
 
@@ -89,11 +90,11 @@ def critical_spread_findings(layer: Layer, trained: bool) -> Iterator[Finding]:
         yield layer_finding(
             layer,
             "qk_norm_freezes",
-            "note" if layer.declared.scale_of_one else "warning",
-            f"The scale of normalised queries and keys is too large, {scale:.3g}: it spreads scores of random "
-            f"directions by {spread:.3g} over {keys:.0f} keys, where the critical spread is {critical:.3g}.",
+            f"The scale of normalised queries and keys is too large, {scale:.3g}: scores of random directions spread "
+            f"by {spread:.3g} over {keys:.0f} keys (critical spread {critical:.3g}).",
             f"Start at {layer.head_dim**0.5 / max(norms, 1e-300):.3g}, which gives a spread of one.",
             (spread, critical),
+            "note" if layer.declared.scale_of_one else "warning",
         )
 
 
@@ -118,8 +119,7 @@ def threshold_reached(score: float) -> tuple[float, str, str] | None:
     return next((threshold for threshold in EXPLODING if score >= threshold[0]), None)
 
 
-def _is_frozen(head: Verdict) -> bool:
-    """Beyond the critical spread itself, with little of the gradient left."""
+def _stops_gradient(head: Verdict) -> bool:
     if not head.is_past_critical_spread or head.keys < FEW_KEYS:
         return False
     share = STOPS_GRADIENT if head.keys >= MANY_KEYS else DEAD_GAIN
@@ -145,51 +145,46 @@ def _exploding(layer: Layer, trained: bool) -> Iterator[Finding]:
     yield Finding(layer.name, head, "exploding", severity, message, largest, EXPLODING[-1][0], advice)
 
 
-def _frozen(layer: Layer, frozen: list[Verdict], heads: int) -> Iterator[Finding]:
-    """Report frozen heads at initialisation, where nobody has taught a head to be sharp."""
-    found, severity = frozen, "warning"
-    if frozen and len(frozen) == heads:
-        whole = layer_verdict(layer)
-        assert whole is not None  # it has heads
-        found, severity = [whole], "error" if whole.jacobian_trace < DEAD_GAIN else "warning"
+def _sharp_from_start(layer: Layer, sharp: list[Verdict], heads: list[Verdict]) -> Iterator[Finding]:
+    """Report sharp heads at initialisation, once if all are."""
+    are_all, severity = bool(sharp) and len(sharp) == len(heads), "warning"
+    if are_all and fmean(head.jacobian_trace for head in heads) < DEAD_GAIN:
+        severity = "error"
     if layer.wiring.normalised and (layer.declared.scale_of_one or is_chosen(layer, layer.scale_applied)):
         severity = "note"  # no weight can change it, so it was meant
-    for head in found:
-        why = cause(layer, head.head)
-        every = "Every head is frozen: t" if head.head is None else "T"
-        message = f"{why.sentence} {every}{_spread_of(head)}"
-        yield _sharp_finding(layer, head, severity, message, _advice(layer, why))
+    for found in [sharp] if are_all else [[head] for head in sharp]:
+        why = cause(layer, None if are_all else found[0].head)
+        start = f"{why.sentence} {'All heads are' if are_all else 'The head is'} sharp"
+        yield _sharp_finding(layer, found, None if are_all else found[0].head, severity, start, _advice(layer, why))
 
 
-def _sharp(layer: Layer, frozen: list[Verdict], gradient_share: Tensor | None) -> Iterator[Finding]:
-    """Report frozen heads of a trained model, where a head may be sharp on purpose."""
-    for head in frozen:
-        assert head.head is not None  # a mean over heads gets no gradient
+def _sharp_when_trained(layer: Layer, sharp: list[Verdict], gradient_share: Tensor | None) -> Iterator[Finding]:
+    """Report sharp heads of a trained model, where a head may be sharp on purpose."""
+    for head in sharp:
         share = math.nan if gradient_share is None else float(gradient_share[head.head])
+        of_median = f"its queries and keys get {share:.2g} of the gradient of the median head"
         if math.isnan(share):
             advice = "A backward pass shows if it still learns: audit(…, loss=…), or a Monitor."
         elif share < UNREACHED:
-            advice = (
-                f"It hardly learns: its queries and keys get {share:.1g} of the gradient of the median head. Clip it "
-                "(clip_qk_) if it should learn."
-            )
+            advice = f"It hardly learns: {of_median}. Clip it (clip_qk_) if it should learn."
         else:
-            advice = f"It learns: its queries and keys get {share:.2g} of the gradient of the median head."
-        pattern = pattern_of(layer, head.head)
-        message = f"A sharp head{'' if pattern is None else f': {pattern}'}. T{_spread_of(head)}"
-        yield _sharp_finding(layer, head, "warning" if share < UNREACHED else "note", message, advice)
+            advice = f"It learns: {of_median}."
+        pattern, severity = pattern_of(layer, head.head), "warning" if share < UNREACHED else "note"
+        start = "The head is sharp" if pattern is None else f"The head is sharp ({pattern})"
+        yield _sharp_finding(layer, [head], head.head, severity, start, advice)
 
 
-def _sharp_finding(layer: Layer, found: Verdict, severity: str, message: str, advice: str) -> Finding:
-    return Finding(layer.name, found.head, "sharp", severity, message, found.spread, found.critical_spread, advice)
-
-
-def _spread_of(found: Verdict) -> str:
-    return (
-        f"he scores spread by {readable(found.spread)} over {found.keys:.0f} keys, where the critical "
-        f"spread is {found.critical_spread:.3g}; mean row entropy is {found.entropy_ratio:.2g} of its maximum, the "
-        f"largest weight {found.top1:.2f} on average, and 1 − Σp² is {found.jacobian_trace:.2g}."
+def _sharp_finding(
+    layer: Layer, heads: Sequence[Verdict], head: int | None, severity: str, start: str, advice: str
+) -> Finding:
+    """Return a finding about one head, or about all of them by their means."""
+    numbers = ("spread", "keys", "critical_spread", "entropy_ratio", "top1", "jacobian_trace")
+    spread, keys, critical, entropy, top1, trace = (fmean(getattr(each, name) for each in heads) for name in numbers)
+    message = (
+        f"{start}: scores spread by {readable(spread)} over {keys:.0f} keys (critical spread {critical:.3g}), mean row "
+        f"entropy is {100 * entropy:.2g}% of its maximum, mean top-1 weight {top1:.2f}, 1 − Σp² {trace:.2g}."
     )
+    return Finding(layer.name, head, "sharp", severity, message, spread, critical, advice)
 
 
 def _advice(layer: Layer, why: Cause) -> str:
@@ -216,16 +211,15 @@ def _diluted(layer: Layer, heads: list[Verdict], trained: bool) -> Iterator[Find
     yield layer_finding(
         layer,
         "diluted",
-        "note" if trained and not is_bounded else "warning",
-        f"The scale is too small, {scale:.3g}: the scores spread by only {spread:.2g}, and all keys get nearly the "
-        f"same weight (row entropy at least {entropy:.3f} of its maximum).",
+        f"The scale is too small, {scale:.3g}: scores spread by only {spread:.2g}, and all keys get nearly the same "
+        f"weight (row entropy at least {100 * entropy:.1f}% of its maximum).",
         f"Multiply the scores by {expected:.3g}, which spreads them by {spread * expected / abs(scale):.2g}.",
         (spread, DILUTED_SPREAD),
+        "note" if trained and not is_bounded else "warning",
     )
 
 
 def _multiplier_dilutes(layer: Layer, head: Verdict) -> bool:
-    assert head.head is not None
     scale = abs(float(layer.scales[head.head]))
     if not 0 < scale < _better_multiplier(layer):
         return False

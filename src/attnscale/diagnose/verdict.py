@@ -1,8 +1,8 @@
 """Judge each head by the spread of its scores: a verdict from theory, confirmed by what the softmax really did.
 
-Theory: over n visible keys the critical spread is √(2 ln n), the spread being that within rows, which is all
-that softmax sees. It also counts a key nobody looks at, so a head is `sharp` only where its measured entropy is as
-low as theory says.
+Theory: over n visible keys the critical spread is √(2 ln n), the spread being that within rows, which is all that
+softmax sees. It also counts a key that gets no weight, so a head is `sharp` only if its measured entropy is as low as
+theory says.
 """
 
 import math
@@ -17,20 +17,17 @@ from attnscale.theory.gaussian import expected_softmax
 from attnscale.theory.limits import CRITICAL_MARGIN, critical_spread, regime
 from attnscale.watching.layer import Layer
 
-# Of the entropy at the edge of sharpness: a head this much above it is not frozen, whatever its spread.
+# Times the entropy at the edge of sharpness: a head above that is not sharp, whatever its spread.
 CONFIRMED = 1.25
-UNSEEN = "no keys"  # a layer that ran, and of which no row saw a key
-NUMBERS = (
-    "spread", "keys", "critical_spread", "entropy_ratio", "top1", "jacobian_trace", "spread_error", "gain_error",
-)  # fmt: skip
+NO_KEYS = "no keys"  # a layer that ran, and of which no row saw a key
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One head, or a layer as the mean of its heads: the verdict, and the numbers beside it."""
+    """One head: the verdict, and the numbers it is based on."""
 
     layer: str
-    head: int | None
+    head: int
     verdict: str  # "diluted", "healthy", "sharp", "non_finite"; "uncertain": several are within the error
     spread: float  # of the scores about the mean of their row
     keys: float  # visible to a row, on average
@@ -38,8 +35,8 @@ class Verdict:
     entropy_ratio: float
     top1: float
     jacobian_trace: float
-    spread_error: float = 0.0  # of these two, where only some rows were measured:
-    gain_error: float = 0.0  # 95% of the time they are off by less
+    spread_error: float  # half widths of 95% intervals, 0 where all rows were measured
+    gain_error: float  # of jacobian_trace
 
     @property
     def is_past_critical_spread(self) -> bool:
@@ -61,26 +58,18 @@ def head_verdicts(layer: Layer) -> list[Verdict]:
     ]
 
 
-def layer_verdict(layer: Layer) -> Verdict | None:
-    """Return the verdict on a layer: the worst of its heads, `diluted` only where all are; None if it saw no keys."""
-    heads = head_verdicts(layer)
-    if not heads:
-        return None
-    found = {head.verdict for head in heads}
-    worst = next((verdict for verdict in ("non_finite", "sharp", "uncertain") if verdict in found), None)
-    agreed = worst or ("diluted" if found == {"diluted"} else "healthy")
-
-    def mean(name: str) -> float:
-        values = [getattr(head, name) for head in heads]
-        return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
-
-    return Verdict(layer.name, None, agreed, *map(mean, NUMBERS))
-
-
 def verdict_word(layer: Layer, findings: Iterable[Finding]) -> str:
-    """Return one word for a layer: the code of the worst warning or error about it, else what its heads are."""
-    found = layer_verdict(layer)
-    return worst_code(layer.name, findings) or (UNSEEN if found is None else found.verdict)
+    """Return one word for a layer: the code of the worst warning or error about it, else the worst of its heads.
+
+    A layer is `diluted` only if all of its heads are.
+    """
+    code = worst_code(layer.name, findings)
+    if code is not None:
+        return code
+    found = {head.verdict for head in head_verdicts(layer)}
+    if not found or len(found) == 1:
+        return found.pop() if found else NO_KEYS
+    return next((verdict for verdict in ("non_finite", "sharp", "uncertain") if verdict in found), "healthy")
 
 
 def verdict_text(layer: Layer, findings: Iterable[Finding], trained: bool) -> str:

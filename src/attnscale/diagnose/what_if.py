@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import wide_dtype, without_autocast
 from attnscale.operator import scaled_call
-from attnscale.plain import plain
+from attnscale.plain import plain, readable
 from attnscale.results import Result
 from attnscale.rules import RULES, get_rule
 from attnscale.rules.apply import Scale, apply_scale
@@ -29,7 +29,6 @@ SOFTCAPS = (30.0, 50.0)  # Grok's and Gemma 2's
 TINY = 1e-300  # in place of a norm of zero
 CLIP = 100.0  # Kimi K2's QK-Clip
 CURRENT = "current"
-AskVisible: TypeAlias = Callable[[], Tensor | None]
 TRIED = ("spread", "entropy", "entropy_ratio", "top1", "jacobian_trace", "max")
 WIDTHS = {"entropy_ratio": 9, "top1": 7, "jacobian_trace": 7}
 # Heading and width, 80 with the name.
@@ -61,23 +60,14 @@ class Outcome:
 
     def numbers(self) -> tuple[str, ...]:
         """Return the cells of its line, in the order of COLUMNS."""
-        start = _short(self.scale), _short(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
+        start = readable(self.scale), readable(self.spread), f"{self.entropy:.2f}", f"{100 * self.entropy_ratio:.1f}"
         return (
             *start,
             f"{self.top1:.3f}",
             f"{self.jacobian_trace:.3f}",
-            _short(self.max),
+            readable(self.max),
             "–" if math.isnan(self.output_change) else f"{self.output_change:.3f}",
         )
-
-
-def _short(value: float) -> str:
-    """Format a number with three digits, and thousands with commas.
-
-    >>> _short(0.1776), _short(3338.2), _short(1.5e7)
-    ('0.178', '3,338', '1.5e+07')
-    """
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,26 +192,6 @@ def _change(before: Sequence[Tensor | None], after: Sequence[Tensor | None]) -> 
     return math.sqrt(moved) / max(math.sqrt(was), TINY)
 
 
-def default_candidates(
-    query: Tensor, current: Candidate, before: ScoreStats, visible: AskVisible
-) -> dict[str, Candidate]:
-    """Return every rule, learned ones at their start, two soft-caps and a clip.
-
-    Rules that need a number get one: `constant` 1/d_k, `temperature` half of √d_k, `yarn` a context
-    stretched by 4. The soft-caps and the clip keep the current scale, the rules the current soft-cap.
-    """
-    head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 2 else 1
-    numbers = {"constant": 1 / head_dim, "temperature": math.sqrt(head_dim) / 2, "yarn": 4.0}
-    tried = {}
-    for name in RULES:
-        written = f"{name}:{numbers[name]:.4g}" if name in numbers else name
-        tried[written] = _as_candidate(written, head_dim, heads, current.softcap)
-    for cap in SOFTCAPS:
-        tried[f"softcap:{cap:g}"] = Candidate(current.scale, cap)
-    tried[f"clip:{CLIP:g}"] = Candidate(_Clipped(current.scale, before.max, visible), current.softcap)
-    return tried
-
-
 @dataclass(frozen=True)
 class _Trial:
     """Tensors on which candidates are tried."""
@@ -234,10 +204,28 @@ class _Trial:
     rows: int | None
 
     def candidates(self, given: Mapping[str, Candidate | Scale] | None, before: ScoreStats) -> Mapping[str, Candidate]:
-        if given is None:
-            return default_candidates(self.query, self.current, before, self.visible)
-        heads, softcap = self.query.shape[-3] if self.query.dim() > 2 else 1, self.current.softcap
-        return {name: _as_candidate(each, self.query.shape[-1], heads, softcap) for name, each in given.items()}
+        """Return those given; by default every rule, learned ones at their start, two soft-caps and a clip.
+
+        Rules that need a number get one: `constant` 1/d_k, `temperature` half of √d_k, `yarn` a context stretched by 4.
+        The soft-caps and the clip keep the current scale, the rules the current soft-cap.
+        """
+        if given is not None:
+            return {name: self._candidate(each) for name, each in given.items()}
+        head_dim, current = self.query.shape[-1], self.current
+        numbers = {"constant": 1 / head_dim, "temperature": math.sqrt(head_dim) / 2, "yarn": 4.0}
+        names = [f"{name}:{numbers[name]:.4g}" if name in numbers else name for name in RULES]
+        found = {name: self._candidate(name) for name in names}
+        found |= {f"softcap:{cap:g}": Candidate(current.scale, cap) for cap in SOFTCAPS}
+        clipped = _Clipped(current.scale, before.max, self.visible)
+        return found | {f"clip:{CLIP:g}": Candidate(clipped, current.softcap)}
+
+    def _candidate(self, given: Candidate | Scale) -> Candidate:
+        if isinstance(given, Candidate):
+            return given
+        if isinstance(given, str | type):
+            heads = self.query.shape[-3] if self.query.dim() > 2 else 1
+            given = get_rule(given, head_dim=self.query.shape[-1], heads=heads)
+        return Candidate(given, self.current.softcap)
 
     def visible(self) -> Tensor | None:
         return self.visibility.counts(self.query.shape[-2], self.key.shape[-2], self.query.device)
@@ -265,20 +253,12 @@ class _Clipped:
 
     scale: Scale
     largest: Tensor  # score of each head
-    ask_visible: AskVisible
+    ask_visible: Callable[[], Tensor | None]
 
     def __call__(self, query: Tensor, key: Tensor, visible: Visible = None) -> Scaled:
         query, key, factor = apply_scale(_on(self.scale, query), query, key, self.ask_visible)
         gamma = torch.where(self.largest > CLIP, CLIP / self.largest, 1.0).to(query.device)
         return multiply(query, gamma.view(-1, 1, 1) if query.dim() > 2 else gamma), key, factor
-
-
-def _as_candidate(given: Candidate | Scale, head_dim: int, heads: int, softcap: float | None) -> Candidate:
-    if isinstance(given, Candidate):
-        return given
-    if isinstance(given, str | type):
-        given = get_rule(given, head_dim=head_dim, heads=heads)
-    return Candidate(given, softcap)
 
 
 def _on(scale: Scale, query: Tensor) -> Scale:

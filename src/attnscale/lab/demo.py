@@ -1,5 +1,6 @@
 """The demo: two models with the same weights, one of which divides its scores by √d_k, learn the same task."""
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from attnscale.lab.tasks import Recall
 from attnscale.lab.training import (
     HEADS,
     LAYERS,
+    SHARES,
     GradientShares,
     Schedule,
     Step,
@@ -20,9 +22,7 @@ from attnscale.lab.training import (
     one_thread,
     query_shares,
     seeded_model,
-    share_points,
     training,
-    without_alarms,
 )
 from attnscale.plain import plain
 from attnscale.theory import critical_spread
@@ -101,7 +101,7 @@ class TwinTraining:
         self.records: dict[str, list[Record]] = {name: [] for name in SCALES}
         with one_thread():
             batch = TASK.held_out(SEQUENCES)
-            self.received = {name: query_shares(model, batch)[0] for name, model in self.models.items()}
+            self.received = {name: query_shares(model, batch) for name, model in self.models.items()}
 
     def steps(self) -> Iterator[dict[str, Step]]:
         """Train both on the same batches, one step of each at a time."""
@@ -118,6 +118,7 @@ class TwinTraining:
             yield pair
 
     @one_thread()
+    @torch.no_grad()
     def twins(self) -> Twins:
         """Return the result, with its verdict and explanation."""
         batch = TASK.held_out(4).tokens
@@ -127,8 +128,8 @@ class TwinTraining:
                 name,
                 tuple(self.losses[name]),
                 tuple(self.records[name]),
-                _audited(model, batch),
-                tuple(zip(share_points(), self.received[name].curve, strict=True)),
+                audit(model, batch),
+                tuple(zip(SHARES, self.received[name].curve, strict=True)),
                 held_out[name],
             )
             for name, model in self.models.items()
@@ -157,13 +158,14 @@ class TwinTraining:
 
 
 def _next_of(runs: dict[str, Iterator[Step]]) -> dict[str, Step]:
-    with without_alarms(), one_thread():  # between two steps torch has its threads back
-        return {name: step for name, run in runs.items() if (step := next(run, None)) is not None}
-
-
-def _audited(model: torch.nn.Module, tokens: torch.Tensor) -> Audit:
-    with torch.no_grad():
-        return audit(model, tokens)
+    logger = logging.getLogger("attnscale")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the alarms of the unscaled model are expected
+    try:
+        with one_thread():  # between two steps torch has its threads back
+            return {name: step for name, run in runs.items() if (step := next(run, None)) is not None}
+    finally:
+        logger.setLevel(level)
 
 
 def verdict(scaled: float, unscaled: float) -> str:

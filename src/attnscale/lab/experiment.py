@@ -1,19 +1,109 @@
-"""Experiments: a question, a grid of seeded cells, the computation of one cell, and a conclusion from all of them."""
+"""Experiments: a question, a grid of seeded cells, the computation of one cell, and a conclusion from all of them.
+
+A conclusion has checks, tables and plots, which the terminal, the page and JSON show.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attnscale.lab.result import Check, Heatmap, Plot, Table
+from attnscale.plain import plain
 
 if TYPE_CHECKING:
     from attnscale.lab.outcomes import Outcomes
 
-Setting = str | float | int | bool | None
+Setting = str | float | int | bool | None  # also what a table has in its fields
 Settings = Mapping[str, Setting]
 Outcome = dict[str, Any]  # plain values, as JSON has them
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns; numbers are rounded when they are shown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Setting, ...], ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """y against x, with intervals over seeds if measured; `is_theory` marks a prediction."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+    low: tuple[float | None, ...] | None = None
+    high: tuple[float | None, ...] | None = None
+    is_theory: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves over one pair of axes; `notice` says in one line what to look at."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    notice: str
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Coloured values[row][column]; `low` and `high` fix the colours where several maps are compared."""
+
+    title: str
+    x_label: str
+    y_label: str
+    columns: tuple[Setting, ...]
+    rows: tuple[Setting, ...]
+    values: tuple[tuple[float | None, ...], ...]
+    notice: str
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement of theory or of a source, compared with a measurement."""
+
+    statement: str
+    holds: bool | None  # None: undecided, the measurement is not precise enough
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """A paragraph composed from the outcomes, with its checks, tables and plots."""
+
+    text: str
+    checks: tuple[Check, ...]
+    tables: tuple[Table, ...]
+    plots: tuple[Plot | Heatmap, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that an experiment found; the conclusion is composed from the numbers."""
+
+    experiment: str
+    question: str
+    conclusion: str
+    checks: tuple[Check, ...]
+    tables: tuple[Table, ...]
+    plots: tuple[Plot | Heatmap, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, with versions and seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; each plot names its kind."""
+        plots = [{"kind": type(plot).__name__.lower(), **asdict(plot)} for plot in self.plots]
+        found: dict[str, Any] = plain({**asdict(self), "plots": plots})
+        return found
 
 
 @dataclass(frozen=True)
@@ -41,16 +131,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """A paragraph composed from the outcomes, with its checks, tables and plots."""
-
-    text: str
-    checks: tuple[Check, ...]
-    tables: tuple[Table, ...]
-    plots: tuple[Plot | Heatmap, ...]
-
-
-@dataclass(frozen=True)
 class Experiment:
     """`grid(quick)` lists the settings, `run(**settings, seed=…)` computes one cell, `conclude` reads all of them.
 
@@ -65,17 +145,12 @@ class Experiment:
     conclude: "Callable[[Outcomes], Conclusion]"
     seeds: int = 8
     quick_seeds: int = 4
-    trains: bool = False  # models, which may be trained on a GPU
+    trains: bool = False  # models, of which a quick run has too few and too small ones
     version: int = 1
     core_minutes: float = 0.0  # of all cells together, as recorded in docs/results
 
-    def cells(self, quick: bool = False, seeds: int | None = None, device: str = "cpu") -> list[Cell]:
+    def cells(self, quick: bool = False, seeds: int | None = None) -> list[Cell]:
         """List the grid once for each seed, seed by seed, so that an early stop leaves complete grids."""
         seeds = (self.quick_seeds if quick else self.seeds) if seeds is None else seeds
-        on = {"device": device} if self.trains and device != "cpu" else {}
         grid = self.grid(quick)
-        return [
-            Cell(self.name, self.version, {**settings, **on, "seed": seed})
-            for seed in range(seeds)
-            for settings in grid
-        ]
+        return [Cell(self.name, self.version, {**settings, "seed": seed}) for seed in range(seeds) for settings in grid]

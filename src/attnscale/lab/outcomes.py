@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnscale.lab.experiment import Outcome, Setting, Settings
-from attnscale.lab.result import Check, Curve, Table, Value, column, expected_curve
+from attnscale.lab.experiment import Check, Curve, Outcome, Setting, Settings, Table
 from attnscale.plain import finite
 from attnscale.theory.significance import student_quantile
 
@@ -104,18 +103,11 @@ class Outcomes:
 
     def difference(self, measure: str, one: Settings, other: Settings, *, points: int = 1, **settings: Setting) -> Band:
         """Return how much larger a number is under `one` than under `other`, paired by seed."""
-        return band((first - second for first, second in self._pairs(measure, one, other, settings)), points)
-
-    def ratio(self, measure: str, one: Settings, other: Settings, *, points: int = 1, **settings: Setting) -> Band:
-        """Return how many times as large a number is under `one` as under `other`, paired by seed."""
-        return band((first / second for first, second in self._pairs(measure, one, other, settings)), points)
-
-    def _pairs(self, measure: str, one: Settings, other: Settings, settings: Settings) -> list[tuple[float, float]]:
         first, second = (
             {own["seed"]: float(found[measure]) for own, found in self.where(**settings, **side)}
             for side in (one, other)
         )
-        return [(first[seed], second[seed]) for seed in first if seed in second]
+        return band((first[seed] - second[seed] for seed in first if seed in second), points)
 
     def exponent(self, measure: str, along: str) -> Band:
         """Return the power of a setting that a number follows, fitted seed by seed."""
@@ -151,7 +143,7 @@ class Outcomes:
         rows = []
         for combination in dict.fromkeys(tuple(own[name] for name in settings) for own, _ in self):
             own = self.where(**dict(zip(settings, combination, strict=True)))
-            row: list[Value] = [*combination]
+            row: list[Setting] = [*combination]
             for name, heading in measures.items():
                 found = own.band(name)
                 mean = own.count(name) if isinstance(own.cells[0][1][name], bool) else finite(found.mean)
@@ -188,6 +180,16 @@ class Outcomes:
         return Check(
             statement, not outside, evidence + (f"; outside at {along} = {_listed(outside)}" if outside else "")
         )
+
+
+def column(values: Sequence[float]) -> tuple[float | None, ...]:
+    """Return numbers for a curve or a table, with None for those that are not finite, which JSON cannot write."""
+    return tuple(finite(float(value)) for value in values)
+
+
+def expected_curve(name: str, x: Sequence[float], y: Sequence[float]) -> Curve:
+    """Return the prediction that belongs to the measured curve of this name."""
+    return Curve(f"{name}, expected", tuple(map(float, x)), column(y), is_theory=True)
 
 
 def banded(name: str, x: Sequence[float], bands: Sequence[Band]) -> Curve:
@@ -258,16 +260,6 @@ def ranging(values: Iterable[float], digits: int = 3) -> str:
     sample = list(values)
     low, high = (f"{end(sample):.{digits}g}" for end in (min, max))
     return low if low == high else f"{low} to {high}"
-
-
-def times(ratio: Band) -> str:
-    """Write a ratio, and that it is no difference if its interval contains one.
-
-    >>> times(Band(2.0, 0.1, 8)), times(Band(1.1, 0.2, 8))
-    ('2 ± 0.1 times', 'no difference (1.1 ± 0.2 times)')
-    """
-    size = f"{ratio:.3g} times"
-    return f"no difference ({size})" if ratio.contains(1.0) else size
 
 
 def percent(share: float) -> str:

@@ -5,12 +5,11 @@ import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,9 @@ import torch
 from attnscale import __version__
 from attnscale.errors import AttnscaleError, DamagedFileWarning, SettingError
 from attnscale.files import read_whole, write_whole
-from attnscale.lab.experiment import Cell, Experiment, Outcome
+from attnscale.lab.experiment import Cell, Experiment, Outcome, Result
 from attnscale.lab.experiments import EXPERIMENTS
 from attnscale.lab.outcomes import Outcomes, tally
-from attnscale.lab.result import Result
 from attnscale.lab.training import one_thread
 
 MOST_BYTES = 2**27  # of a cell's file: a thousand times the largest
@@ -38,7 +36,7 @@ class SweepError(AttnscaleError):
 
 @dataclass(frozen=True)
 class Stored:
-    """Outcome of a cell, and the seconds it took."""
+    """Outcome of a cell, and the seconds of one core that it took."""
 
     outcome: Outcome
     seconds: float
@@ -51,18 +49,16 @@ def sweep(
     *,
     quick: bool = False,
     seeds: int | None = None,
-    device: str = "cpu",
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Result:
     """Run the cells that are not in the folder yet, and conclude from all of them.
 
     The executor is one of concurrent.futures, or any object whose submit() returns what has done(), result() and
-    cancel(), such as submitit's executors and a Dask client.
-
-    Each cell is one task of the executor, unless the number of `tasks` to share them out to is given.
+    cancel(), such as submitit's executors and a Dask client. Each cell is one task of it, unless the number of `tasks`
+    to share them out to is given.
     """
-    cells = experiment.cells(quick, seeds, device)
+    cells = experiment.cells(quick, seeds)
     done = {cell.digest: stored for cell in cells if (stored := read_cell(folder, cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
     progress(len(done), len(cells))
@@ -71,23 +67,16 @@ def sweep(
         progress(len(done), len(cells))
     settings = {
         "quick": quick,
-        "seeds": seeds if seeds is not None else (experiment.quick_seeds if quick else experiment.seeds),
+        "seeds": len({cell.settings["seed"] for cell in cells}),
         "±": INTERVALS,
-        "device": device if experiment.trains else "cpu",
         "cells": len(cells),
         "cell_seconds": sum(stored.seconds for stored in done.values()),
         "versions": versions(),
     }
-    return concluded(experiment, [(cell, done[cell.digest]) for cell in cells], settings)
-
-
-def concluded(experiment: Experiment, done: Iterable[tuple[Cell, Stored]], settings: dict[str, Any]) -> Result:
-    """Return the result that the outcomes of all cells give."""
-    outcomes = Outcomes([(cell.settings, stored.outcome) for cell, stored in done])
-    found = experiment.conclude(outcomes)
-    if len(outcomes.values("seed")) == 1:
+    found = experiment.conclude(Outcomes([(cell.settings, done[cell.digest].outcome) for cell in cells]))
+    if settings["seeds"] == 1:
         found = replace(found, text=ONE_SEED)
-    elif experiment.trains and settings.get("quick"):
+    elif experiment.trains and quick:
         checks = tuple(replace(check, holds=check.holds or None) for check in found.checks)  # none fails
         found = replace(found, text=f"{QUICK} {tally(checks)}", checks=checks)
     return Result(experiment.name, experiment.question, found.text, found.checks, found.tables, found.plots, settings)
@@ -144,9 +133,9 @@ def run_cell(cell: Cell) -> Stored:
     run = EXPERIMENTS[cell.experiment].run
     with _ONE_CELL, torch.random.fork_rng(), one_thread():
         torch.manual_seed(int(cell.settings["seed"] or 0))
-        start = time.perf_counter()
+        start = time.thread_time()
         outcome = run(**cell.settings)
-        return Stored(outcome, time.perf_counter() - start)
+        return Stored(outcome, time.thread_time() - start)
 
 
 def run_cells(folder: Path, cells: Sequence[Cell]) -> list[Stored]:

@@ -22,10 +22,6 @@ class Batch:
     tokens: Tensor
     targets: Tensor
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on a device."""
-        return Batch(self.tokens.to(device), self.targets.to(device))
-
     def loss(self, model: nn.Module) -> Tensor:
         """Return the mean cross-entropy over all targets, in nats."""
         return F.cross_entropy(model(self.tokens).flatten(0, 1), self.targets.flatten())

@@ -1,15 +1,15 @@
 """Training in the lab: seeded models and runs, their losses and scores, and how evenly queries receive gradient."""
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Adam
 
 from attnscale.lab.tasks import Batch, Task
 from attnscale.models import CausalTransformer
@@ -21,12 +21,8 @@ from attnscale.watching import watch
 WARM_UP = 0.1  # share of the steps over which the rate rises; half a cosine to zero follows
 LAYERS, HEADS, D_MODEL = 2, 2, 64  # of the lab's model; recall needs two layers
 HELD_OUT = 64  # examples
-CURVE_POINTS = 20
+SHARES = tuple(point / 20 for point in range(21))  # of queries, for which a curve has a point
 SUMMARISED = ("std", "entropy_ratio", "jacobian_trace")
-OPTIMISERS: dict[str, Callable[..., Optimizer]] = {
-    "adam": lambda parameters, rate: Adam(parameters, rate, betas=(0.9, 0.95), fused=True),
-    "sgd": lambda parameters, rate: SGD(parameters, rate, momentum=0.9),
-}
 SCALES = {"none": "unscaled", "1/√d_k": "inverse_sqrt", "1/d_k": "inverse_dim"}  # that experiments compare
 
 
@@ -50,13 +46,12 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Number of steps, learning rate, batch size and optimiser; `seed` decides the batches."""
+    """Number of steps, learning rate and batch size; `seed` decides the batches."""
 
     steps: int
     rate: float  # the highest
     seed: int = 0
     batch: int = 16
-    optimiser: str = "adam"
 
     def rate_at(self, step: int) -> float:
         """Return the rate of a step: a linear warm-up, then half a cosine to zero."""
@@ -92,9 +87,7 @@ def swap_scale(model: nn.Module, scale: str) -> None:
 
 
 def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor | None = None) -> Iterator[Step]:
-    """Train one step each time the next is asked for; end early if the loss is not finite.
-
-    The model may be measured or changed between two steps, as QK-Clip does.
+    """Train with Adam, one step each time the next is asked for; end early if the loss is not finite.
 
     >>> from attnscale.lab.tasks import Recall
     >>> task = Recall(pairs=2)
@@ -103,8 +96,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
     >>> [(step.number, step.record is not None) for step in steps]
     [(0, True), (1, False), (2, True)]
     """
-    device = next(model.parameters()).device
-    optimiser = OPTIMISERS[schedule.optimiser](model.parameters(), schedule.rate)
+    optimiser = Adam(model.parameters(), schedule.rate, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(schedule.seed)
     try:
         for number in range(schedule.steps):
@@ -112,7 +104,7 @@ def training(model: nn.Module, task: Task, schedule: Schedule, monitor: Monitor 
             with monitor or nullcontext():
                 for group in optimiser.param_groups:
                     group["lr"] = schedule.rate_at(number)
-                loss = task.batch(schedule.batch, generator).to(device).loss(model)
+                loss = task.batch(schedule.batch, generator).loss(model)
                 loss.backward()
                 optimiser.step()
                 optimiser.zero_grad()
@@ -132,7 +124,6 @@ class Trained:
     losses: tuple[float, ...]  # of each step's batch
     start: float
     end: float
-    records: tuple[Record, ...]
 
     @property
     def diverged(self) -> bool:
@@ -144,77 +135,35 @@ class Trained:
         """Loss at the end; if it is not finite, the loss at the start."""
         return self.end if math.isfinite(self.end) else self.start
 
-    def curve(self, steps: int, points: int = CURVE_POINTS) -> list[float]:
+    def curve(self, steps: int, points: int) -> list[float]:
         """Return mean losses over equal parts of the run; parts that it did not reach count as `final`."""
         whole = [*self.losses, *[math.nan] * (steps - len(self.losses))]
-        means = (math.fsum(whole[step] for step in part) / len(part) for part in _parts(steps, points))
+        ends = [point * steps // points for point in range(points + 1)]
+        means = (math.fsum(whole[start:end]) / (end - start) for start, end in pairwise(ends))
         return [mean if math.isfinite(mean) else self.final for mean in means]
 
 
-def curve_steps(steps: int, points: int = CURVE_POINTS) -> list[float]:
-    """Return the middle step of each part of a curve."""
-    return [(part.start + part.stop - 1) / 2 for part in _parts(steps, points)]
-
-
-def _parts(steps: int, points: int) -> list[range]:
-    points = min(points, steps)
-    return [range(point * steps // points, (point + 1) * steps // points) for point in range(points)]
-
-
-def trained(
-    model: nn.Module,
-    task: Task,
-    schedule: Schedule,
-    monitor: Monitor | None = None,
-    after_step: Callable[[Step], None] = lambda step: None,
-) -> Trained:
+def trained(model: nn.Module, task: Task, schedule: Schedule) -> Trained:
     """Train to the end."""
-    start, losses, records = held_out_loss(model, task), [], []
-    with without_alarms():
-        for step in training(model, task, schedule, monitor):
-            losses.append(step.loss)
-            records += [step.record] if step.record is not None else []
-            after_step(step)
-    return Trained(tuple(losses), start, held_out_loss(model, task), tuple(records))
+    start = held_out_loss(model, task)
+    losses = tuple(step.loss for step in training(model, task, schedule))
+    return Trained(losses, start, held_out_loss(model, task))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode without gradients."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def held_out_loss(model: nn.Module, task: Task, size: int = HELD_OUT) -> float:
+@torch.no_grad()
+def held_out_loss(model: nn.Module, task: Task) -> float:
     """Return the loss on examples that no run trains on."""
-    with evaluating(model):
-        return float(task.held_out(size).to(next(model.parameters()).device).loss(model))
+    return float(task.held_out(HELD_OUT).loss(model))
 
 
+@torch.no_grad()
 def score_summary(model: nn.Module, task: Task, size: int = HELD_OUT) -> dict[str, float]:
     """Return spread, entropy ratio and 1 − Σp² on held-out examples as means over heads, and the largest score."""
-    with evaluating(model), watch(model, rows=None) as seen:
-        task.held_out(size).to(next(model.parameters()).device).loss(model)
+    with watch(model, rows=None) as seen:
+        task.held_out(size).loss(model)
     stats = [layer.stats for layer in seen.layers.values()]
     means = {name: torch.cat([getattr(each, name) for each in stats]).mean().item() for name in SUMMARISED}
     return means | {"max": max(each.max.max().item() for each in stats)}
-
-
-@contextmanager
-def without_alarms() -> Iterator[None]:
-    """Silence the warnings of a monitor: runs that go wrong are what experiments study."""
-    logger = logging.getLogger("attnscale")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -225,22 +174,17 @@ class GradientShares:
     """
 
     root_mean_square: float
-    curve: tuple[float, ...]  # share of the gradient that the lowest 0%, 5%, …, 100% of the queries receive
+    curve: tuple[float, ...]  # share of the gradient that each of SHARES of the queries receives, lowest first
 
     @property
     def lower_half(self) -> float:
         """Share of the half that receives least: 0.5 if all receive the same."""
-        return self.curve[CURVE_POINTS // 2]
+        return self.curve[SHARES.index(0.5)]
 
     @property
     def top_tenth(self) -> float:
         """Share of the tenth that receives most: 0.1 if all receive the same."""
-        return 1 - self.curve[CURVE_POINTS - CURVE_POINTS // 10]
-
-
-def share_points() -> list[float]:
-    """Return the shares of queries that the points of a curve of shares stand for."""
-    return [point / CURVE_POINTS for point in range(CURVE_POINTS + 1)]
+        return 1 - self.curve[SHARES.index(0.9)]
 
 
 def gradient_shares(sizes: Tensor) -> GradientShares:
@@ -251,33 +195,19 @@ def gradient_shares(sizes: Tensor) -> GradientShares:
     """
     squares = sizes.detach().double().flatten().square()
     summed = torch.cat([squares.new_zeros(1), squares.sort().values.cumsum(0)])
-    at = torch.linspace(0, len(squares), CURVE_POINTS + 1, dtype=torch.float64)
+    at = len(squares) * torch.tensor(SHARES, dtype=torch.float64)
     below, above = at.floor().long(), at.ceil().long()
     curve = torch.lerp(summed[below], summed[above], at - below) / summed[-1].clamp(min=torch.finfo(torch.float64).tiny)
     return GradientShares(squares.mean().sqrt().item(), tuple(curve.tolist()))
 
 
-def mean_shares(layers: Sequence[GradientShares]) -> GradientShares:
-    """Average over layers."""
-    return GradientShares(
-        math.fsum(layer.root_mean_square for layer in layers) / len(layers),
-        tuple(math.fsum(points) / len(layers) for points in zip(*(layer.curve for layer in layers), strict=True)),
-    )
-
-
-def query_shares(model: nn.Module, batch: Batch) -> list[GradientShares]:
-    """Measure, layer by layer, the gradient of the loss on a batch with respect to each query."""
-    attentions, queries = attentions_of(model), list[Tensor]()
-    hooks = [
-        attention.query.register_forward_hook(lambda module, args, output: queries.append(output))
-        for attention in attentions
-    ]
+def query_shares(model: nn.Module, batch: Batch) -> GradientShares:
+    """Measure the gradient of the loss on a batch with respect to each query of the first layer."""
+    attention, queries = attentions_of(model)[0], list[Tensor]()
+    hook = attention.query.register_forward_hook(lambda module, args, output: queries.append(output))
     try:
         loss = batch.loss(model)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return [
-        gradient_shares(gradient.unflatten(-1, (attention.heads, attention.head_dim)).norm(dim=-1))
-        for gradient, attention in zip(torch.autograd.grad(loss, queries), attentions, strict=True)
-    ]
+        hook.remove()
+    [gradient] = torch.autograd.grad(loss, queries)
+    return gradient_shares(gradient.unflatten(-1, (attention.heads, attention.head_dim)).norm(dim=-1))

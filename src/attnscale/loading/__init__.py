@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnscale.loading.hub import offline
-    from attnscale.loading.load import Loaded, load_model
+    from attnscale.loading.inputs import Loaded
+    from attnscale.loading.load import load_model
     from attnscale.loading.request import Request
 
 __all__ = ["Loaded", "Request", "load_model", "offline"]
 
 # Imported on first use: a request with bad input is refused before torch is imported.
-_HOME = {"Loaded": "load", "Request": "request", "load_model": "load", "offline": "hub"}
+_HOME = {"Loaded": "inputs", "Request": "request", "load_model": "load", "offline": "hub"}
 
 
 def __getattr__(name: str) -> object:

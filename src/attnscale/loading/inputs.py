@@ -1,8 +1,9 @@
 """Inputs for Hugging Face models: text, pictures or sound of the sizes that a configuration names."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ SEED = 0  # of random tokens
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Keyword arguments for a model, with a description and notes on what was assumed."""
+class Loaded:
+    """A model and the inputs to call it with: `model(*args, **kwargs)`."""
 
-    kwargs: dict[str, Tensor]
-    description: str
-    notes: tuple[str, ...] = ()
+    model: nn.Module
+    title: str
+    input_description: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # one sentence each, on what was assumed
     unknown_share: float = 0.0  # of the tokens
 
 
@@ -46,14 +50,15 @@ def texts_of(request: Request) -> tuple[Sequence, ...]:
     return request.user_sequences or split_text(default_text(), request.samples)
 
 
-def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inputs:
-    """Make inputs by the arguments of the model's forward; `folder` may hold its tokenizer."""
+def with_inputs(
+    model: Any, title: str, request: Request, folder: Path | None = None, assumed: SequenceOf[str] = ()
+) -> Loaded:
+    """Return a model with inputs made by the arguments of its forward; `folder` may hold its tokenizer."""
     accepted = inspect.signature(model.forward).parameters
     config, main = model.config, model.main_input_name
     kwargs: dict[str, Tensor] = {}
     parts: list[str] = []
-    notes: list[str] = []
-    unknown_share = 0.0
+    notes, unknown_share = list(assumed), 0.0
     is_pair = hasattr(config, "projection_dim") and {"input_ids", "pixel_values"} <= accepted.keys()  # as CLIP
     if main == "pixel_values" or is_pair:
         pixels = kwargs["pixel_values"] = torch.cat([_pictures(config) for _ in range(request.samples)])
@@ -83,7 +88,7 @@ def make_inputs(model: Any, request: Request, folder: Path | None = None) -> Inp
     if hasattr(config, "vision_config") and "pixel_values" not in kwargs:
         notes.append("Only the text part of this model was run.")
     kwargs = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in kwargs.items()}
-    return Inputs(kwargs, " and ".join(parts), tuple(notes), unknown_share)
+    return Loaded(model, title, " and ".join(parts), (), kwargs, tuple(notes), unknown_share)
 
 
 def _tokens(

@@ -3,8 +3,8 @@
 import importlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from attnscale.errors import ModelError, SettingError
 from attnscale.loading.adapter import apply_adapter, base_of, is_adapter
 from attnscale.loading.hub import cached_folder, is_name
 from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
-from attnscale.loading.inputs import make_inputs, texts_of
+from attnscale.loading.inputs import Loaded, texts_of, with_inputs
 from attnscale.loading.model_errors import as_model_error
 from attnscale.loading.request import Request
 from attnscale.loading.weights import READABLE, find_weights, read_weights
@@ -25,19 +25,6 @@ from attnscale.models.text import VOCABULARY
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")  # package.module:callable; no path looks like it
 SEED = 0  # of a random initialisation, and of random inputs
 NO_MODEL = "Expected a model's folder, a config.json, org/name or package.module:callable"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model and the inputs to call it with: `model(*args, **kwargs)`."""
-
-    model: nn.Module
-    title: str
-    input_description: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # one sentence each, on what was assumed
-    unknown_share: float = 0.0  # of the tokens
 
 
 def load_model(request: Request) -> Loaded:
@@ -133,14 +120,7 @@ def _from_path(path: Path, request: Request, name: str | None = None) -> Loaded:
             notes.append("The folder holds no weights, so the model is at random initialisation.")
         model = load_huggingface(config, None if is_random else weights, request)
     title = f"{type(model).__name__} from {name or path}{', at random initialisation' if is_random else ''}"
-    return _on_made_inputs(model, title, request, path if path.is_dir() else path.parent, notes)
-
-
-def _on_made_inputs(
-    model: nn.Module, title: str, request: Request, folder: Path | None = None, notes: Sequence[str] = ()
-) -> Loaded:
-    made = make_inputs(model, request, folder)
-    return Loaded(model, title, made.description, (), made.kwargs, (*notes, *made.notes), made.unknown_share)
+    return with_inputs(model, title, request, path if path.is_dir() else path.parent, notes)
 
 
 def _find_files(path: Path) -> tuple[Path, Path | None]:
@@ -201,7 +181,7 @@ def _from_factory(spec: str, request: Request) -> Loaded:
     if isinstance(model, CausalTransformer):
         return _on_bytes(model, spec, request)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        return _on_made_inputs(model, spec, request)
+        return with_inputs(model, spec, request)
     raise ModelError(f"{spec} returns a {type(model).__name__} without inputs; return (model, inputs) instead.")
 
 

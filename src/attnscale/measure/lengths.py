@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.call import Call
+from attnscale.measure.cuda.launch import is_intercepted, kernels_take
 from attnscale.numerics import lengths, wide_dtype
+from attnscale.visibility import EVERYTHING
 
 BOUND_SLACK = 1e-5  # the rounding of a float32 norm, with room to spare
 
@@ -57,6 +59,35 @@ def mean_lengths_of_both(
     [[2.0, 2.0], [1.0, 1.0]]
     """
     return mean_lengths(query, left_out[0]), _shared(mean_lengths(key, left_out[1]), query)
+
+
+def add_lengths_(
+    sums: Tensor, query: Tensor, key: Tensor, rows_left_out: Tensor | None = None, keys_left_out: Tensor | None = None
+) -> None:
+    """Add Σ‖x‖², the number of vectors and the largest ‖x‖² of queries and keys to `sums`, float64 (2, 3, heads).
+
+    Those of a key are added for each query head that has it. What is left out is (batch or 1, length), boolean.
+
+    >>> sums = torch.zeros(2, 3, 2, dtype=torch.float64)
+    >>> add_lengths_(sums, torch.ones(1, 2, 9, 4), torch.ones(1, 1, 5, 1))
+    >>> sums[:, :, 0].tolist()
+    [[36.0, 9.0, 4.0], [5.0, 5.0, 1.0]]
+    """
+    call = Call(query, key, key, EVERYTHING, 0.0, 1.0, None)
+    if kernels_take(call) and not is_intercepted(query, key):
+        from attnscale.measure.cuda import lengths as kernel  # not before: a CPU may have no triton
+
+        kernel.add_lengths_(sums, query, key, rows_left_out, keys_left_out)
+        return
+    for side, vectors, left_out in ((0, query, rows_left_out), (1, key, keys_left_out)):
+        squares = lengths(vectors).double().square_()  # (batch, heads, positions)
+        counts = squares.new_tensor(squares.shape[0] * squares.shape[2])
+        if left_out is not None:
+            squares = squares.masked_fill_(left_out.unsqueeze(1), 0.0)
+            counts = (~left_out).expand(len(squares), -1).sum()
+        sums[side, 0] += _shared(squares.sum((0, 2)), query)
+        sums[side, 1] += counts
+        sums[side, 2] = torch.maximum(sums[side, 2], _shared(squares.amax((0, 2)), query))
 
 
 def mean_cosine(query: Tensor, key: Tensor, left_out: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:

@@ -9,40 +9,41 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attnscale.measure.cuda.probe import Probed
+from attnscale.measure.lengths import BOUND_SLACK, add_lengths_
 from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
-from attnscale.numerics import constant_on
+from attnscale.numerics import constant_on, wide_dtype
 from attnscale.torch_internals import copy_each_
-from attnscale.watching.gradients import GradientLengths
+from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
 from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
-LENGTHS, GRADIENTS = 2, 2  # rows of them
-NUMBERS_A_HEAD = TABLE + LENGTHS + GRADIENTS + 2  # and a scale and a cosine
-COLUMNS = (POOLED, 2, 2, 1, 1)  # what adds up over calls: of the table, mean lengths, gradients, scale, cosine
+BOUND = NUMBERS.index("max_bound")
+LENGTHS = 6  # of queries, then of keys: Σ‖·‖², how many, and the largest ‖·‖²
+NUMBERS_A_HEAD = TABLE + 2 * LENGTHS + 1
+COLUMNS = (POOLED, LENGTHS, LENGTHS, 1)  # what is recorded of a head: table, lengths, gradients, scale
 
 
 class CallNumbers(NamedTuple):
     """The numbers of one call, float64: views of its row of a buffer."""
 
     table: Tensor  # (heads, TABLE), of which the columns of POOLED are always written
-    lengths: Tensor  # (2, heads): root mean squares of ‖q‖ and ‖k‖
-    gradients: Tensor  # (2, heads): ‖∂loss/∂q‖ and ‖∂loss/∂k‖
+    lengths: Tensor  # (2, 3, heads): of queries and keys
+    gradients: Tensor  # (2, 3, heads): of what reaches them
     scales: Tensor  # (heads,), written where the plan does not say them
-    cosine: Tensor  # (heads,), of queries and keys, written where the scores hold a bias too
 
     @classmethod
     def of_row(cls, row: Tensor, heads: int) -> "CallNumbers":
         """Return the views of a row."""
-        table, lengths, gradients, scales, cosine, _ = row.split(
-            [heads * TABLE, heads * LENGTHS, heads * GRADIENTS, heads, heads, len(row) - heads * NUMBERS_A_HEAD]
-        )
-        return cls(table.view(heads, TABLE), lengths.view(-1, heads), gradients.view(-1, heads), scales, cosine)
+        sizes = [heads * size for size in (TABLE, LENGTHS, LENGTHS, 1)]
+        table, lengths, gradients, scales, _ = row.split([*sizes, len(row) - sum(sizes)])
+        return cls(table.view(heads, TABLE), lengths.view(2, 3, heads), gradients.view(2, 3, heads), scales)
 
 
 class NumbersBuffer:
@@ -55,8 +56,10 @@ class NumbersBuffer:
         self._used = 0
 
     def begin(self) -> None:
-        """Use it from its beginning."""
+        """Use it from its beginning; what several calls add up to begins at zero."""
         self._used = 0
+        for part in self._parts:
+            part.zero_()
 
     def next(self, heads: int) -> tuple[int, CallNumbers]:
         """Return the number of the next row, and its views."""
@@ -115,8 +118,8 @@ def _column_index(heads: tuple[int, ...], width: int) -> Tensor:
     found = []
     for row, own in zip(torch.arange(len(heads) * width).view(-1, width), heads, strict=True):
         numbers = CallNumbers.of_row(row, own)
-        by_head = torch.cat([numbers.lengths[:2], numbers.gradients, numbers.scales[None], numbers.cosine[None]]).mT
-        found.append(torch.cat([numbers.table[:, :POOLED], by_head], dim=1))
+        by_head = [numbers.lengths.flatten(0, 1), numbers.gradients.flatten(0, 1), numbers.scales[None]]
+        found.append(torch.cat([numbers.table[:, :POOLED], torch.cat(by_head).mT], dim=1))
     return torch.cat(found)
 
 
@@ -131,17 +134,14 @@ class ProbedCall:
     key_len: int
     dtype: torch.dtype
     key_heads: int
+    softcap: float | None
     place: int  # in the buffer
     buffer: CallNumbers
     multiplier: float | None = None  # of q·k; None where the buffer has the scale of each head
-    causal: bool = False
-    softcap: float | None = None
-    highest_bias: float = 0.0
     padding: Tensor | None = None
     stats: ScoreStats | None = None  # to be pooled into the buffer, where no kernel writes there
     probed: Probed | None = None  # what a kernel leaves beside the buffer
     has_gradients: tuple[bool, bool] = (False, False)  # of queries and of keys, in the buffer
-    has_cosine: bool = False  # in the buffer
     is_over: bool = False  # its step, to its end or not
     host: HostNumbers | None = None  # once the step is over
 
@@ -189,7 +189,9 @@ class ProbedCall:
 
     def _pooled(self) -> Pooled:
         assert self.probed is not None  # or there are statistics
-        return self.probed.on_host(self.numbers.table)
+        table, (queries, keys) = self.numbers.table, self.numbers.lengths[:, 2]
+        table[:, BOUND] = torch.maximum(table[:, BOUND], score_bound(self.multiplier or 0.0, queries, keys))
+        return self.probed.on_host(table)
 
     def add_gradients(self, query: Tensor, key: Tensor) -> None:
         """Add what reached queries and keys, or the operands of a product."""
@@ -197,14 +199,12 @@ class ProbedCall:
             return  # the next step writes to this row
         if self.planned.written is not None:
             query, key = self.planned.written.layout.operands(query, key)
-        found = GradientLengths()
-        found.add_both(query, key, self.planned.template.key_owners)
-        for row, lengths, is_more in zip(
-            self.buffer.gradients, (found.query, found.key), self.has_gradients, strict=True
-        ):
-            if lengths is not None:
-                row.copy_(torch.hypot(row, lengths) if is_more else lengths)
-        self.has_gradients = (True, found.key is not None)
+        copies = copies_of_keys(self.planned, key.shape[1])
+        if copies > 1:  # what reaches them reaches the key
+            key = key.unflatten(1, (-1, copies)).sum(2, dtype=wide_dtype(key))
+            query = query.to(key.dtype)
+        add_lengths_(self.buffer.gradients, query, key)
+        self.has_gradients = (True, copies > 0)
 
     @cached_property
     def seen(self) -> MeasuredCall:
@@ -213,17 +213,34 @@ class ProbedCall:
 
     def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> MeasuredCall:
         seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
-        query_norm, key_norm = numbers.lengths[:2] / factors
+        query_norm, key_norm = (numbers.lengths[:, 0] / numbers.lengths[:, 1].clamp(min=1.0)).sqrt() / factors
         scales = numbers.scales if self.multiplier is None else torch.from_numpy(self.multiplier * self.factors.prod(0))
         seen.batch, seen.query_len, seen.key_len, seen.dtype = self.batch, self.query_len, self.key_len, self.dtype
-        seen.causal, seen.softcap, seen.highest_bias = self.causal, self.softcap, self.highest_bias
         seen.stats, seen.scales = stats, scales
         seen.padding = None if self.padding is None else self.padding.to(numbers.lengths.device)
         seen.query_norm, seen.key_norm, seen.depth = query_norm, key_norm, self.depth
-        seen.cosine = numbers.cosine if self.has_cosine else None
-        query, key = (row if known else None for row, known in zip(numbers.gradients, self.has_gradients, strict=True))
+        lengths = numbers.gradients[:, 0].sqrt()
+        query, key = (row if known else None for row, known in zip(lengths, self.has_gradients, strict=True))
         seen.gradients = GradientLengths(query, key)
         return seen
+
+
+@lru_cache(maxsize=4096)
+def copies_of_keys(planned: PlannedCall, keys: int) -> int:
+    """Return how many copies of each key stand side by side among so many; 0 where they cannot be told apart."""
+    owners, heads = planned.template.key_owners, planned.template.heads
+    if owners is None or shares_as_kernels_do(heads, keys, owners):
+        return 1
+    own = owners[:: heads // keys]
+    copies = len(own) // (int(own.max()) + 1)
+    is_regular = len(owners) == heads and (owners == np.arange(heads) // (copies * (heads // keys))).all()
+    return copies if is_regular else 0
+
+
+def score_bound(multiplier: Tensor | float, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return an upper bound of the scores of each head, by the squared lengths of its longest query and key."""
+    bound = ((queries * keys).sqrt() * multiplier).abs()
+    return bound + BOUND_SLACK * bound.clamp(min=1.0)
 
 
 def finish(calls: Sequence[ProbedCall], buffers: Sequence[NumbersBuffer]) -> None:

@@ -4,9 +4,8 @@ Functions that attend are seen by their name in an eager run, and by a torch-fun
 Attention that is written out is seen below autograd: a product of activations whose image comes to a softmax.
 """
 
-import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,44 +17,49 @@ from attnscale.torch_internals import DispatchMode, in_transform
 from attnscale.tracing.softmaxes import PLAIN
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels import traits_of
-from attnscale.watching.kernels.sdpa import ARGUMENTS as FLEX_ARGUMENTS
-from attnscale.watching.layout import Layout, layout_from
+from attnscale.watching.layout import layout_from
+from attnscale.watching.plan import ModulePlan
 from attnscale.watching.rows import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
 
-FLEX = "flex_attention"  # the name of torch's higher-order operator; importing it loads the compiler
+KERNEL = "-"  # in the place of a layout: SDPA computes the call
+ITSELF = "="  # before a layout: queries and keys have the same positions
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class Modification(NamedTuple):
-    """FlexAttention's two functions, by their number in MODIFICATIONS, and the tensors that they take."""
-
-    functions: int
-    score_buffers: tuple[Tensor, ...]
-    mask_buffers: tuple[Tensor, ...]
-
-
-MODIFICATIONS: list[tuple[Any, Any]] = []  # score_mod and mask_mod of each traced call, where an op finds them
-
-
 class AttentionCall(NamedTuple):
-    """Arguments of a function that attends: query (batch, heads, q_len, d), key (batch, kv_heads, kv_len, d)."""
+    """One attention call: query (batch, heads, q_len, d) and key (batch, kv_heads, kv_len, d) of SDPA.
+
+    Of an attention that is written out, query and key are the two operands of its product, as they lay there.
+    """
 
     query: Tensor
     key: Tensor
-    mask: Tensor | None
-    hidden_keys: Tensor | None  # keys that the mask hides from every query; a graph computes it once for all layers
-    is_causal: bool
-    scale: float
-    run: Callable[[Tensor, Tensor], Any] | None = None  # the call itself, on a query and a key
-    modification: Modification | None = None
-    run_with_maxima: Callable[[Tensor, Tensor], tuple[Any, Tensor]] | None = None  # also returns each row's maximum
+    scores: Tensor | None = None  # written out: the input of the softmax
+    mask: Tensor | None = None
+    hidden_keys: Tensor | None = None  # that the mask hides from every query; a graph computes it once for all layers
+    layout: str = KERNEL  # how scores and operands lie
+    attends_itself: bool = False  # queries and keys have the same positions
+    is_causal: bool = False
+    scale: float = 1.0
+
+    def detached(self) -> "AttentionCall":
+        """Return it without its operands' gradients."""
+        scores = None if self.scores is None else self.scores.detach()
+        return self._replace(query=self.query.detach(), key=self.key.detach(), scores=scores)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fields that are tensors."""
+        return self[:5]
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The other fields, which a graph holds as constants."""
+        return self[5:]
 
 
-Reader = Callable[[Any, tuple[Any, ...], dict[str, Any]], AttentionCall | None]
-
-
-def read_sdpa(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
+def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
     """Read the arguments of SDPA; None where no probe takes them."""
     given = dict(zip(SDPA_ARGUMENTS, args, strict=False)) | kwargs
     query, key, mask, scale = given["query"], given["key"], given.get("attn_mask"), given.get("scale")
@@ -64,78 +68,39 @@ def read_sdpa(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return AttentionCall(
         query,
         key,
-        mask,
-        None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
-        bool(given.get("is_causal")),
-        query.shape[-1] ** -0.5 if scale is None else float(scale),
-        lambda query, key: function(**(given | {"query": query, "key": key})),
+        mask=mask,
+        hidden_keys=None if mask is None else keys_nobody_sees(Visibility.of(mask, is_causal=False).mask),
+        is_causal=bool(given.get("is_causal")),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
 
 
-def read_flex(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
-    """Read the arguments of FlexAttention as it is traced: an eager run compiles it by itself, where no probe is."""
-    given = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
-    buffers = [tuple(given.get(name, ())) for name in ("score_buffers", "mask_buffers")]
-    if not all(isinstance(buffer, Tensor) for some in buffers for buffer in some):
-        return None
-    MODIFICATIONS.append((given["score_mod"], given["block_mask"][-1]))
-
-    def run(query: Tensor, key: Tensor, **options: bool) -> Any:
-        changed = {"query": query, "key": key, "kernel_options": {**given["kernel_options"], **options}}
-        return function(*((given | changed)[name] for name in FLEX_ARGUMENTS if name in given))
-
-    def run_with_maxima(query: Tensor, key: Tensor) -> tuple[Any, Tensor]:
-        returned = run(query, key, OUTPUT_MAX=True)
-        return returned, returned[2] * math.log(2)  # the kernel counts in powers of two
-
-    modification = Modification(len(MODIFICATIONS) - 1, *buffers)
-    scale = float(given["scale"])
-    return AttentionCall(given["query"], given["key"], None, None, False, scale, run, modification, run_with_maxima)
-
-
-def reader_of(function: Any) -> Reader | None:
-    """Return the reader of a function's arguments; None where it does not attend."""
-    if function is SDPA:
-        return read_sdpa
-    return read_flex if str(function) == FLEX else None
-
-
 Carried = Tensor | tuple[Tensor, ...]  # the tensors that a probed module carries for a probe
-NO_LAYOUT = "-"  # in the place of the layout of a call that a kernel computes
 PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}  # which arguments are the operands
 PROJECTIONS = frozenset(("mm", "addmm", "convolution", "linear"))  # beyond which no product is followed
 
 
-class WrittenScores(NamedTuple):
-    """The input of a softmax, and the two operands of the product that it was made from."""
-
-    scores: Tensor
-    left: Tensor
-    right: Tensor
-    layout: Layout
-
-    def fits(self, layout: Layout) -> bool:
-        """Return True if these tensors have this layout."""
-        return self.layout == layout and layout.fits(self.scores, self.left, self.right)
-
-
 class ProbeKind:
-    """One kind of probe; `carried` are its own tensors, and `number` counts the calls in a run of the module."""
+    """One kind of probe. `carried` are its own tensors; in a graph that is traced they are of a subclass of Tensor."""
 
-    def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
-        """Measure a function that attends; return the call to go on with."""
-        return call
-
-    def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:
-        """Measure an attention that is written out."""
-
-    def at_entry(self, carried: Any, is_traced: bool) -> None:
+    def at_entry(self, carried: Any) -> None:
         """Note that a run of the module begins."""
 
-    def at_unplanned_softmax(self, carried: Any, is_traced: bool) -> None:
+    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
+        """Measure a call; `number` counts those in a run of the module."""
+
+    def at_unplanned_softmax(self, carried: Any) -> None:
         """Note a softmax beyond those of the plan."""
 
 
+class PlannedLayout(NamedTuple):
+    """What a planned call says to its probes."""
+
+    code: str
+    attends_itself: bool
+
+
+UNPLANNED = PlannedLayout(KERNEL, False)
 KINDS: dict[str, ProbeKind] = {}  # by the name that a graph holds as a constant
 
 
@@ -144,11 +109,18 @@ def _kinds(names: str) -> tuple[ProbeKind, ...]:
     return tuple(KINDS[name.rstrip("0123456789")] for name in names.split())
 
 
+def layouts_of(module: ModulePlan) -> str:
+    """Return what the planned calls of a module say to their probes, as text: a graph holds it as a constant."""
+    codes = (KERNEL if call.written is None else call.written.layout.code for call in module.calls)
+    owns = (ITSELF * call.template.attends_itself for call in module.calls)
+    return " ".join(map(str.__add__, owns, codes))
+
+
 @lru_cache
-def _split(layouts: str) -> tuple[list[str], bool]:
-    """Return the layout of each planned call, and True if one is written out."""
-    found = layouts.split()
-    return found, any(layout != NO_LAYOUT for layout in found)
+def _split(layouts: str) -> tuple[list[PlannedLayout], bool]:
+    """Return what layouts_of() was told of each call, and True if one is written out."""
+    found = [PlannedLayout(each.removeprefix(ITSELF), each.startswith(ITSELF)) for each in layouts.split()]
+    return found, any(each.code != KERNEL for each in found)
 
 
 class Frame:
@@ -159,7 +131,7 @@ class Frame:
 
     def __init__(self, names: str, layouts: str, carried: tuple[Carried, ...], is_traced: bool) -> None:
         self._probes = list(zip(_kinds(names), carried, strict=True))
-        self._calls, self._is_busy, self._is_traced = 0, False, is_traced
+        self._calls, self._is_busy = 0, False
         self._layouts, has_written = _split(layouts)
         self._contexts: list[Any] = [_SoftmaxMode(self)] if has_written else []
         if is_traced:
@@ -169,7 +141,7 @@ class Frame:
         for context in self._contexts:
             context.__enter__()
         for kind, own in self._probes:
-            kind.at_entry(own, is_traced)
+            kind.at_entry(own)
 
     def close(self) -> None:
         """End the run."""
@@ -183,35 +155,34 @@ class Frame:
 
     def at_softmax(self, scores: Tensor, axis: int, left: Tensor, right: Tensor) -> None:
         """Measure a softmax over this axis of an image of a product."""
-        number, self._calls = self._calls, self._calls + 1
-        is_planned = number < len(self._layouts)
-        code = self._layouts[number] if is_planned else NO_LAYOUT
-        layout = None if code == NO_LAYOUT else layout_from(code)
-        layout = layout if layout is None or layout.order[-1] == axis % scores.dim() else None
-        self._is_busy = True
-        try:
+        planned = self._next()
+        if planned is None:
             for kind, carried in self._probes:
-                if layout is not None:
-                    kind.at_softmax(WrittenScores(scores, left, right, layout), carried, number, self._is_traced)
-                elif not is_planned:
-                    kind.at_unplanned_softmax(carried, self._is_traced)
-        finally:
-            self._is_busy = False
+                kind.at_unplanned_softmax(carried)
+        elif planned.code != KERNEL and layout_from(planned.code).order[-1] == axis % scores.dim():
+            self._measure(AttentionCall(left, right, scores, layout=planned.code), planned)
 
-    def at_function(self, reader: Reader, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure a function that attends, then run it.
+    def at_sdpa(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Measure a call of SDPA, then run it.
 
         Under a torch.func transform it only runs: nothing may be written there that the transform does not know of.
         """
-        call = None if self._is_busy or in_transform() else reader(function, args, kwargs)
-        if call is None:
-            return function(*args, **kwargs)
-        number, self._calls, self._is_busy = self._calls, self._calls + 1, True
+        call = None if self._is_busy or in_transform() else read_sdpa(args, kwargs)
+        if call is not None:
+            planned = self._next()
+            self._measure(call, planned or UNPLANNED)
+        return SDPA(*args, **kwargs)
+
+    def _next(self) -> PlannedLayout | None:
+        number, self._calls = self._calls, self._calls + 1
+        return self._layouts[number] if number < len(self._layouts) else None
+
+    def _measure(self, call: AttentionCall, planned: PlannedLayout) -> None:
+        call = call._replace(attends_itself=planned.attends_itself)
+        self._is_busy = True
         try:
             for kind, carried in self._probes:
-                call = kind.at_function(call, carried, number, self._is_traced)
-            assert call.run is not None  # or there is nothing to intercept
-            return call.run(call.query, call.key)
+                kind.at_call(call, carried, self._calls - 1)
         finally:
             self._is_busy = False
 
@@ -236,7 +207,7 @@ class _Frames(threading.local):
             STATE.handler = None
 
     def _at_sdpa(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._open[-1].at_function(read_sdpa, SDPA, args, kwargs)
+        return self._open[-1].at_sdpa(args, kwargs)
 
 
 FRAMES = _Frames()
@@ -250,10 +221,9 @@ class _FunctionMode(TorchFunctionMode):
         self._frame = frame
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reader, kwargs = reader_of(function), kwargs or {}
-        if reader is not None and FRAMES.innermost is self._frame:
-            return self._frame.at_function(reader, function, args, kwargs)
-        return function(*args, **kwargs)
+        if function is SDPA and FRAMES.innermost is self._frame:
+            return self._frame.at_sdpa(args, kwargs or {})
+        return function(*args, **(kwargs or {}))
 
 
 class _SoftmaxMode(DispatchMode):  # type: ignore[misc]  # torch's own, untyped

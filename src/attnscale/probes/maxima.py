@@ -1,14 +1,13 @@
 """The probe of QKClip: the largest score of each head since the last step, in a buffer on the model's device.
 
 Each probed module carries a buffer with one row for each of its planned calls: the largest score of each head that
-passed the limit, then the limit, whether queries and keys have the same positions, and how often it was called. The
-last row counts calls that are not in the plan. A backward pass that recomputes a forward writes nothing.
+passed the limit, then the limit, and how often it was called. The last row counts calls that are not in the plan. A
+backward pass that recomputes a forward writes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from attnscale.attending.call import Call, fold
 from attnscale.measure.largest import raise_largest_
 from attnscale.probes.install import define_op, no_result
-from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind, WrittenScores
+from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind
 from attnscale.probes.placement import Placement
 from attnscale.torch_internals import copy_each_, in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
@@ -24,129 +23,81 @@ from attnscale.watching.layer import Layer
 from attnscale.watching.layout import layout_from
 
 KIND = "maxima"
-LIMIT, SAME_POSITIONS, CALLS = -3, -2, -1  # columns behind the heads
-EXTRA_COLUMNS = 3
-ROW_MAXIMA = "rows"  # in the place of a layout: (batch, heads, rows), the maximum of each row
+LIMIT, CALLS = -2, -1  # columns behind the heads
+EXTRA_COLUMNS = 2
 
 
-def _probe_kernel(
+def _probe_max(
     query: Tensor,
     key: Tensor,
+    scores: Tensor | None,
     mask: Tensor | None,
     hidden_keys: Tensor | None,
     buffer: Tensor,
-    scale: float,
+    layout: str,
+    attends_itself: bool,
     is_causal: bool,
+    scale: float,
     number: int,
 ) -> None:
-    row = _row(buffer, number, query.shape[1], query.device)
-    if row is None:
+    """Raise the maxima of a call in its row of the buffer; a call that is not planned is only counted."""
+    if in_backward() or buffer.device != query.device:  # recomputed; or the model was moved since
         return
-    padding, written = None, (row.largest, row.limit, row.calls)
-    if hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:  # rows of padding do not count
-        padding = hidden_keys.expand(len(query), -1) & (row.same_positions > 0)
-    seen = Visibility.of(mask, is_causal)
-    seen = seen if padding is None else seen.without_rows(padding)
-    query, key, _, seen = fold(query, key, key, seen, enable_gqa=True)
-    raise_largest_(*written, Call(query, key, key, seen, 0.0, scale, None))
-
-
-def _probe_scores(scores: Tensor, buffer: Tensor, layout: str, number: int) -> None:
-    heads = scores.shape[1] if layout == ROW_MAXIMA else layout_from(layout).heads
-    row = _row(buffer, number, heads, scores.device)
-    if row is None:
-        return
-    by_row = scores
-    if layout != ROW_MAXIMA:
-        by_head = layout_from(layout).scores_by_head(scores)  # (batch, heads, queries, keys)
-        by_row = by_head.amax(-1)
-        if by_head.shape[-1] == by_head.shape[-2]:
-            is_hidden = by_head.amax((1, 2)) <= NEVER_A_SCORE
-            by_row = by_row.masked_fill((is_hidden & (row.same_positions > 0)).unsqueeze(1), -torch.inf)
-    highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf).to(buffer.dtype)  # NaN counts as ∞
-    torch.maximum(row.largest, highest, out=row.largest)
-    row.calls.add_(1.0)
-
-
-def _count_unplanned(buffer: Tensor) -> None:
-    _row(buffer, len(buffer), 0, buffer.device)
-
-
-class _Row(NamedTuple):
-    largest: Tensor  # (heads,)
-    unused: Tensor  # where another call of the module has more heads
-    limit: Tensor
-    same_positions: Tensor
-    calls: Tensor
-
-
-def _row(buffer: Tensor, number: int, heads: int, device: torch.device) -> _Row | None:
-    """Return the row of a call; None where nothing is written: for calls that are not planned, which are counted."""
-    if in_backward() or buffer.device != device:  # recomputed; or the model was moved since
-        return None
     rows, width = buffer.shape
-    if number < rows - 1:
-        return _Row(*buffer[number].split_with_sizes([heads, width - heads - EXTRA_COLUMNS, 1, 1, 1]))
-    buffer[-1, CALLS] += 1.0
-    return None
+    if number >= rows - 1:
+        buffer[-1, CALLS] += 1.0
+        return
+    heads = query.shape[1] if scores is None else layout_from(layout).heads
+    largest, _, limit, calls = buffer[number].split_with_sizes([heads, width - heads - EXTRA_COLUMNS, 1, 1])
+    if scores is not None:
+        highest = _highest_scores(layout_from(layout).scores_by_head(scores), attends_itself)
+        torch.maximum(largest, highest.to(buffer.dtype), out=largest)
+        calls.add_(1.0)
+        return
+    query, key, _, seen = fold(query, key, key, Visibility.of(mask, is_causal), enable_gqa=True)
+    if attends_itself and hidden_keys is not None and hidden_keys.shape[-1] == query.shape[2]:
+        seen = seen.without_rows(hidden_keys.expand(len(query), -1))  # rows of padding do not count
+    raise_largest_(largest, limit, calls, Call(query, key, key, seen, 0.0, scale, None))
 
 
-probe_kernel = define_op(
-    "probe_max(Tensor query, Tensor key, Tensor? mask, Tensor? hidden_keys, Tensor(a!) buffer, float scale,"
-    " bool is_causal, int number) -> ()",
-    _probe_kernel,
+def _highest_scores(scores: Tensor, attends_itself: bool) -> Tensor:
+    """Return the largest of (batch, heads, queries, keys), a value a head, without rows of padding; NaN counts as ∞."""
+    by_row = scores.amax(-1)
+    if attends_itself and scores.shape[-1] == scores.shape[-2]:
+        by_row = by_row.masked_fill((scores.amax((1, 2)) <= NEVER_A_SCORE).unsqueeze(1), -torch.inf)
+    return by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf)
+
+
+probe_max = define_op(
+    "probe_max(Tensor query, Tensor key, Tensor? scores, Tensor? mask, Tensor? hidden_keys, Tensor(a!) buffer,"
+    " str layout, bool attends_itself, bool is_causal, float scale, int number) -> ()",
+    _probe_max,
     no_result,
 )
-probe_scores = define_op(
-    "probe_max_of_scores(Tensor scores, Tensor(a!) buffer, str layout, int number) -> ()", _probe_scores, no_result
-)
-count_unplanned = define_op("count_unplanned(Tensor(a!) buffer) -> ()", _count_unplanned, no_result)
 
 
 class _Maxima(ProbeKind):
     """In an eager run `buffer.data` is written: a checkpoint may have saved the buffer, and checks its version."""
 
-    def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
-        if call.run_with_maxima is not None:
-            return call._replace(run=partial(_run_with_maxima, call.run_with_maxima, carried, number))
-        probe, buffer = _choose(is_traced, carried, probe_kernel, _probe_kernel)
+    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
+        call = call.detached()
+        is_eager = type(carried) is Tensor
+        probe: Callable[..., None] = _probe_max if is_eager else probe_max
         with torch.no_grad():
-            query, key = call.query.detach(), call.key.detach()
-            probe(query, key, call.mask, call.hidden_keys, buffer, call.scale, call.is_causal, number)
-        return call
+            probe(*call.tensors, carried.data if is_eager else carried, *call.constants, number)
 
-    def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:
-        probe, buffer = _choose(is_traced, carried, probe_scores, _probe_scores)
+    def at_unplanned_softmax(self, carried: Any) -> None:
+        buffer = carried.data if type(carried) is Tensor else carried
         with torch.no_grad():
-            probe(written.scores.detach(), buffer, written.layout.code, number)
-
-    def at_unplanned_softmax(self, carried: Any, is_traced: bool) -> None:
-        count, buffer = _choose(is_traced, carried, count_unplanned, _count_unplanned)
-        count(buffer)
+            buffer[-1, CALLS] += 1.0
 
 
 KINDS[KIND] = _Maxima()
 
 
-def _choose(is_traced: bool, buffer: Tensor, op: Any, function: Any) -> tuple[Any, Tensor]:
-    """Return the op inside a graph, and its plain function in an eager run."""
-    return (op, buffer) if is_traced and type(buffer) is not Tensor else (function, buffer.data)
-
-
-def _run_with_maxima(
-    run: Callable[[Tensor, Tensor], tuple[Any, Tensor]], buffer: Tensor, number: int, query: Tensor, key: Tensor
-) -> Any:
-    """Run a kernel that also returns the maximum of each row."""
-    returned, maxima = run(query, key)
-    with torch.no_grad():
-        probe_scores(maxima.detach(), buffer, ROW_MAXIMA, number)
-    return returned
-
-
-def _empty_buffer(heads: int, limit: float, same_positions: Sequence[bool], device: torch.device) -> Tensor:
-    buffer = torch.full((len(same_positions) + 1, heads + EXTRA_COLUMNS), -torch.inf, device=device)
+def _empty_buffer(calls: int, heads: int, limit: float, device: torch.device) -> Tensor:
+    buffer = torch.full((calls + 1, heads + EXTRA_COLUMNS), -torch.inf, device=device)
     buffer[:, LIMIT], buffer[:, CALLS] = limit, 0.0
-    buffer[:, SAME_POSITIONS] = torch.tensor([*same_positions, False], dtype=buffer.dtype)
     return buffer
 
 
@@ -160,8 +111,7 @@ class MaxBuffers:
         for path in placement.modules:
             calls = placement.plan.modules[path].calls
             heads = max(call.template.heads for call in calls)
-            same_positions = [call.template.attends_itself for call in calls]
-            self._buffers[path] = _empty_buffer(heads, limit, same_positions, device)
+            self._buffers[path] = _empty_buffer(len(calls), heads, limit, device)
             rows[path] = [(id(call), begin + at * (heads + EXTRA_COLUMNS)) for at, call in enumerate(calls)]
             begin += self._buffers[path].numel()
         self._empty = [buffer.clone() for buffer in self._buffers.values()]

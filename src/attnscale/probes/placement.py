@@ -26,10 +26,10 @@ from attnscale.probes.install import (
     plain_class,
     remove,
 )
-from attnscale.probes.intercept import KINDS, NO_LAYOUT, Carried, ProbeKind
+from attnscale.probes.intercept import KINDS, Carried, ProbeKind, layouts_of
 from attnscale.probes.stats import Slot
 from attnscale.torch_internals import held_by, in_backward
-from attnscale.watching.plan import ModulePlan, Plan
+from attnscale.watching.plan import Plan
 from attnscale.watching.sdpa_names import Redirected, names_of_sdpa
 from attnscale.watching.seen import Seen
 from attnscale.watching.watch import UNDER_A_MODE
@@ -51,7 +51,7 @@ class Placement:
         self._names = names_of_sdpa(files) if runs_eager else []
         self.buffers: dict[torch.device, NumbersBuffer] = {}  # of a monitor, from one sampled step to the next
         self.slots: dict[str, tuple[Any, Slot]] = {}  # likewise: a ModuleProbe, and what its module carries
-        self._layouts = {path: _layouts(plan.modules[path]) for path in self.modules}
+        self._layouts = {path: layouts_of(plan.modules[path]) for path in self.modules}
 
     def obstacle(self) -> str:
         """Return why the model cannot be measured by this plan; empty where it can."""
@@ -98,10 +98,6 @@ class Placement:
             for path, module in self.modules.items():
                 stack.callback(remove, module, install(module, kind, carried(path), self._layouts[path]))
             yield
-
-
-def _layouts(module: ModulePlan) -> str:
-    return " ".join(NO_LAYOUT if call.written is None else call.written.layout.code for call in module.calls)
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -157,11 +153,11 @@ count_run = define_op("count_run(Tensor(a!) runs) -> ()", _count_run, no_result,
 
 
 class _Runs(ProbeKind):
-    def at_entry(self, carried: Any, is_traced: bool) -> None:
-        if is_traced and type(carried) is not Tensor:
-            count_run(carried)
-        else:
+    def at_entry(self, carried: Any) -> None:
+        if type(carried) is Tensor:
             _count_run(carried.data)
+        else:
+            count_run(carried)
 
 
 KINDS[KIND] = _Runs()

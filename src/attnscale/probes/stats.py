@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from attnscale.probes.install import define_op, no_result
-from attnscale.probes.intercept import KINDS, AttentionCall, Modification, ProbeKind, WrittenScores
+from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind
 from attnscale.torch_internals import in_backward
-from attnscale.watching.layout import layout_from
 
 KIND = "stats"
 
@@ -39,51 +38,30 @@ def slot_of(probe: object) -> Slot:
 
 
 def _measure(
-    slot: Tensor, number: int, call: AttentionCall | WrittenScores, learns: bool, is_compiled: bool = True
+    call: AttentionCall, slot: Tensor, number: int, learns: bool, is_compiled: bool = True
 ) -> AddGradients | None:
     probe = None if in_backward() else _PROBES.get(int(slot))
     return None if probe is None else probe.measure(number, call, learns, is_compiled)
 
 
-def _probe_kernel(
+def _probe_stats(
     query: Tensor,
     key: Tensor,
+    scores: Tensor | None,
     mask: Tensor | None,
     hidden_keys: Tensor | None,
     slot: Tensor,
     runs: Tensor,
-    scale: float,
+    layout: str,
+    attends_itself: bool,
     is_causal: bool,
-    number: int,
-    learns: bool,
-) -> None:
-    runs.add_(1)
-    _measure(slot, number, AttentionCall(query, key, mask, hidden_keys, is_causal, scale), learns)
-
-
-def _probe_flex(
-    query: Tensor,
-    key: Tensor,
-    buffers: list[Tensor],
-    slot: Tensor,
-    runs: Tensor,
     scale: float,
-    functions: int,
-    score_buffers: int,
     number: int,
     learns: bool,
 ) -> None:
-    """Measure FlexAttention, by an op of its own: Inductor loses a list inside a checkpoint."""
     runs.add_(1)
-    modified = Modification(functions, tuple(buffers[:score_buffers]), tuple(buffers[score_buffers:]))
-    _measure(slot, number, AttentionCall(query, key, None, None, False, scale, modification=modified), learns)
-
-
-def _probe_scores(
-    scores: Tensor, left: Tensor, right: Tensor, slot: Tensor, runs: Tensor, layout: str, number: int, learns: bool
-) -> None:
-    runs.add_(1)
-    _measure(slot, number, WrittenScores(scores, left, right, layout_from(layout)), learns)
+    call = AttentionCall(query, key, scores, mask, hidden_keys, layout, attends_itself, is_causal, scale)
+    _measure(call, slot, number, learns)
 
 
 def _probe_gradient(first: Tensor, second: Tensor, slot: Tensor) -> Tensor:
@@ -97,24 +75,10 @@ def _zero(first: Tensor, *_: Any) -> Tensor:
     return first.new_empty(())
 
 
-probe_kernel = define_op(
-    "probe_stats(Tensor query, Tensor key, Tensor? mask, Tensor? hidden_keys, Tensor slot, Tensor(a!) runs,"
-    " float scale, bool is_causal, int number, bool learns) -> ()",
-    _probe_kernel,
-    no_result,
-    UNSAFE,
-)
-probe_flex = define_op(
-    "probe_stats_of_flex(Tensor query, Tensor key, Tensor[] buffers, Tensor slot, Tensor(a!) runs, float scale,"
-    " int functions, int score_buffers, int number, bool learns) -> ()",
-    _probe_flex,
-    no_result,
-    UNSAFE,
-)
-probe_scores = define_op(
-    "probe_stats_of_scores(Tensor scores, Tensor left, Tensor right, Tensor slot, Tensor(a!) runs, str layout,"
-    " int number, bool learns) -> ()",
-    _probe_scores,
+probe_stats = define_op(
+    "probe_stats(Tensor query, Tensor key, Tensor? scores, Tensor? mask, Tensor? hidden_keys, Tensor slot,"
+    " Tensor(a!) runs, str layout, bool attends_itself, bool is_causal, float scale, int number, bool learns) -> ()",
+    _probe_stats,
     no_result,
     UNSAFE,
 )
@@ -124,38 +88,21 @@ probe_gradient = define_op(
 
 
 class _Stats(ProbeKind):
-    def at_function(self, call: AttentionCall, carried: Any, number: int, is_traced: bool) -> AttentionCall:
-        slot, runs = carried
-        learns = torch.is_grad_enabled() and call.query.requires_grad and call.key.requires_grad
-        measured = call._replace(query=call.query.detach(), key=call.key.detach())
-        if not is_traced or type(slot) is Tensor:
-            add = _measure(slot, number, measured, learns, is_compiled=False)
-            if add is not None:
-                _follow((call.query, call.key), add)
-            return call
-        query, key, mask, hidden_keys, is_causal, scale, _, modified, _ = measured
-        if modified is None:
-            probe_kernel(query, key, mask, hidden_keys, slot, runs, scale, is_causal, number, learns)
-        else:
-            buffers = [buffer.detach() for buffer in (*modified.score_buffers, *modified.mask_buffers)]
-            own = len(modified.score_buffers)
-            probe_flex(query, key, buffers, slot, runs, scale, modified.functions, own, number, learns)
-        if learns:
-            _follow((call.query, call.key), lambda query, key: probe_gradient(query, key, slot))
-        return call
-
-    def at_softmax(self, written: WrittenScores, carried: Any, number: int, is_traced: bool) -> None:
-        (slot, runs), operands = carried, (written.left, written.right)
-        tensors = written.scores.detach(), written.left.detach(), written.right.detach()
+    def at_call(self, call: AttentionCall, carried: Any, number: int) -> None:
+        (slot, runs), operands = carried, (call.query, call.key)
         learns = torch.is_grad_enabled() and all(operand.requires_grad for operand in operands)
-        if not is_traced or type(slot) is Tensor:
-            add = _measure(slot, number, WrittenScores(*tensors, written.layout), learns, is_compiled=False)
-            if add is not None:
-                _follow(operands, add)
-            return
-        probe_scores(*tensors, slot, runs, written.layout.code, number, learns)
-        if learns:
-            _follow(operands, lambda left, right: probe_gradient(left, right, slot))
+        call = call.detached()
+        if type(slot) is Tensor:
+            add: Callable[..., Any] | None = _measure(call, slot, number, learns, is_compiled=False)
+        else:
+            probe_stats(*call.tensors, slot, runs, *call.constants, number, learns)
+            add = partial(_probe_gradient_of, slot) if learns else None
+        if add is not None:
+            _follow(operands, add)
+
+
+def _probe_gradient_of(slot: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return probe_gradient(first, second, slot)  # type: ignore[no-any-return]
 
 
 KINDS[KIND] = _Stats()

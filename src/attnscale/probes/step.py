@@ -14,7 +14,7 @@ from torch import Tensor
 from attnscale.errors import InputError, NotFollowedWarning
 from attnscale.numerics import without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
-from attnscale.probes.intercept import AttentionCall, WrittenScores
+from attnscale.probes.intercept import AttentionCall
 from attnscale.probes.measuring import measure_by_kernel, measure_by_rows, measure_by_scores
 from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
@@ -84,16 +84,12 @@ class _ProbedStep:
             buffers[device] = NumbersBuffer(device, calls, heads)
         return buffers[device]
 
-    def measure(self, call: ProbedCall, given: AttentionCall | WrittenScores) -> None:
+    def measure(self, call: ProbedCall, given: AttentionCall) -> None:
         """Measure a call, and keep it."""
-        settings = self.settings
-        if not isinstance(given, AttentionCall) or not measure_by_kernel(call, given, settings):
-            first = given.query if isinstance(given, AttentionCall) else given.left
-            with torch.no_grad(), without_autocast(first):
-                if isinstance(given, AttentionCall):
-                    measure_by_rows(call, given, settings)
-                else:
-                    measure_by_scores(call, given, settings)
+        if given.scores is not None or not measure_by_kernel(call, given, self.settings):
+            measure = measure_by_rows if given.scores is None else measure_by_scores
+            with torch.no_grad(), without_autocast(given.query):
+                measure(call, given, self.settings)
         self.calls.append(call)
         self.seen.note(call.planned.module, call.planned.line, call, call.depth)
 
@@ -159,9 +155,7 @@ class ModuleProbe:
         self._waiting.clear()
         self._without.clear()
 
-    def measure(
-        self, number: int, given: AttentionCall | WrittenScores, learns: bool, is_compiled: bool
-    ) -> AddGradients | None:
+    def measure(self, number: int, given: AttentionCall, learns: bool, is_compiled: bool) -> AddGradients | None:
         """Measure a call, this one in a run of the module; return what adds the gradients of its operands."""
         step = self.step
         if step is None or not step.is_here:
@@ -185,22 +179,27 @@ class ModuleProbe:
             self._waiting.append(call)
         return call.add_gradients if learns else None
 
-    def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall | WrittenScores) -> ProbedCall | None:
+    def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall) -> ProbedCall | None:
         """Return a call of these sizes, with its place in the buffer; None where the plan describes another."""
         depth = (self.runs - 1) % self._plan.depth
-        if isinstance(given, WrittenScores):
-            if planned.written is None or not given.fits(planned.written.layout):
+        if given.scores is not None:
+            written = planned.written
+            if written is None or written.layout.code != given.layout:
                 return None
-            batch, _, query_len, key_len = given.layout.scores_by_head(given.scores).shape
-            first, key_heads = given.left, len(planned.factors[1])
+            if not written.layout.fits(given.scores, given.query, given.key):
+                return None
+            batch, _, query_len, key_len = written.layout.scores_by_head(given.scores).shape
+            key_heads = len(planned.factors[1])
         else:
-            kind = "sdpa" if given.modification is None else "flex"
-            if kind != planned.template.kind or not planned.fits_kernel(given.query, given.key):
+            if planned.template.kind != "sdpa" or not planned.fits_kernel(given.query, given.key):
                 return None
-            first, (_, key_heads, key_len, _) = given.query, given.key.shape
-            batch, _, query_len, _ = first.shape
-        place, numbers = step.buffer(first.device).next(planned.template.heads)
-        return ProbedCall(planned, depth, batch, query_len, key_len, first.dtype, key_heads, place, numbers)
+            _, key_heads, key_len, _ = given.key.shape
+            batch, _, query_len, _ = given.query.shape
+        softcap = planned.template.softcap
+        place, numbers = step.buffer(given.query.device).next(planned.template.heads)
+        return ProbedCall(
+            planned, depth, batch, query_len, key_len, given.query.dtype, key_heads, softcap, place, numbers
+        )
 
     def add_compiled_gradients(self, first: Tensor, second: Tensor) -> None:
         """Add gradients to the last call that has none: a backward pass goes through calls from the last to the first.

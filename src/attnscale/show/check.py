@@ -173,7 +173,7 @@ def _print_heads(heads: Sequence[HeadChange], title: str, console: Console) -> N
     _print(title, console, "dim")
     for head in heads[:SHOWN]:
         _print(head.place, console, "bold")
-        for sentence in (*head.told.split("; "), f"{head.by_factor}."):
+        for sentence in (*head.text.split("; "), f"{head.by_factor}."):
             _print_indented(sentence, console)
     if len(heads) > SHOWN:
         _print(f"and {len(heads) - SHOWN} more, which changed less", console, "dim")

@@ -7,8 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Grid
 from rich.text import Text
 
-from attnscale.lab.experiment import Experiment
-from attnscale.lab.result import Result, Table
+from attnscale.lab.experiment import Experiment, Result, Table
 from attnscale.show.text import DIGITS, fitting, shown
 
 ERROR_DIGITS = 2

@@ -13,7 +13,7 @@ from attnscale.acting.clip import ClipReport
 from attnscale.checking import Checked
 from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
 from attnscale.comparing.comparison import Comparison
-from attnscale.diagnose.audit import Audit
+from attnscale.diagnose.auditing import Audit
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.verdict import head_verdicts
 from attnscale.diagnose.what_if import COLUMNS, WhatIf
@@ -147,7 +147,7 @@ def _(comparison: Comparison) -> View:
     changed = [*comparison.changed, *comparison.carried]
     rows = (
         ("warning" if head.worse else "note", [
-            head.layer, str(head.head), head.told, str(head.by_factor),
+            head.layer, str(head.head), head.text, str(head.by_factor),
             head.reason,
         ])
         for head in changed

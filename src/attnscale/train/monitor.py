@@ -28,7 +28,7 @@ from attnscale.train.ranks import Learned, Merged, Moment, Ranks
 from attnscale.train.record import Record, new_name
 from attnscale.train.sampling import Clipped, Clips, Sampling
 from attnscale.train.sinks import Sink, sink_from
-from attnscale.train.tally import Arriving, MergedStats, pooled_of, records, whole_layers
+from attnscale.train.tally import MergedStats, PendingTallies, pooled_of, records, whole_layers
 from attnscale.watching import Layer, Seen
 from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watcher import Settings
@@ -265,7 +265,7 @@ class Monitor(PlottedResult):
         learning, self._learning = self._learning, {}
         audit = self._try(lambda: self._audit(seen)) or NO_AUDIT  # the record is written without it too
         facts = {} if seen is None else self._try(seen.facts) or {}
-        arriving = None if seen is None else self._try(partial(Arriving.of, seen, self._ranks.part))
+        arriving = None if seen is None else self._try(partial(PendingTallies.of, seen, self._ranks.part))
         if self._ranks.is_needed:  # at once, and whatever failed here: ranks wait for each other
             own = {} if arriving is None else self._try(arriving.tallies) or {}
             merged = self._ranks.merged(self._moment, own, _values(learning))
@@ -307,7 +307,7 @@ class Monitor(PlottedResult):
         if not merged.tallies:
             return
         whole, part = records(whole_layers(merged.tallies)), self._ranks.part
-        found = {name: clipped.told_in(own, name, facts.get(name), part) for name, own in whole.items()}
+        found = {name: clipped.with_factors(own, name, facts.get(name), part) for name, own in whole.items()}
         loss, lr = merged.learning
         alarms = self._history.add(
             at[0],

@@ -24,7 +24,8 @@ from attnscale.watching.seen import Seen
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_INCOMPLETE = 6  # plans that did not have all that attends; after that every step is traced
+MOST_INCOMPLETE = 6  # plans one after the other that soon missed some attention; after that every step is traced
+LASTING = 32  # steps; a plan that was complete for so many is no sign of a model that attends in turns
 
 
 class _InterruptedError(Exception):
@@ -38,8 +39,8 @@ class QKClip:
     parameters make which heads. From then on probes take the maxima inside the model's own run, compiled or not:
     exact, over every row of every micro-batch; recomputation is not counted again. On a GPU nothing is waited for:
     factors are computed and applied there, and the report of what was clipped comes with a later step. A module that
-    attends only later is traced when it does. Where no probe can be placed, the module runs uncompiled under the
-    tracer at every step, or the whole model does where that is impossible; one warning says so.
+    attends only later is traced when it does. Where a module takes no probe, the whole model runs uncompiled under the
+    tracer at every step; one warning says so.
 
     Where torch.distributed runs, make one on every rank and call step() on all alike; ranks agree by one collective
     over those that hold the same model, or parts of it. Name ranks that are not found, copies without DDP or ranks
@@ -83,8 +84,8 @@ class QKClip:
         self._last: ClipReport | None = None
         self._trace: tuple[AbstractContextManager[Seen], Seen] | None = None  # of the present step
         self._probed: ProbedClip | None = None  # instead of a trace
-        self._late, self._incomplete = LateModules(None), 0
-        self._told: set[str] = set()
+        self._late, self._incomplete, self._planned_at = LateModules(None), 0, 0
+        self._warned: set[str] = set()
         self._may_probe, self._is_closed = True, False
         clip_state(model).fetch = WeakMethod(self.flush)
         self._begin_trace()
@@ -201,7 +202,7 @@ class QKClip:
         self.flush()
         self._remove()
         self._late.close()
-        self._incomplete += 1
+        self._incomplete = 1 if self.steps - self._planned_at > LASTING else self._incomplete + 1
         if self._incomplete == MOST_INCOMPLETE:
             self._stay_traced("some of its attentions run, or run more often, at some steps only")
         self._begin_trace()
@@ -229,7 +230,7 @@ class QKClip:
         placement = Placement(self.model, seen.plan) if seen.plan is not None and layers else None
         why, ran, differs = seen.obstacle, bool(layers), False
         if placement is not None:
-            why = why_not_probed(placement, layers, axes)
+            why = why_not_probed(placement, layers)
         heads = {name: layer.heads for name, layer in layers.items()}
         for axis in axes:
             told = axis.gathered((why, heads, ran))
@@ -243,13 +244,8 @@ class QKClip:
             return False
         self._late.close()
         self._late = LateModules(placement)
+        self._planned_at = self.steps
         self._probed = ProbedClip(placement, layers, self.threshold, axes, self._frozen, self._check)
-        if placement.fallbacks:
-            which = "; ".join(f"{printable(path)}: {placement.reason(path)}" for path in placement.fallbacks)
-            self._warn_once(
-                "QK-Clip runs some modules of this model uncompiled at every step and traces them, because no probe "
-                f"can be placed in them: {which}."
-            )
         return True
 
     def _stay_traced(self, why: str) -> None:
@@ -261,8 +257,8 @@ class QKClip:
         )
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, NotInsideWarning, stacklevel=5)
 
     def _deliver(self, reports: list[ClipReport]) -> ClipReport | None:

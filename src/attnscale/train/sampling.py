@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from attnscale.acting.clip_state import taken_from
+from attnscale.acting.clip_state import clip_logs
 from attnscale.errors import AttnscaleWarning, NotInsideWarning, NotRecordedWarning
 from attnscale.probes.placement import Placement, Structure
 from attnscale.probes.step import probed_step
@@ -18,7 +18,7 @@ from attnscale.watching.seen import LayerFacts
 from attnscale.watching.watch import watched
 from attnscale.watching.watcher import Settings
 
-MOST_MISSED = 2  # probed steps that may miss attentions; after that every sampled step is traced
+MOST_MISSED = 2  # probed steps without a complete one between; after that every sampled step is traced
 
 
 class Sampling:
@@ -54,7 +54,8 @@ class Sampling:
 
     def note(self, seen: Seen) -> None:
         """Note a step that was seen to its end."""
-        self._missed += seen.is_probed and seen.plan is None
+        if seen.is_probed:
+            self._missed = self._missed + 1 if seen.plan is None else 0
         self._plan = seen.plan
 
     def notices(self, seen: Seen) -> Iterator[AttnscaleWarning]:
@@ -88,7 +89,7 @@ class Clipped:
     before: Logs
     until: Logs | None
 
-    def told_in(self, record: LayerRecord, name: str, layer: LayerFacts | None, part: int) -> LayerRecord:
+    def with_factors(self, record: LayerRecord, name: str, layer: LayerFacts | None, part: int) -> LayerRecord:
         """Return a record with the factors of this rank's heads, the `part` of all; NaN for those of other ranks."""
         if layer is None:
             return record
@@ -109,12 +110,12 @@ class Clips:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: Logs = taken_from(model) or {}
+        self._before: Logs = clip_logs(model) or {}
         self._until: Logs | None = None
 
     def begin(self) -> None:
         """Begin a sampled step: wait for factors on their way from a device."""
-        self._until = taken_from(self._model)
+        self._until = clip_logs(self._model)
 
     def since(self) -> Clipped:
         """Return the factors between the record before and this one."""

@@ -17,7 +17,7 @@ from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
 from attnscale.measure.pooled import SUMS, Known, Pooled, merged
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
-from attnscale.probes.calls import COLUMNS, POOLED, ProbedCall, pooled_columns
+from attnscale.probes.calls import BOUND, COLUMNS, POOLED, ProbedCall, pooled_columns, score_bound
 from attnscale.train.record import LayerRecord
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
@@ -42,7 +42,7 @@ class MergedStats(ScoreStats):
         return torch.full_like(self.mean, torch.nan)
 
 
-class Arriving:
+class PendingTallies:
     """The sums of a step on their way to the host: nobody waits for probes on a GPU before their numbers are asked for.
 
     Calls that probes measured lie in buffers that are being copied. What was traced is copied when it is asked for.
@@ -57,7 +57,7 @@ class Arriving:
         self._hosts = {id(call.host): call.host for calls in self._probed.values() for call in calls}
 
     @classmethod
-    def of(cls, seen: Seen, part: int) -> "Arriving":
+    def of(cls, seen: Seen, part: int) -> "PendingTallies":
         """Return the sums of the layers that were seen in a step."""
         layers = {
             name: calls if isinstance(calls[0], ProbedCall) else seen.layer_of(name, path, calls)
@@ -97,20 +97,26 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     if not calls:
         return {}
     heads, columns = [call.heads for call in calls], torch.cat([call.columns for call in calls])
-    pooled, lengths, gradients, scales, cosines = columns.split(COLUMNS, dim=1)
+    pooled, lengths, gradients, scales = columns.split(COLUMNS, dim=1)
     factors = torch.from_numpy(np.concatenate([call.factors for call in calls], axis=1))
     stated = [math.nan if call.multiplier is None else call.multiplier for call in calls]
     multiplier = torch.tensor(stated, dtype=torch.float64)
-    known = torch.tensor([(*call.has_gradients, call.has_cosine) for call in calls])
-    known, multiplier = (each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier))
+    known = torch.tensor([call.has_gradients for call in calls])
+    by_lengths = torch.tensor([call.probed is not None for call in calls])  # else the table has the bound
+    known, multiplier, by_lengths = (
+        each.repeat_interleave(torch.tensor(heads), 0) for each in (known, multiplier, by_lengths)
+    )
+    bound = torch.where(by_lengths, score_bound(multiplier, lengths[:, 2], lengths[:, 5]), -math.inf)
+    pooled[:, BOUND] = torch.maximum(pooled[:, BOUND], bound)
     scale = torch.where(multiplier.isnan(), scales[:, 0], multiplier * factors.prod(0)).abs()
-    squares = (lengths.mT / factors).square()
-    cosine_square = torch.where(known[:, 2], cosines[:, 0].square(), math.nan)
-    reached = torch.where(known[:, :2], gradients.square(), 0.0).unbind(1)
-    packed = iter(_packed(pooled, (scale, *squares, cosine_square), reached).split(heads))
+    squares = (lengths[:, ::3] / lengths[:, 1::3].clamp(min=1.0)).mT / factors.square()
+    reached = torch.where(known, gradients[:, ::3], 0.0).unbind(1)
+    no_cosine = torch.full_like(scale, math.nan)  # the spread of its scores tells it
+    packed = iter(_packed(pooled, (scale, *squares, no_cosine), reached).split(heads))
     found = {key: added([next(packed) for _ in some]) for key, some in layers.items()}
     for key, some in layers.items():
-        found[key][:, -1] = 1.0  # all calls are of one rank
+        if len(some) > 1:
+            found[key][:, -1] = 1.0  # all calls are of one rank
         for side in range(2):
             if not any(call.has_gradients[side] for call in some):
                 found[key][:, side - len(ADDED)] = math.nan

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.lengths import head_lengths, lengths_of_both
+from attnscale.measure.lengths import head_lengths
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.tracing.coordinates import Indices
 
@@ -52,16 +52,6 @@ class GradientLengths:
                 self._add(side, length(gradient.detach()))
 
         tensor.register_hook(add)
-
-    def add_both(self, query: Tensor, key: Tensor, owners: Indices | None) -> None:
-        """Add gradients of (batch, heads, length, features); `owners` tells which key each head has."""
-        found: tuple[Tensor, Tensor | None]
-        if shares_as_kernels_do(query.shape[1], key.shape[1], owners):
-            found = lengths_of_both(query, key)
-        else:
-            found = head_lengths(query), by_shared_key(key, query.shape[1], owners)
-        self._add("query", found[0])
-        self._add("key", found[1])
 
     def _add(self, side: Side, lengths: Tensor | None) -> None:
         before = getattr(self, side)

@@ -20,8 +20,6 @@ from attnscale.torch_internals import called_module, calls_compiled, refuses_bre
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
-Enter = Callable[[nn.Module, Any], None]
-Leave = Callable[[nn.Module, Any, Any], None]
 LIBRARIES = (
     *(str(OWN / file) for file in ("operator.py", "numerics.py")),
     *(

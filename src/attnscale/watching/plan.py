@@ -122,13 +122,13 @@ class PlanRecorder:
         """Record a call of a fused kernel."""
         if kernel.kind == "sdpa" and not self._is_seen_by_probes(path):
             self._fall_back(path, DIRECT)
-        elif kernel.kind not in ("sdpa", "flex"):
+        elif kernel.kind != "sdpa":
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
         elif kernel.given is not None:
             self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")
-        elif seen.wiring.biased and kernel.kind != "flex":
+        elif seen.wiring.biased:
             self._fall_back(path, "a bias is added to its scores")
         else:
             self._add(path, line, seen, None, kernel.key.shape[1])
@@ -174,9 +174,6 @@ class PlanRecorder:
 
     def plan(self, called: set[str], unused_norms: Callable[[str], tuple[str, ...]]) -> Plan | None:
         """Return the plan; None where the whole model has to be traced every time."""
-        for path, module in self._found.items():
-            if any(call.template.kind == "flex" for call in module.calls) and not module.is_compiled:
-                self._fall_back(path, "FlexAttention that is not compiled takes no probe")
         templates = {id(call): replace(call, template=_template(call.template)) for call in self._calls.values()}
         modules = {
             path: replace(module, calls=tuple(templates[id(call)] for call in module.calls))

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
 from attnscale.lab.outcomes import Outcomes, band, percent, tally
-from attnscale.lab.result import Curve, Plot, Table
 from attnscale.lab.training import gradient_shares
 from attnscale.measure import score_stats
 from attnscale.operator import attention
@@ -164,4 +163,4 @@ def _plots(along: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment("divisors", "No divisor, √d_k or d_k: what does each do, and why not d_k?", grid, run,
-                        conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.38)  # fmt: skip
+                        conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.2)  # fmt: skip

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings
 from attnscale.lab.outcomes import NEGLIGIBLE, Band, Outcomes, diverged_sentence, tally
-from attnscale.lab.result import Check, Plot
 from attnscale.lab.tasks import TASKS
 from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
 from attnscale.rules.rule import Rule, Scaled, Visible
@@ -40,11 +39,10 @@ def normalised(kappa: float) -> Rule:
 
 def run(
     task: str, kappa: float, steps: int, rate: float, d_model: int, heads: int, head_dim: int, seed: int,
-    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Train one model whose scores are κ times the cosines of its queries and keys."""
     of, shape = TASKS[task], {"d_model": d_model, "heads": heads, "head_dim": head_dim}
-    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape).to(device)
+    model = seeded_model(of.vocabulary, seed, scale=normalised(kappa), **shape)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     return {"final": found.final, "diverged": found.diverged, "spread": before["std"],

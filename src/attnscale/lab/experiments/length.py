@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
-from attnscale.lab.outcomes import Band, Outcomes, band, percent, tally
-from attnscale.lab.result import Check, Curve, Plot, column
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.outcomes import Band, Outcomes, band, column, percent, tally
 from attnscale.measure import score_stats
 from attnscale.operator import attention_weights
 from attnscale.plain import readable
@@ -152,4 +151,4 @@ def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> tuple[Plot, .
 
 
 EXPERIMENT = Experiment("length", "How does attention spread over a growing context under 1/√d_k, log n and YaRN?",
-                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=2.7)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.22)  # fmt: skip

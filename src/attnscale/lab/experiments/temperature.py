@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
-from attnscale.lab.outcomes import Band, Outcomes, band, diverged_sentence, verdicts
-from attnscale.lab.result import Check, Curve, Heatmap, Plot, Table, column
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
+from attnscale.lab.outcomes import Band, Outcomes, band, column, diverged_sentence, verdicts
 from attnscale.lab.tasks import TASKS, Task
 from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
 from attnscale.operator import attention_weights
@@ -38,11 +37,10 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 def run(
     task: str, multiple: float, rate: float, steps: int, d_model: int, heads: int, head_dim: int, seed: int,
-    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
     """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
-    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim).to(device)
+    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     after = score_summary(model, of) if math.isfinite(found.end) else dict.fromkeys(before, math.nan)
@@ -58,7 +56,7 @@ def run(
 def pattern(model: nn.Module, task: Task, rule: temperature) -> list[list[float]]:
     """Return the weights of the first head of the last layer on the first held-out example."""
     with watch(model, keep=True) as seen:
-        task.held_out(1).to(next(model.parameters()).device).loss(model)
+        task.held_out(1).loss(model)
     last = list(seen.layers.values())[-1]
     assert last.query is not None and last.key is not None  # noqa: PT018 (kept)
     weights = attention_weights(last.query, last.key, is_causal=True, scale=rule)[0, 0, :SHOWN, :SHOWN]

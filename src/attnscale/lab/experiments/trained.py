@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
-from attnscale.lab.outcomes import Band, Outcomes, banded, is_below_zero, tally
-from attnscale.lab.result import Check, Plot, Table, column
+import torch
+
+from attnscale.lab.experiment import Check, Conclusion, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.outcomes import Band, Outcomes, banded, column, is_below_zero, tally
 from attnscale.lab.tasks import TASKS, Batch, Characters
-from attnscale.lab.training import SCALES, Schedule, evaluating, held_out_loss, seeded_model, swap_scale, trained
+from attnscale.lab.training import SCALES, Schedule, held_out_loss, seeded_model, swap_scale, trained
 from attnscale.models import load_bundled
 from attnscale.models.transformer import CausalTransformer
 
@@ -31,7 +32,7 @@ def grid(quick: bool) -> Sequence[Settings]:
     return [{"part": BUNDLED}, *own]
 
 
-def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2, device: str = "cpu") -> Outcome:
+def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: int = 2) -> Outcome:
     """Measure losses in nats under every scale, at each of MOMENTS."""
     if part == BUNDLED:
         return {f"{scale} at once": bundled_loss(scale, seed) for scale in SCALES}
@@ -40,7 +41,7 @@ def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: in
     schedule, more = Schedule(steps, rate, seed), Schedule(steps // MORE, rate / MORE, seed + 1)
 
     def fresh(scale: str) -> CausalTransformer:
-        return seeded_model(of.vocabulary, seed, head_dim=head_dim, scale=SCALES[scale], **shape).to(device)
+        return seeded_model(of.vocabulary, seed, head_dim=head_dim, scale=SCALES[scale], **shape)
 
     learned, found = fresh(KEPT), {}
     trained(learned, of, schedule)
@@ -55,14 +56,14 @@ def run(part: str, seed: int, task: str = "recall", steps: int = 1, head_dim: in
     return found
 
 
+@torch.no_grad()
 def bundled_loss(scale: str, part: int = 0) -> float:
     """Return the loss of the model that ships with the package, under another scale, on a part of the held-out text."""
     model = deepcopy(_bundled())
     swap_scale(model, scale)
     windows = Characters(model.context).held_out(PARTS * WINDOWS)
     own = slice(part % PARTS, None, PARTS)  # each part from all over the text
-    with evaluating(model):
-        return float(Batch(windows.tokens[own], windows.targets[own]).loss(model))
+    return float(Batch(windows.tokens[own], windows.targets[own]).loss(model))
 
 
 @lru_cache(maxsize=1)

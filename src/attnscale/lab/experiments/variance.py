@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnscale.lab.experiment import Conclusion, Experiment, Outcome, Settings
+from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
 from attnscale.lab.outcomes import Outcomes, ranging, tally
-from attnscale.lab.result import Curve, Plot, Table
 from attnscale.theory import score_mean, score_variance
 
 PAIRS = 4096  # of queries and keys in a cell: a variance within 2% for each seed
@@ -114,5 +113,5 @@ def _plots(outcomes: Outcomes) -> tuple[Plot, ...]:
 
 
 EXPERIMENT = Experiment(
-    "variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=3
+    "variance", "Does Var(q·k) equal d_k?", grid, run, conclude, seeds=16, quick_seeds=8, core_minutes=2.2
 )

@@ -87,11 +87,12 @@ def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
 
 
 def measure_rows(
-    call: Call, planned: Design, bounds: Tensor, sinks: Tensor | None = None, table: Tensor | None = None
+    call: Call, planned: Design, bounds: Tensor | None, sinks: Tensor | None = None, table: Tensor | None = None
 ) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
-    `bounds` are upper bounds of scores: the lse of every row, or one of each head. `table` is written to, if given.
+    `bounds` are upper bounds of scores: the lse of every row, or one of each head; None: they are told
+    otherwise. `table` is written to, if given.
     """
     from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
 

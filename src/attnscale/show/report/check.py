@@ -6,8 +6,8 @@ from typing import Any
 from attnscale.checking import Checked, Group, Line
 from attnscale.comparing import Comparison, HeadChange
 from attnscale.comparing.backend_comparison import HEADINGS, BackendComparison
-from attnscale.comparing.moves import LEVEL
-from attnscale.comparing.portrait import COMPARED, RATIOS
+from attnscale.comparing.profiles import COMPARED, RATIOS
+from attnscale.comparing.statistic_change import LEVEL
 from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.measure.statistics import STATISTICS, Place, in_place
@@ -179,7 +179,7 @@ def backends_report(comparison: BackendComparison) -> Page:
 
 
 def _change(head: HeadChange) -> Note:
-    told = f"{head.told}."
+    told = f"{head.text}."
     return Note("warning" if head.worse else "note", "changed", told, "", head.place, f"{head.by_factor}.")
 
 
@@ -213,7 +213,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
     changes = [[None if move is None else finite(entry.factor * move.change) for move in row] for row in moves]
     known = [head for head in comparison.heads if statistic in head.moves]
     most = max(known, key=lambda head: head.moves[statistic].size)
-    beyond = sum(head.moves[statistic].is_beyond for head in known)
+    beyond = sum(head.moves[statistic].is_significant for head in known)
     widest = entry.factor * most.moves[statistic].size or 1.0
     return Heat(
         values=changes,
@@ -226,7 +226,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
         diverging=True,
         notice=(
             f"{'Logarithm of the ratio; red' if is_ratio else 'Red'} is more than before, blue is less. "
-            f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].told}; "
+            f"The {entry.long} changed most in head {most.head} of {most.layer}, {most.moves[statistic].text}; "
             f"it changed by more than its error in {beyond} of {len(known)} heads."
         ),
         errors=[[None if move is None else finite(entry.factor * move.error) for move in row] for row in moves],
@@ -234,7 +234,7 @@ def _map(comparison: Comparison, statistic: str) -> Heat:
 
 
 def _moves(head: HeadChange, shown: list[str]) -> Row:
-    cells = tuple(head.moves[name].told if name in head.moves else "–" for name in shown)
+    cells = tuple(head.moves[name].text if name in head.moves else "–" for name in shown)
     has_changed = head.changed or head.sees_others
     verdict, tone = (head.reason, "note") if has_changed else ("no", "fine")
     tone = "warning" if head.worse else tone

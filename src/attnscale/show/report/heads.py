@@ -136,12 +136,11 @@ def concentrated_heads(name: str, layers: Mapping[str, Layer]) -> Figure | None:
 
 
 def _weights(layer: Layer, found: Verdict) -> Heat:
-    assert found.head is not None  # of a head, not of a layer
     weights = layer.weights(found.head).double().cpu()
     (queries, keys), (by_query, by_key) = weights.shape, (math.ceil(size / SIDE) for size in weights.shape)
     fields: Tensor = max_pool2d(weights[None, None], (by_query, by_key), ceil_mode=True)[0, 0]
     pattern = pattern_of(layer, found.head)
-    notices = [f"{pattern}." if pattern is not None else ""]
+    notices = [f"{str(pattern)[:1].upper()}{str(pattern)[1:]}." if pattern is not None else ""]
     notices += [] if by_query == by_key == 1 else ["Each field shows its largest weight."]
     return Heat(
         values=fields.tolist(),

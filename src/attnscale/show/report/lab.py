@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from attnscale.lab import result as lab
+from attnscale.lab import experiment as lab
 from attnscale.show.figures import Axis, Chart, Figure, Heat, Series
 from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.text import shown

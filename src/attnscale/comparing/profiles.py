@@ -1,4 +1,4 @@
-"""Portraits: the statistics of every head of a model, sample by sample, to compare with those of another model.
+"""Profiles: the statistics of every head of a model, sample by sample, to compare with those of another model.
 
 `attnscale check --save` writes them to files; `--against` and `attnscale compare` read them.
 """
@@ -44,7 +44,7 @@ MAX_BYTES = 2**28  # 100 layers of 128 heads take a hundredth of that
 
 
 @dataclass(frozen=True)
-class LayerPortrait:
+class LayerProfile:
     """One layer: arrays (samples, heads) by the name of their statistic, with NaN for a missing value."""
 
     samples: Mapping[str, Numbers]
@@ -63,18 +63,18 @@ class LayerPortrait:
 
 
 @dataclass(frozen=True)
-class Portrait:
+class Profile:
     """A model on several sequences, or the latest records of a run."""
 
     title: str
     fed: str  # a description of the samples
-    layers: Mapping[str, LayerPortrait]
+    layers: Mapping[str, LayerProfile]
     findings: tuple[Finding, ...] = ()
     inputs: str = ""  # a digest of the inputs: samples of the same inputs are compared in pairs
     notes: tuple[str, ...] = ()
 
 
-def portray(
+def measure_profile(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -83,7 +83,7 @@ def portray(
     title: str,
     fed: str,
     rows: int | None = None,
-) -> Portrait:
+) -> Profile:
     """Run every sequence of the batch alone, on `rows` rows per head (all if None); `audit` is of the whole batch."""
     calls = _split((tuple(args), dict(kwargs)))
     runs = [_watch(model, call, rows) for call in calls]
@@ -99,16 +99,16 @@ def portray(
     }
     notes = (ONE_SEQUENCE,) if len(calls) == 1 else ()
     inputs = _digest({f"{number}": tensor for number, tensor in enumerate(_tensors(calls))})
-    return Portrait(title, fed, layers, tuple(audit.findings), inputs, notes)
+    return Profile(title, fed, layers, tuple(audit.findings), inputs, notes)
 
 
-def save_portrait(portrait: Portrait, path: Path) -> None:
-    """Write a portrait as JSON."""
-    write_whole(path, json_text(_to_dict(portrait)) + "\n")
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON."""
+    write_whole(path, json_text(_to_dict(profile)) + "\n")
 
 
-def read_portrait(path: Path) -> Portrait:
-    """Read the portrait in a file."""
+def read_profile(path: Path) -> Profile:
+    """Read the profile in a file."""
     try:
         return _from_dict(json.loads(read_whole(path, MAX_BYTES).decode("utf-8")))
     except OSError as error:
@@ -131,7 +131,7 @@ def is_saved(path: Path) -> bool:
         return False
 
 
-def _to_dict(portrait: Portrait) -> dict[str, Any]:
+def _to_dict(profile: Profile) -> dict[str, Any]:
     layers = {
         name: {
             "weights": layer.weights,
@@ -141,25 +141,25 @@ def _to_dict(portrait: Portrait) -> dict[str, Any]:
                 for statistic, numbers in layer.samples.items()
             },
         }
-        for name, layer in portrait.layers.items()
+        for name, layer in profile.layers.items()
     }
     found: dict[str, Any] = plain(
         {
             "kind": KIND,
             "version": VERSION,
-            "title": portrait.title,
-            "fed": portrait.fed,
-            "inputs": portrait.inputs,
-            "notes": list(portrait.notes),
-            "findings": [finding.to_dict() for finding in portrait.findings],
+            "title": profile.title,
+            "fed": profile.fed,
+            "inputs": profile.inputs,
+            "notes": list(profile.notes),
+            "findings": [finding.to_dict() for finding in profile.findings],
             "layers": layers,
         }
     )
     return found
 
 
-def _from_dict(saved: Any) -> Portrait:
-    """Raise a ValueError, TypeError or KeyError for anything that is no portrait."""
+def _from_dict(saved: Any) -> Profile:
+    """Raise a ValueError, TypeError or KeyError for anything that is no profile."""
     if not isinstance(saved, dict) or saved.get("kind") != KIND:
         raise ValueError(f"there is no kind {KIND!r}")
     if saved["version"] != VERSION:
@@ -168,13 +168,13 @@ def _from_dict(saved: Any) -> Portrait:
     if not {finding.severity for finding in findings} <= set(SEVERITIES):
         raise ValueError("a finding has an unknown severity")
     layers = {
-        name: LayerPortrait(
+        name: LayerProfile(
             _samples(name, layer["samples"]), str(layer.get("weights", "")), str(layer.get("visible", ""))
         )
         for name, layer in saved["layers"].items()
     }
     notes = tuple(map(str, saved.get("notes", ())))
-    return Portrait(str(saved["title"]), str(saved["fed"]), layers, findings, str(saved["inputs"]), notes)
+    return Profile(str(saved["title"]), str(saved["fed"]), layers, findings, str(saved["inputs"]), notes)
 
 
 def _samples(name: str, saved: dict[str, Any]) -> dict[str, Numbers]:
@@ -194,10 +194,10 @@ def _watch(model: nn.Module, call: Call, rows: int | None) -> Mapping[str, Layer
     return seen.layers
 
 
-def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerPortrait:
+def _layer(runs: Sequence[Layer], weights: str, visible: str) -> LayerProfile:
     numbers = {name: [STATISTICS[name].of(layer.stats) for layer in runs] for name in OF_STATS}
     numbers |= {name: [getattr(layer, attribute) for layer in runs] for name, attribute in OF_LAYERS.items()}
-    return LayerPortrait(
+    return LayerProfile(
         {name: np.stack([each.detach().double().cpu().numpy() for each in values]) for name, values in numbers.items()},
         weights,
         visible,

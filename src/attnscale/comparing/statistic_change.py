@@ -1,4 +1,4 @@
-"""Moves: the change of one statistic of one head, with its error and its significance."""
+"""Change of one statistic of one head, with its error and its significance."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnscale.comparing.portrait import RATIOS, Numbers
+from attnscale.comparing.profiles import RATIOS, Numbers
 from attnscale.measure.statistics import STATISTICS
 from attnscale.plain import finite, readable
 from attnscale.theory.significance import holm, student_tail
@@ -23,7 +23,7 @@ LARGEST_LOG = 700.0  # e to more than that is not a float
 
 
 @dataclass(frozen=True)
-class Move:
+class StatisticChange:
     """Means over samples, and their change: the logarithm of the ratio, or the difference of shares."""
 
     statistic: str
@@ -32,7 +32,7 @@ class Move:
     change: float
     error: float  # its standard error; NaN for a single sample
     chance: float  # of a change as large if nothing changed
-    is_beyond: bool = False  # significant among all that was compared, and larger than the tolerance
+    is_significant: bool = False  # significant among all that was compared, and larger than the tolerance
 
     @property
     def size(self) -> float:
@@ -47,7 +47,7 @@ class Move:
         return self.change > 0 if STATISTICS[self.statistic].bad == "large" else self.change < 0
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The change in words: `× 1.52 ± 0.03`, `+0.12 ± 0.01` for a share, `+12 ± 1` for a percentage, or `same`."""
         if self.change == 0:
             return "same"
@@ -62,14 +62,14 @@ class Move:
     def __str__(self) -> str:
         entry = STATISTICS[self.statistic]
         before, after = (readable(entry.factor * value) for value in (self.before, self.after))
-        return f"{entry.long} {before} to {after} ({self.told})"
+        return f"{entry.long} {before} to {after} ({self.text})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
         return {name: finite(each) if isinstance(each, float) else each for name, each in asdict(self).items()}
 
 
-def move_of(name: str, before: Numbers, after: Numbers, paired: bool) -> Move:
+def statistic_change(name: str, before: Numbers, after: Numbers, paired: bool) -> StatisticChange:
     """Compare two sets of samples of a statistic; paired samples are of the same inputs."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = name in RATIOS
@@ -84,18 +84,18 @@ def move_of(name: str, before: Numbers, after: Numbers, paired: bool) -> Move:
         variance, freedom = first + second, _freedom(first, len(one), second, len(other))
     error = math.sqrt(variance) if variance >= 0 else math.nan
     chance = _chance(name, change, error, freedom)
-    return Move(name, _mean(_known(before)), _mean(_known(after)), change, error, chance)
+    return StatisticChange(name, _mean(_known(before)), _mean(_known(after)), change, error, chance)
 
 
 def mark_significant(heads: "Sequence[HeadChange]", tolerance: float) -> "list[HeadChange]":
-    """Mark the moves that are significant, by one level for everything that was compared."""
+    """Mark the changes that are significant, by one level for everything that was compared."""
     moves = [move for head in heads for move in head.moves.values()]
     beyond = iter(holm([move.chance for move in moves], LEVEL).tolist())
     return [
         replace(
             head,
             moves={
-                name: replace(move, is_beyond=next(beyond) and move.size > tolerance)
+                name: replace(move, is_significant=next(beyond) and move.size > tolerance)
                 for name, move in head.moves.items()
             },
         )

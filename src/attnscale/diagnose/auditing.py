@@ -1,0 +1,274 @@
+"""audit: run a model under watch, in both its modes, and diagnose its attention."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from attnscale.diagnose.checks import SYMPTOMS, all_findings, evaluation_findings, mode_findings
+from attnscale.diagnose.finding import Finding, severity_rank, worst
+from attnscale.diagnose.trained import is_trained
+from attnscale.diagnose.verdict import head_verdicts, verdict_text, verdict_word
+from attnscale.diagnose.what_if import WhatIf, what_if_calls
+from attnscale.errors import InputError, SettingError
+from attnscale.plain import printable
+from attnscale.results import PlottedResult
+from attnscale.watching.layer import Layer
+from attnscale.watching.missed import MissedAttention
+from attnscale.watching.seen import table
+from attnscale.watching.watch import watched
+from attnscale.watching.watcher import Settings
+
+NOTHING_READ = "No attention could be read, so nothing was judged."
+Loss: TypeAlias = Callable[[Any], Tensor]  # of what the model returns
+ROWS_IN_OTHER_MODE = 1  # a head: enough to read how the scores are made
+
+
+@dataclass(frozen=True, repr=False)
+class Audit(PlottedResult):
+    """The attention layers of a model, and the findings about them."""
+
+    layers: Mapping[str, Layer]
+    trained: bool
+    findings: list[Finding]  # the worst first, then by layer
+    unchecked: tuple[str, ...] = ()  # a sentence each: what was not checked, and why
+    unjudged: str = ""  # why the scores were not judged; empty where they were
+    forward_passes: int = 1  # of the model that were watched; the second is in its other mode
+
+    @property
+    def worst(self) -> str | None:
+        """The worst severity found; None where there are no findings."""
+        return worst(self.findings)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The verdict on each layer in one word, as in JSON, tables and reports."""
+        return {name: verdict_word(layer, self.findings) for name, layer in self.layers.items()}
+
+    @property
+    def past_critical_spread(self) -> int:
+        """Number of heads whose spread is beyond the critical spread."""
+        return sum(head.is_past_critical_spread for layer in self.layers.values() for head in head_verdicts(layer))
+
+    def what_if(self, layer: str, candidates: Mapping[str, Any] | None = None, rows: int | None = None) -> WhatIf:
+        """Compute what every rule would do to the layer, over all of its calls and sequences.
+
+        Soft-cap, bias, masks and values are the layer's own; `current` is what was measured. The change of the output
+        is NaN where the values could not be read.
+        """
+        seen = self._layer(layer)
+        if not seen.kept or len(seen.kept) < seen.calls:
+            raise SettingError(f"The queries and keys of {layer!r} were not kept; watch with keep=True to try others.")
+        return what_if_calls(seen.kept, candidates, rows, seen.stats)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the audit as plain values for JSON."""
+        words = self.words
+        return {
+            "trained": self.trained,
+            "worst": self.worst,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "unchecked": list(self.unchecked),
+            "unjudged": self.unjudged,
+            "forward_passes": self.forward_passes,
+            "layers": {name: _layer_dict(layer) | {"verdict": words[name]} for name, layer in self.layers.items()},
+        }
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        words = {name: verdict_text(layer, self.findings, self.trained) for name, layer in self.layers.items()}
+        shown = [table(self.layers.values(), words), ""] if count else []
+        where = f"{count} attention layer{'s' * (count != 1)}"
+        checked = (
+            f"No findings in {where}, but not everything could be checked."
+            if self.unchecked
+            else f"Nothing found in {where}."
+        )
+        found = [str(finding) for finding in self.findings] or [checked if count else NOTHING_READ]
+        unsaid = [self.unjudged] if self.unjudged else []
+        return "\n".join([*shown, *found, *unsaid, *map(printable, self.unchecked)])
+
+    def _layer(self, name: str) -> Layer:
+        if name not in self.layers:
+            raise SettingError(f"No layer {name!r} was seen. Expected one of: {', '.join(self.layers)}.")
+        return self.layers[name]
+
+
+def diagnose(layers: Mapping[str, Layer], *, trained: bool) -> Audit:
+    """Diagnose layers that were watched before; `trained` as is_trained() returns for their model."""
+    return Audit(layers, trained, in_order(all_findings(layers, trained), layers))
+
+
+def in_order(findings: Iterable[Finding], layers: Mapping[str, Layer]) -> list[Finding]:
+    """Sort findings: the worst first, then by layer."""
+    order = {name: position for position, name in enumerate(layers)}
+    return sorted(findings, key=lambda found: (-severity_rank(found.severity), order.get(found.layer, len(order))))
+
+
+def unchecked(layers: Mapping[str, Layer], missed: MissedAttention) -> tuple[str, ...]:
+    """Return a sentence for everything that was not judged: attention in no layer, multipliers, biases and weights."""
+    reasons: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        for sentence in _not_judged(layer):
+            reasons.setdefault(sentence, []).append(name)
+    return (*missed.sentences, *(why.format(", ".join(names)) for why, names in reasons.items()))
+
+
+def _not_judged(layer: Layer) -> Iterator[str]:
+    """Yield sentences with a place for the names of layers."""
+    if layer.reading.unread:
+        yield f"The scale of {{}} could not be read: {layer.reading.unread}."
+    elif layer.declared.folded is not None:
+        yield f"The scale of {{}} was not judged: {layer.declared.folded:.4g} of it was folded into its weights."
+    elif layer.reading.learned_factor:
+        yield "The scale of {} is learned, so its value was not judged."
+    if layer.wiring.biased:
+        yield "A bias is added to the scores of {}, and was not judged."
+    if any(each.is_obscure for each in layer.softmaxes):
+        yield "It was not checked that the weights of {} sum to one: they are mixed with others."
+
+
+def _layer_dict(layer: Layer) -> dict[str, Any]:
+    names = (
+        "kind", "heads", "kv_heads", "head_dim", "causal", "softcap", "calls", "queries", "padding", "scale_applied",
+        "scale_expected", "scale_source",
+    )  # fmt: skip
+    return {name: getattr(layer, name) for name in names} | {"stats": layer.stats.to_dict()}
+
+
+def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Audit:
+    """Run the model, as model(*args, **kwargs), and diagnose every attention in it.
+
+    The model runs twice: as it is, and in its other mode (training, evaluation), for what is wrong in that alone. With
+    a `loss` of the model's output, a backward pass shows which sharp heads still learn; no gradient is left on any
+    parameter.
+    """
+    return audited(model, args, kwargs, loss=loss)
+
+
+def audited(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    rows: int | None = None,
+    loss: Loss | None = None,
+    unlike: str = "",
+) -> Audit:
+    """Return the audit of model(*args, **kwargs), measuring so many rows a head, all where None.
+
+    `unlike` says why the inputs are unlike what a trained model knows: its scores are then not judged.
+    """
+    copied = _copied(args, kwargs)  # before a cache among them grows
+    with watched(model, Settings(rows, keep=True, may_be_empty=True)) as seen:
+        if loss is None:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        else:
+            _run_with_backward(model, args, kwargs, loss)
+    layers = {name: replace(layer, tokens=_token_ids(layer, (*args, kwargs))) for name, layer in seen.layers.items()}
+    found = diagnose(layers, trained=is_trained(model))
+    findings, not_checked = found.findings, unchecked(layers, seen.missed)
+    if unlike and found.trained:
+        findings = [each for each in findings if each.code not in SYMPTOMS]
+        found = replace(found, unjudged=unlike)
+    if not any(module.training for module in model.modules()):
+        findings += evaluation_findings(layers)
+    others = None if copied is None else _in_other_mode(model, *copied)
+    mode = "evaluation" if model.training else "training"
+    if others is None:
+        not_checked += (f"The model could not be watched in {mode} mode, so that was not checked.",)
+    else:
+        findings = [*findings, *mode_findings(layers, others, model.training)]
+        findings += evaluation_findings(others) if model.training else ()
+        known = {(finding.layer, finding.code) for finding in found.findings}
+        unreadable = {finding.layer for finding in found.findings if finding.code == "non_finite"}
+        findings += (
+            replace(each, message=f"In {mode} mode: {each.message}")
+            for each in diagnose(others, trained=found.trained).findings
+            if (each.layer, each.code) not in known and each.layer not in unreadable and each.code not in SYMPTOMS
+        )
+    passes = 1 + (others is not None)
+    return replace(found, findings=in_order(findings, layers), unchecked=not_checked, forward_passes=passes)
+
+
+def _token_ids(layer: Layer, inputs: Any) -> Tensor | None:
+    """Return the ids of a layer's keys in the first sequence; None if no input, or more than one, can be those.
+
+    A mask and the types of tokens have two values, positions have no value twice.
+    """
+    found = [each for each in _first_sequences(inputs) if len(each) == layer.key_len]
+    ids = [each for each in found if 2 < len(each.unique()) < len(each)]
+    return ids[0] if ids and all(torch.equal(each, ids[0]) for each in ids) else None
+
+
+def _first_sequences(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        is_integer = value.dtype in (torch.int64, torch.int32) and not value.is_meta
+        if is_integer and value.dim() in (1, 2) and len(value):
+            yield value[0] if value.dim() == 2 else value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _first_sequences(each)
+
+
+def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not learned:
+        raise InputError("Expected a parameter that requires a gradient, and the model has none: leave the loss out.")
+    with torch.enable_grad():
+        value = loss(model(*args, **kwargs))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"Expected loss to return one number as a tensor, got {found}.")
+        torch.autograd.grad(value, learned, allow_unused=True)
+
+
+def _copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """Copy the inputs for a second run; None where they cannot be copied."""
+    try:
+        nested = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_nested)
+        cloned = {id(each): each.clone() for each in nested if each.layout is torch.strided}  # which deepcopy does not
+        return copy.deepcopy((args, kwargs), cloned)
+    except Exception:  # a part of another graph, a generator, an open file
+        return None
+
+
+def _in_other_mode(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Layer] | None:
+    """Return the layers as they are in the mode that the model is not in; None where it does not run there."""
+    try:
+        settings = Settings(rows=ROWS_IN_OTHER_MODE, may_be_empty=True)
+        with warnings.catch_warnings(), _other_mode(model), torch.no_grad(), watched(model, settings) as seen:
+            warnings.simplefilter("ignore")  # the first run warned already
+            model(*args, **kwargs)
+    except Exception:  # whatever a model's own code raises there
+        return None
+    return seen.layers
+
+
+@contextmanager
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """Switch training and evaluation; put flags, buffers and random numbers back."""
+    flags = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    with torch.random.fork_rng():
+        model.train(not model.training)
+        try:
+            yield
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+            with torch.no_grad():
+                for module, name, buffer, before in buffers:
+                    buffer.copy_(before)
+                    setattr(module, name, buffer)  # a forward may put another in its place
