@@ -146,10 +146,6 @@ class KernelCall:
         """True if the kernel's arguments say that no row sees a later key; its mask may hide more."""
         return self.visibility.last in (0, self.key.shape[-2] - self.query.shape[-2])
 
-    def highest_bias(self) -> float:
-        """Return the most that its mask adds to a score; never below 0."""
-        return max(0.0, highest_added(self.visibility.bias) or 0.0)
-
     def _origins(self) -> Iterator[Origin | None]:
         for node in (self.query_node, self.key_node):
             if node is None or len(node.shape) != 4 or not all(node.shape):
