@@ -35,14 +35,14 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             31  5,430   4,000
+measure             31  5,460   4,000
 declared             5    520
 tracing             10  2,210   2,000
-watching            19  3,720   2,900
-probes               9  1,550
+watching            19  3,680   2,900
+probes               8  1,540
 diagnose            13  2,450   2,200
-acting               8  1,760
-train               17  3,210   2,500
+acting               8  1,700
+train               17  2,940   2,500
 models               4    260
 loading             10  1,200   1,300 with checking
 checking             2    240

@@ -135,7 +135,8 @@ def attention_with_stats(
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            way = partial(on_cuda.attend_directly, call.scale, is_causal)
+            kernel = on_cuda.kernel_for(call.query, call.key, call.value, call.scale, is_causal)
+            way = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
     elif rows is not None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
         way = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)

@@ -67,14 +67,14 @@ class Table:
         return self._formed()
 
     def _formed(self) -> Pooled:
-        columns = self.columns.unbind(-1)
+        numbers, sums, shown = self.columns.split([len(NUMBERS), len(SUMS), len(FINISHED) + 2], dim=-1)
+        looked_rows, looked_scores, mean, largest, bound, above = numbers.unbind(-1)
+        *columns, rows, count = shown.unbind(-1)
         if not torch.compiler.is_compiling() and in_transform():  # torch.vmap over torch 2.11 has no such view
-            rows, count = (column.long() for column in columns[:2])
+            rows, count = looked_rows.long(), looked_scores.long()
         else:
-            rows, count = (column.view(torch.int64) for column in columns[-2:])
-        mean, largest, bound, above = columns[2 : len(NUMBERS)]
-        finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
-        sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
+            rows, count = rows.view(torch.int64), count.view(torch.int64)
+        finished = dict(zip(FINISHED, columns, strict=True))
         return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 

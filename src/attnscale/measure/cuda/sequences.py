@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, as_one_row
-from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper
+from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper, kernel_for
 from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
@@ -44,8 +44,9 @@ def attends_for_less(ragged: Ragged) -> bool:
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
     row, longest = ragged.row, ragged.rows.longest if _learns(ragged) else 0
-    given = row.query, row.key, row.value, ragged.rows.offsets, longest
-    output, stats = attend_directly(row.scale, row.visibility.last == 0, *given)
+    given, is_causal = (row.query, row.key, row.value), row.visibility.last == 0
+    kernel = kernel_for(*given, row.scale, is_causal, in_sequences=True)
+    output, stats = attend_directly(kernel, row.scale, is_causal, *given, ragged.rows.offsets, longest)
     return as_one_row(output), stats
 
 
