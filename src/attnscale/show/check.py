@@ -11,7 +11,7 @@ from attnscale.diagnose import Finding
 from attnscale.diagnose.finding import grouped
 from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.terminal import STYLES, print_group, print_table, say
-from attnscale.watching.seen import padding_told
+from attnscale.watching.seen import padding_note
 
 SHOWN = 10  # changed heads that are listed; JSON and the report have all
 
@@ -22,7 +22,7 @@ def show_check(checked: Checked) -> None:
     say(checked.title, console, "bold")
     say(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows per head'}", console)
     print_table(layer_table(checked.lines), console)
-    for sentence in padding_told(audit.layers.values()):
+    for sentence in padding_note(audit.layers.values()):
         say(sentence, console)
     for word, meaning in checked.footnotes.items():
         say(f"{word}: {meaning}", console, "dim")

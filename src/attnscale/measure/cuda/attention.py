@@ -57,7 +57,7 @@ def _is_plain(call: Call) -> bool:
 
 def attends(call: Call) -> bool:
     """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
-    is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
+    is_whole = call.dropout_p == 0.0 and call.sinks is None and call.value.shape[-1] == call.query.shape[-1]
     if not is_whole or not _is_plain(call) or not has_one_dtype(call):
         return False
     programs = call.key.shape[0] * call.key.shape[1]

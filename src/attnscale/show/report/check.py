@@ -22,7 +22,7 @@ from attnscale.show.report.heads import (
 )
 from attnscale.show.tables import backend_table, layer_table, what_if_table
 from attnscale.show.text import place
-from attnscale.watching.seen import padding_told
+from attnscale.watching.seen import padding_note
 
 CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
 OF_MODELS = {
@@ -97,7 +97,7 @@ def _method(checked: Checked) -> Section:
         f"One forward pass on {checked.fed}, on {checked.device}; {rows} was measured. Judged by its norms and "
         f"biases, the model is {state}."
     )
-    padding = padding_told(checked.audit.layers.values())
+    padding = padding_note(checked.audit.layers.values())
     text = " ".join([told, *padding, *checked.notes])
     return Section("method", "How it was measured", (text, sampling_of(checked.audit.layers), words_of_models()))
 
