@@ -13,8 +13,8 @@ from attnscale.attending.ragged import NO_WINDOW, Ragged, Starts, Window, as_tok
 from attnscale.attending.running import run, run_sequences
 from attnscale.inputs import check_sinks, refuse_vmap
 from attnscale.measure import one_pass as on_cpu
+from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda import sampled
-from attnscale.measure.cuda import sequences as on_cuda
 from attnscale.measure.lengths import max_bound
 from attnscale.measure.measuring import check_rows, measured, moments_of
 from attnscale.measure.moments import ScoreMoments
@@ -134,8 +134,8 @@ def attend_sequences(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> 
         output = run_sequences(ragged.with_sinks(sinks))
         with torch.no_grad(), without_autocast(ragged.row.query):
             return output, measured_sequences(ragged, rows, sinks)
-    if on_cuda.attends(ragged) if rows is None else on_cuda.attends_for_less(ragged):
-        return on_cuda.attend(ragged)
+    if on_cuda.attends_to_sequences(ragged) if rows is None else on_cuda.attends_to_sequences_for_less(ragged):
+        return on_cuda.attend_to_sequences(ragged)
     calls = list(ragged.calls()) if rows is None and ragged.row.query.device.type == "cpu" else []
     if not any(map(on_cpu.serves, calls)):
         output = run_sequences(ragged)
@@ -175,8 +175,8 @@ def moments_of_sequences(ragged: Ragged, moments: Callable[[Call], ScoreMoments]
 
 def _on_device(ragged: Ragged, rows: int | None, sinks: Tensor | None) -> ScoreStats:
     """Measure by one pass of a kernel, over sequences or documents; else sequence by sequence."""
-    if rows is None and on_cuda.measures(ragged):
-        return on_cuda.measure(ragged, sinks)
+    if rows is None and on_cuda.measures_sequences(ragged):
+        return on_cuda.measure_sequences(ragged, sinks)
     documents = ragged.as_documents()
     if documents is not None and sampled.measures(documents):
         return sampled.measure(documents, rows, sinks)

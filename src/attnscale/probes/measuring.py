@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.cuda.probe import probe
+from attnscale.measure.cuda.sampled import probe
 from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.probes.calls import ProbedCall
