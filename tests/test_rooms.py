@@ -35,11 +35,11 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             31  5,460   4,000
+measure             26  5,130   4,000
 declared             5    520
 tracing             10  2,250   2,000
 watching            20  3,920   2,900
-probes               9  1,550
+probes               8  1,540
 diagnose            13  2,450   2,200
 acting               8  1,700
 train               17  2,940   2,500

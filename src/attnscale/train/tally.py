@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.pooled import SUMS, Known, Pooled, merged
+from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
 from attnscale.probes.calls import BOUND, COLUMNS, POOLED, ProbedCall, pooled_columns, score_bound
@@ -189,7 +189,7 @@ def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
         return {}
     whole = torch.cat(list(layers.values()))
     pooled = _finished(pooled_of(whole))
-    stats, rows = ScoreStats(len(whole), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
+    stats, rows = ScoreStats(len(whole), exact=False, pool=pooled), pooled.sums[:, ROWS]
     has_rows = rows > 0
     weighted, summed = whole[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
     scale, *squares = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)

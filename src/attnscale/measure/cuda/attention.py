@@ -24,7 +24,7 @@ from attnscale.measure.cuda.launch import (
     positive_scale,
     unit_stride,
 )
-from attnscale.measure.cuda.sampled import heads_as_rows, measure, measure_rows
+from attnscale.measure.cuda.sampled import heads_as_rows, measure, measure_rows, own_sinks
 from attnscale.measure.cuda.sdpa import (
     Pass,
     attend_with_lse,
@@ -61,7 +61,7 @@ def _is_plain(call: Call) -> bool:
 
 def attends(call: Call) -> bool:
     """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
-    is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
+    is_whole = call.dropout_p == 0.0 and call.sinks is None and call.value.shape[-1] == call.query.shape[-1]
     if not is_whole or not _is_plain(call) or not has_one_dtype(call):
         return False
     programs = call.key.shape[0] * call.key.shape[1]
@@ -190,7 +190,7 @@ def measures_sequences(ragged: Ragged) -> bool:
 def attends_to_sequences(ragged: Ragged) -> bool:
     """Return True if one kernel gives the output too, and torch has a backward for it."""
     row, head_dim = ragged.row, ragged.row.query.shape[-1]
-    is_whole = row.dropout_p == 0.0 and row.value.shape[-1] == head_dim
+    is_whole = row.dropout_p == 0.0 and row.sinks is None and row.value.shape[-1] == head_dim
     if not is_whole or not has_one_dtype(row) or not measures_sequences(ragged):
         return False
     has_backward = row.query.dtype in HALF_DTYPES and head_dim % BACKWARD_WIDTH == 0
@@ -216,14 +216,14 @@ def attend_to_sequences(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     return as_one_row(output), stats
 
 
-def measure_sequences(ragged: Ragged, sinks: Tensor | None) -> ScoreStats:
-    """Measure every row alone; `sinks`, (heads,), are learned logits that join the denominators."""
+def measure_sequences(ragged: Ragged) -> ScoreStats:
+    """Measure every row without the output."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
         sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        table = finish.finish(sums.unsqueeze(1), sinks=None if sinks is None else sinks.double())
+        table = finish.finish(sums.unsqueeze(1), sinks=own_sinks(row))
     return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 

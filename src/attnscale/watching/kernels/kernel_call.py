@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.engine import measured as stats_of
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.measuring import measured
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, Points, grid
@@ -200,7 +200,7 @@ class KernelCall:
     def stats(self, rows: int | None) -> ScoreStats:
         """Return statistics of its scores."""
         with torch.no_grad(), without_autocast(self.query):
-            return stats_of(self.scored, rows, self.lse)
+            return measured(self.scored, rows, self.lse)
 
     def _plain(self, rows: int | None) -> "Found":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
