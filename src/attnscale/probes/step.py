@@ -126,7 +126,6 @@ class _ProbedStep:
     def conclude(self) -> None:
         """Warn of what was missed; where nothing was seen at all, refuse."""
         finish(self.calls, list(self._placement.buffers.values()))
-        self.seen.settle()
         self.failures += self.fallback.failures
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")
