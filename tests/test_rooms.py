@@ -35,7 +35,7 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             28  5,210   4,000
+measure             26  5,130   4,000
 declared             5    520
 tracing             10  2,210   2,000
 watching            19  3,680   2,900
