@@ -1,7 +1,7 @@
 """The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
 
 While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
-SeenCall, is made of the plan and the buffer when somebody asks for it.
+SeenCall, is made of the plan and the buffer when it is asked for.
 """
 
 from collections.abc import Sequence
@@ -82,15 +82,15 @@ class NumbersBuffer:
 
 @dataclass(frozen=True, eq=False)
 class HostNumbers:
-    """A step's buffer on its way to the host."""
+    """A step's buffer, while it is copied to the host and after."""
 
     _parts: list[Tensor]
     heads: tuple[int, ...]  # of each row
     _event: "torch.cuda.Event | None"
 
     @property
-    def is_here(self) -> bool:
-        """True if nobody would wait for it."""
+    def has_arrived(self) -> bool:
+        """True if reading it does not wait for a GPU."""
         return self._event is None or self._event.query()
 
     @cached_property
@@ -230,7 +230,7 @@ class ProbedCall:
 
 @lru_cache(maxsize=4096)
 def copies_of_keys(planned: PlannedCall, keys: int) -> int:
-    """Return how many copies of each key stand side by side among so many; 0 where they cannot be told apart."""
+    """Return how many copies of each key stand side by side among so many; 0 if that is unknown."""
     owners, heads = planned.template.key_owners, planned.template.heads
     if owners is None or shares_as_kernels_do(heads, keys, owners):
         return 1
