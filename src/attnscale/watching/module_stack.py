@@ -74,7 +74,7 @@ class ModuleStack:
         """Return how often this module ran before in this run of the outermost: 11 in ALBERT's last layer."""
         return max(0, self._entries[path] - 1)
 
-    def shown(self, path: str) -> str:
+    def display_name(self, path: str) -> str:
         """Return a module path as it is shown: the model itself by its class."""
         return path or self._root
 
