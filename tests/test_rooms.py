@@ -38,7 +38,7 @@ modules              1    250
 measure             28  5,210   4,000
 declared             5    520
 tracing             10  2,210   2,000
-watching            19  3,680   2,900
+watching            19  3,700   2,900
 probes               8  1,540
 diagnose            13  2,450   2,200
 acting               8  1,700
