@@ -14,8 +14,7 @@ from attnscale.show.live_table import LiveTable
 from attnscale.show.report.check import check_report
 from attnscale.show.report.run import run_report
 from attnscale.show.run import show_run
-from attnscale.train import JsonLines, Record, read_log, summarise
-from attnscale.train.run import worse
+from attnscale.train import JsonLines, read_log, summarise
 from attnscale.train.sinks import sink_from
 from docs.tools.generate import PARTS
 from tests.show.reports import checked
@@ -67,13 +66,6 @@ def test_it_is_in_a_record_its_line_and_what_is_read_from_that(record, tmp_path)
     sink(record)
     assert json.loads((tmp_path / "scores.jsonl").read_text(encoding="utf-8"))["layers"][LAYER]["bent"] == [33] * 3
     assert read_log(tmp_path / "scores.jsonl").records[0].layers[LAYER].numbers["bent"] == [33.0] * 3
-
-
-def test_a_curve_keeps_its_bad_end(record):
-    lower = json.loads(json.dumps(record.to_dict()))
-    lower["layers"][LAYER]["bent"] = [1, 2, 44]
-    kept = worse(record, Record.from_dict(lower))
-    assert kept.layers[LAYER].numbers["bent"] == [1.0]
 
 
 def test_it_is_in_every_table_of_the_terminal(record, capsys):
