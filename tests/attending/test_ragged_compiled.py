@@ -149,8 +149,7 @@ def test_documents_are_found_inside_the_graph():
 
 
 def test_the_module_makes_one_graph():
-    add = {"add_bias_kv": True, "add_zero_attn": True}
-    layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, scale="QKNorm", **add)
+    layer = MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64, scale="QKNorm")
     tokens = torch.randn(sum(Q_LENS), 12, dtype=torch.float64, requires_grad=True)
     jagged = torch.nested.nested_tensor_from_jagged(tokens, torch.tensor([0, *Q_LENS]).cumsum(0))
 
