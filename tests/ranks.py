@@ -12,7 +12,7 @@ NEEDED = [
     "torch._dynamo",  # what shards a model imports it, and it takes longer than all that a rank does
     "tests.train.clip_rank_runs",
     "tests.train.logs",
-    "tests.train.step_runs",
+    "tests.train.rank_runs",
     "tests.acting.layout_runs",
 ]
 LONGEST = 300  # seconds that the ranks of a test may take together

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnscale.errors import InputError, NotFollowedWarning
-from attnscale.measure.cuda.probe import probe
+from attnscale.measure.cuda.sampled import probe
 from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype, without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
@@ -126,7 +126,6 @@ class _ProbedStep:
     def conclude(self) -> None:
         """Warn of what was missed; where nothing was seen at all, refuse."""
         finish(self.calls, list(self._placement.buffers.values()))
-        self.seen.settle()
         self.failures += self.fallback.failures
         if not self.seen.calls and not self.failures:
             raise InputError("Expected the model to run, but none of its attentions did.")

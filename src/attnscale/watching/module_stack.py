@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +22,6 @@ from attnscale.torch_internals import called_module, calls_compiled, refuses_bre
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
-Enter = Callable[[nn.Module, Any], None]
-Leave = Callable[[nn.Module, Any, Any], None]
 LIBRARIES = (
     *(str(OWN / file) for file in ("operator.py", "numerics.py")),
     *(
@@ -34,13 +32,6 @@ LIBRARIES = (
         )
     ),
 )
-
-
-class Compiled(NamedTuple):
-    """Return True if torch.compile made what calls a module."""
-
-    is_compiled: bool
-    is_pinned: bool  # nothing in its graph can run uncompiled: the graph must be whole, or would not be made at all
 
 
 class ModuleStack:
@@ -85,7 +76,7 @@ class ModuleStack:
         """Return how often this module ran before in this run of the outermost: 11 in ALBERT's last layer."""
         return max(0, self._entries[path] - 1)
 
-    def shown(self, path: str) -> str:
+    def display_name(self, path: str) -> str:
         """Return a module path as it is shown: the model itself by its class."""
         return path or self._root
 
@@ -104,21 +95,21 @@ class ModuleStack:
             frame = frame.f_back
         return line
 
-    def compiled(self) -> "Compiled":
-        """Return whether torch.compile made what calls the innermost module, directly or not."""
+    def compiled(self) -> tuple[bool, bool]:
+        """Return whether torch.compile made what calls the innermost module, and whether no graph may end there.
+
+        A graph may not end where it must be whole, or in a loop: Dynamo would leave that function uncompiled for good.
+        """
         frame: FrameType | None = sys._getframe(1)
+        is_inside = is_compiled = is_pinned = is_looped = False
         while frame is not None:
             module = called_module(frame)
-            if module is not None and self._names.get(id(module)) == self.stack[-1]:
-                break
+            is_inside |= module is not None and self._names.get(id(module)) == self.stack[-1]
+            is_looped |= is_inside and is_in_loop(frame)
+            if is_inside and calls_compiled(frame):
+                is_compiled, is_pinned = True, is_pinned or is_looped or refuses_breaks(frame)
             frame = frame.f_back
-        is_compiled, is_pinned, inner = False, False, list[FrameType]()
-        while frame is not None:
-            inner.append(frame)
-            if calls_compiled(frame):
-                is_compiled, is_pinned = True, is_pinned or any(map(is_in_loop, inner)) or refuses_breaks(frame)
-            frame = frame.f_back
-        return Compiled(is_compiled, is_pinned)
+        return is_compiled, is_pinned
 
     def attach(self) -> None:
         """Start to follow modules on this thread."""

@@ -9,81 +9,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.tracing.lineage import Ledger
+from attnscale.tracing.lineage import Lineage
 from attnscale.tracing.parameters import Origins, projected_origin
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall, ScoreMod
 
 
-def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def sdpa(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read SDPA: (batch, heads, positions, features), causal aligned to the first key."""
-    query, key, scale = given["query"], given["key"], given.get("scale")
-    mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
+    query, key, scale = args["query"], args["key"], args.get("scale")
+    mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
     if query.dim() == 4 and not query.is_nested:
         yield KernelCall(
             "sdpa",
             query,
             key,
             query.shape[-1] ** -0.5 if scale is None else float(scale),
-            ledger.node(query),
-            ledger.node(key),
-            Visibility.of(mask, bool(given.get("is_causal"))),
-            value_node=ledger.node(given["value"]),
-            value=given["value"],
-            drops=bool(given.get("dropout_p")),
-            lse=given.get("logsumexp") if query.device.type == "cpu" else None,
+            lineage.node(query),
+            lineage.node(key),
+            Visibility.of(mask, bool(args.get("is_causal"))),
+            value_node=lineage.node(args["value"]),
+            value=args["value"],
+            drops=bool(args.get("dropout_p")),
+            lse=args.get("logsumexp") if query.device.type == "cpu" else None,
         )
 
 
-def one_pass(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def one_pass(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read attention_with_stats on a CPU: what every row sees by its position, its document and a mask."""
-    query, key, value = given["query"], given["key"], given["value"]
-    own, theirs = given.get("documents_q"), given.get("documents_k")
+    query, key, value = args["query"], args["key"], args["value"]
+    own, theirs = args.get("documents_q"), args.get("documents_k")
     documents = None if own is None or theirs is None else (own, theirs)
     yield KernelCall(
         "sdpa",
         query,
         key,
-        given["scale"],
-        ledger.node(query),
-        ledger.node(key),
-        Visibility(given.get("last"), given.get("first"), given.get("mask"), documents),
-        softcap=given.get("softcap"),
-        value_node=ledger.node(value),
+        args["scale"],
+        lineage.node(query),
+        lineage.node(key),
+        Visibility(args.get("last"), args.get("first"), args.get("mask"), documents),
+        softcap=args.get("softcap"),
+        value_node=lineage.node(value),
         value=value,
     )
 
 
-def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def multi_head_attention(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.MultiheadAttention, which projects inside."""
-    heads, weight, bias = given["num_head"], given["qkv_weight"], given["qkv_bias"]
-    width, mask, mask_type = weight.shape[1], given.get("mask"), given.get("mask_type")
-    sources = [given["query"], given["key"], given["value"]]
-    if given["query"].is_nested:  # then all are the same
-        padded, mask = _padded(given["query"])
+    heads, weight, bias = args["num_head"], args["qkv_weight"], args["qkv_bias"]
+    width, mask, mask_type = weight.shape[1], args.get("mask"), args.get("mask_type")
+    sources = [args["query"], args["key"], args["value"]]
+    if args["query"].is_nested:  # then all are the same
+        padded, mask = _padded(args["query"])
         sources, mask_type = [padded] * 3, None
     query, key, value = (
         F.linear(source, weight[start : start + width], bias[start : start + width])
         for source, start in zip(sources, (0, width, 2 * width), strict=True)
     )
     for kernel in _projected_inside(query, key, value, heads, mask, mask_type):
-        own = given["query"] is given["key"]
-        yield replace(kernel, attends_itself=own, origins=_packed_origins(ledger, weight, bias, heads))
+        own = args["query"] is args["key"]
+        yield replace(kernel, attends_itself=own, origins=_packed_origins(lineage, weight, bias, heads))
 
 
-def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def encoder_layer(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.TransformerEncoderLayer."""
-    source, width = given["src"], given["embed_dim"]
-    mask, mask_type = given.get("mask"), given.get("mask_type")
+    source, width = args["src"], args["embed_dim"]
+    mask, mask_type = args.get("mask"), args.get("mask_type")
     if source.is_nested:
         source, mask = _padded(source)
         mask_type = None
-    if given["norm_first"]:
-        source = F.layer_norm(source, (width,), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
-    packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
+    if args["norm_first"]:
+        source = F.layer_norm(source, (width,), args["norm_weight_1"], args["norm_bias_1"], args["eps"])
+    packed = F.linear(source, args["qkv_weight"], args["qkv_bias"])
     query, key, value = packed.chunk(3, dim=-1)
-    for kernel in _projected_inside(query, key, value, given["num_heads"], mask, mask_type):
-        origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
+    for kernel in _projected_inside(query, key, value, args["num_heads"], mask, mask_type):
+        origins = _packed_origins(lineage, args["qkv_weight"], args["qkv_bias"], args["num_heads"])
         yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
 
 
@@ -95,10 +95,9 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     return padded, (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1)
 
 
-def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
-    """Return origins of queries, keys and values that are thirds of the rows of one weight."""
-    width, added = weight.shape[0] // 3, None if bias is None else ledger.node(bias)
-    parts = (projected_origin(ledger.node(weight), added, third * width, heads, width // heads) for third in range(3))
+def _packed_origins(lineage: Lineage, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
+    width, added = weight.shape[0] // 3, None if bias is None else lineage.node(bias)
+    parts = (projected_origin(lineage.node(weight), added, third * width, heads, width // heads) for third in range(3))
     return Origins(*parts)
 
 
@@ -119,31 +118,25 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read FlexAttention: its two functions are called to find out what they do to scores."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    modify = modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
+    query, key, value = (args[name] for name in ("query", "key", "value"))
+    modify = _modification(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
     yield KernelCall(
-        "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
-        value_node=ledger.node(value), value=value,
+        "flex", query, key, float(args["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
+        value_node=lineage.node(value), value=value,
     )  # fmt: skip
 
 
-def modification(
-    score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any], is_traced: bool = False
-) -> ScoreMod:
-    """Return a function that changes scores as the two functions do, and says which are visible.
-
-    They are of one score; as graphs that were traced they take tensors of all of them, which broadcast.
-    """
-    over_all = _at_once if is_traced else _one_by_one
+def _modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
+    """Return a function that changes scores as the two functions of one score do, and says which are visible."""
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape
         at = [torch.arange(size, device=scores.device) for size in (batch, heads, 0, keys)]
         at[2] = positions.to(scores.device)
-        score = over_all(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
-        shown = over_all(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
+        score = _one_by_one(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
+        shown = _one_by_one(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
         visible = shown(*at).expand(batch, heads, -1, -1)
         changed = score(scores, *at)
         return changed, visible & (changed != -math.inf)
@@ -151,20 +144,7 @@ def modification(
     return modify
 
 
-def _at_once(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of tensors that broadcast."""
-
-    def of_all(*given: Tensor) -> Tensor:
-        scores, indices = given[: int(scored)], given[int(scored) :]
-        sizes = [len(index) for index in indices]
-        spread = [index.view(*(-1 if at == axis else 1 for at in range(4))) for axis, index in enumerate(indices)]
-        return function(*scores, *spread).expand(sizes)
-
-    return of_all
-
-
 def _one_by_one(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of one score and four numbers."""
     lead = (0,) if scored else ()
     for axis in range(3, -1, -1):
         indices = tuple(0 if at == axis else None for at in range(4))
