@@ -6,7 +6,7 @@ tests/test_torch_internals.py reports names that are missing.
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
@@ -77,6 +77,10 @@ _module_call = Internal(
 _sdpa_choice = Internal("torch", "_fused_sdp_choice", "attention_with_stats has a slower backward, and no lse")
 _dispatch_modes = Internal("torch._C", "_len_torch_dispatch_stack", "no operator is launched directly, which is slower")
 _function_modes = Internal("torch._C", "_is_torch_function_mode_enabled", "no operator is launched directly")
+NO_FLEX = "compiled FlexAttention is measured uncompiled"
+_included_keys = Internal("torch._C", "_dispatch_tls_local_include_set", NO_FLEX)
+_excluded_keys = Internal("torch._C", "_dispatch_tls_local_exclude_set", NO_FLEX)
+_force_keys = Internal("torch._C", "_ForceDispatchKeyGuard", NO_FLEX)
 _copy_each = Internal("torch", "_foreach_copy_", "what QK-Clip notes is wiped a tensor at a time, which is slower")
 _multiply_each = Internal("torch", "_foreach_mul_", "QK-Clip multiplies a parameter at a time, which is slower")
 _raw_stream = Internal("torch._C", "_cuda_getCurrentRawStream", "a launch is slower", only_with_cuda=True)
@@ -272,6 +276,17 @@ def in_transform() -> bool:
 def looks_on() -> bool:
     """Return True if a mode or a torch.func transform is active, which a raw kernel launch would bypass."""
     return bool(_dispatch_modes(otherwise=1)) or bool(_function_modes(otherwise=True)) or in_transform()
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """Return the dispatch keys that are included and excluded on this thread."""
+    return _included_keys(), _excluded_keys()
+
+
+def with_dispatch_keys(keys: tuple[Any, Any]) -> AbstractContextManager[Any]:
+    """Return a context with these dispatch keys; what Inductor compiled runs without those of torch.vmap."""
+    found: AbstractContextManager[Any] = _force_keys(*keys, otherwise=nullcontext())
+    return found
 
 
 def sdpa_backend(*args: Any, **kwargs: Any) -> SDPBackend | None:

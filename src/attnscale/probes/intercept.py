@@ -4,6 +4,7 @@ Functions that attend are seen by their name in an eager run, and by a torch-fun
 Attention that is written out is seen below autograd: a product of activations whose image comes to a softmax.
 """
 
+import math
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,18 +18,31 @@ from attnscale.torch_internals import DispatchMode, in_transform
 from attnscale.tracing.softmaxes import PLAIN
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels import traits_of
+from attnscale.watching.kernels.sdpa import ARGUMENTS as FLEX_ARGUMENTS
 from attnscale.watching.layout import layout_from
 from attnscale.watching.plan import ModulePlan
 from attnscale.watching.rows import keys_nobody_sees
 from attnscale.watching.sdpa_names import SDPA, STATE, TORCH_NAMES, Redirected, is_redirected
 
 KERNEL = "-"  # in the place of a layout: SDPA computes the call
+ROW_MAXIMA = "rows"  # likewise: FlexAttention does, and the scores are the maximum of each row
 ITSELF = "="  # before a layout: queries and keys have the same positions
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
+class Modification(NamedTuple):
+    """FlexAttention's two functions, by their number in MODIFICATIONS, and the tensors that they take."""
+
+    functions: int
+    buffers: list[Tensor]  # of the first function, then of the second
+
+
+# score_mod and mask_mod of each traced call, and how many buffers are of the first; they live as long as any graph may.
+MODIFICATIONS: list[tuple[Any, Any, int]] = []
+
+
 class AttentionCall(NamedTuple):
-    """One attention call: query (batch, heads, q_len, d) and key (batch, kv_heads, kv_len, d) of SDPA.
+    """One attention call: query (batch, heads, q_len, d) and key (batch, kv_heads, kv_len, d) of SDPA or FlexAttention.
 
     Of an attention that is written out, query and key are the two operands of its product, as they lay there.
     """
@@ -42,11 +56,17 @@ class AttentionCall(NamedTuple):
     attends_itself: bool = False  # queries and keys have the same positions
     is_causal: bool = False
     scale: float = 1.0
+    modification: Modification | None = None  # of FlexAttention
 
     def detached(self) -> "AttentionCall":
         """Return it without its operands' gradients."""
         scores = None if self.scores is None else self.scores.detach()
         return self._replace(query=self.query.detach(), key=self.key.detach(), scores=scores)
+
+    @property
+    def is_written(self) -> bool:
+        """True of an attention that is written out."""
+        return self.layout not in (KERNEL, ROW_MAXIMA)
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -55,8 +75,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """The other fields, which a graph holds as constants."""
-        return self[5:]
+        """Further fields, which a graph holds as constants."""
+        return self[5:9]
 
 
 def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | None:
@@ -73,6 +93,16 @@ def read_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall | 
         is_causal=bool(given.get("is_causal")),
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
     )
+
+
+def read_flex(given: dict[str, Any]) -> AttentionCall | None:
+    """Read the arguments of FlexAttention in a graph that is traced; None where no probe takes them."""
+    own, others = given["score_buffers"], given["mask_buffers"]
+    if not all(isinstance(buffer, Tensor) for buffer in (*own, *others)):
+        return None
+    MODIFICATIONS.append((given["score_mod"], given["block_mask"][-1], len(own)))
+    modification = Modification(len(MODIFICATIONS) - 1, [buffer.detach() for buffer in (*own, *others)])
+    return AttentionCall(given["query"], given["key"], scale=float(given["scale"]), modification=modification)
 
 
 ProbeTensors = Tensor | tuple[Tensor, ...]  # what a probed module holds for a probe
@@ -173,6 +203,18 @@ class Frame:
             self._measure(call, planned or UNPLANNED)
         return SDPA(*args, **kwargs)
 
+    def at_flex(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run FlexAttention with the maximum of each row, and measure it."""
+        given = dict(zip(FLEX_ARGUMENTS, args, strict=False)) | kwargs
+        call = None if self._is_busy or in_transform() else read_flex(given)
+        if call is None:
+            return function(*args, **kwargs)
+        given["kernel_options"] = {**given["kernel_options"], "OUTPUT_MAX": True}
+        returned = function(*(given[name] for name in FLEX_ARGUMENTS))
+        maxima = returned[2].detach() * math.log(2)  # the kernel counts in powers of two
+        self._measure(call._replace(scores=maxima, layout=ROW_MAXIMA), self._next() or UNPLANNED)
+        return returned
+
     def _next(self) -> PlannedLayout | None:
         number, self._calls = self._calls, self._calls + 1
         return self._layouts[number] if number < len(self._layouts) else None
@@ -223,6 +265,8 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is SDPA and FRAMES.innermost is self._frame:
             return self._frame.at_sdpa(args, kwargs or {})
+        if str(function) == "flex_attention" and FRAMES.innermost is self._frame:  # to import it loads the compiler
+            return self._frame.at_flex(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnscale.attending.call import Call, fold
 from attnscale.measure.largest import raise_largest_
 from attnscale.probes.install import define_op, no_result
-from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind
+from attnscale.probes.intercept import KINDS, ROW_MAXIMA, AttentionCall, ProbeKind
 from attnscale.probes.placement import Placement
 from attnscale.torch_internals import copy_each_, in_backward
 from attnscale.visibility import NEVER_A_SCORE, Visibility
@@ -47,10 +47,12 @@ def _probe_max(
     if number >= rows - 1:
         buffer[-1, CALLS] += 1.0
         return
-    heads = query.shape[1] if scores is None else layout_from(layout).heads
+    written = None if scores is None or layout == ROW_MAXIMA else layout_from(layout)
+    heads = query.shape[1] if written is None else written.heads
     largest, _, limit, calls = buffer[number].split_with_sizes([heads, width - heads - EXTRA_COLUMNS, 1, 1])
     if scores is not None:
-        highest = _highest_scores(layout_from(layout).scores_by_head(scores), attends_itself)
+        by_row = scores if written is None else _by_row(written.scores_by_head(scores), attends_itself)
+        highest = by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf)  # NaN counts as ∞
         torch.maximum(largest, highest.to(buffer.dtype), out=largest)
         calls.add_(1.0)
         return
@@ -60,12 +62,12 @@ def _probe_max(
     raise_largest_(largest, limit, calls, Call(query, key, key, seen, 0.0, scale, None))
 
 
-def _highest_scores(scores: Tensor, attends_itself: bool) -> Tensor:
-    """Return the largest of (batch, heads, queries, keys), a value a head, without rows of padding; NaN counts as ∞."""
+def _by_row(scores: Tensor, attends_itself: bool) -> Tensor:
+    """Return the largest score of each row, (batch, heads, queries); −∞ for rows of padding."""
     by_row = scores.amax(-1)
     if attends_itself and scores.shape[-1] == scores.shape[-2]:
         by_row = by_row.masked_fill((scores.amax((1, 2)) <= NEVER_A_SCORE).unsqueeze(1), -torch.inf)
-    return by_row.amax((0, 2)).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    return by_row
 
 
 probe_max = define_op(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnscale.probes.install import define_op, no_result
-from attnscale.probes.intercept import KINDS, AttentionCall, ProbeKind
+from attnscale.probes.intercept import KINDS, AttentionCall, Modification, ProbeKind
 from attnscale.torch_internals import in_backward
 
 KIND = "stats"
@@ -64,6 +64,25 @@ def _probe_stats(
     _measure(call, slot, number, learns)
 
 
+def _probe_flex(
+    query: Tensor,
+    key: Tensor,
+    buffers: list[Tensor],
+    slot: Tensor,
+    runs: Tensor,
+    functions: int,
+    attends_itself: bool,
+    scale: float,
+    number: int,
+    learns: bool,
+) -> None:
+    """Measure FlexAttention, by an op of its own: Inductor loses a list inside a checkpoint."""
+    runs.add_(1)
+    modification = Modification(functions, buffers)
+    call = AttentionCall(query, key, attends_itself=attends_itself, scale=scale, modification=modification)
+    _measure(call, slot, number, learns)
+
+
 def _probe_gradient(first: Tensor, second: Tensor, slot: Tensor) -> Tensor:
     probe = _PROBES.get(int(slot))
     if probe is not None:
@@ -82,6 +101,13 @@ probe_stats = define_op(
     no_result,
     UNSAFE,
 )
+probe_flex = define_op(
+    "probe_stats_of_flex(Tensor query, Tensor key, Tensor[] buffers, Tensor slot, Tensor(a!) runs, int functions,"
+    " bool attends_itself, float scale, int number, bool learns) -> ()",
+    _probe_flex,
+    no_result,
+    UNSAFE,
+)
 probe_gradient = define_op(
     "probe_gradient(Tensor first, Tensor second, Tensor slot) -> Tensor", _probe_gradient, _zero, UNSAFE
 )
@@ -94,6 +120,11 @@ class _Stats(ProbeKind):
         call = call.detached()
         if type(slot) is Tensor:
             add: Callable[..., Any] | None = _measure(call, slot, number, learns, is_compiled=False)
+        elif call.modification is not None:
+            functions, buffers = call.modification
+            constants = functions, call.attends_itself, call.scale
+            probe_flex(call.query, call.key, buffers, slot, runs, *constants, number, learns)
+            add = partial(_probe_gradient_of, slot) if learns else None
         else:
             probe_stats(*call.tensors, slot, runs, *call.constants, number, learns)
             add = partial(_probe_gradient_of, slot) if learns else None

@@ -17,12 +17,13 @@ from attnscale.measure.cuda.sampled import probe
 from attnscale.measure.lengths import add_lengths_
 from attnscale.numerics import constant_on, wide_dtype, without_autocast
 from attnscale.probes.calls import NumbersBuffer, ProbedCall, finish
-from attnscale.probes.intercept import AttentionCall
+from attnscale.probes.intercept import MODIFICATIONS, AttentionCall
 from attnscale.probes.placement import Fallback, LateModules, Placement
 from attnscale.probes.stats import KIND, AddGradients, Slot, slot_of
-from attnscale.torch_internals import called_module, in_backward
+from attnscale.torch_internals import called_module, dispatch_keys, in_backward, with_dispatch_keys
 from attnscale.visibility import NEVER_A_SCORE, Visibility
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.kernels.sdpa import modified_by
 from attnscale.watching.plan import ModulePlan, PlannedCall
 from attnscale.watching.rows import Rows, spread_positions
 from attnscale.watching.sdpa_names import STATE
@@ -72,6 +73,7 @@ class _ProbedStep:
         self.modules: list[ModuleProbe] = []
         self._own = threading.local()
         self._own.is_own_thread = True
+        self._dispatch_keys = dispatch_keys()  # which a compiled graph may change
         for buffer in placement.buffers.values():
             buffer.begin()
 
@@ -92,8 +94,11 @@ class _ProbedStep:
 
     def measure(self, call: ProbedCall, given: AttentionCall) -> None:
         """Measure a call, and keep it."""
-        if given.scores is not None or not _measure_by_kernel(call, given, self.settings):
-            measure = _measure_by_rows if given.scores is None else _measure_by_scores
+        if given.modification is not None:
+            with torch.no_grad(), without_autocast(given.query), with_dispatch_keys(self._dispatch_keys):
+                _measure_flex(call, given, self.settings)
+        elif given.is_written or not _measure_by_kernel(call, given, self.settings):
+            measure = _measure_by_scores if given.is_written else _measure_by_rows
             with torch.no_grad(), without_autocast(given.query):
                 measure(call, given, self.settings)
         self.calls.append(call)
@@ -188,7 +193,7 @@ class ModuleProbe:
     def _call(self, step: _ProbedStep, planned: PlannedCall, given: AttentionCall) -> ProbedCall | None:
         """Return a call of these sizes, with its place in the buffer; None where the plan describes another."""
         depth = (self.runs - 1) % self._plan.depth
-        if given.scores is not None:
+        if given.is_written and given.scores is not None:
             written = planned.written
             if written is None or written.layout.code != given.layout:
                 return None
@@ -197,7 +202,8 @@ class ModuleProbe:
             batch, _, query_len, key_len = written.layout.scores_by_head(given.scores).shape
             key_heads = len(planned.factors[1])
         else:
-            if planned.template.kind != "sdpa" or not planned.fits_kernel(given.query, given.key):
+            kind = "sdpa" if given.modification is None else "flex"
+            if planned.template.kind != kind or not planned.fits_kernel(given.query, given.key):
                 return None
             _, key_heads, key_len, _ = given.key.shape
             batch, _, query_len, _ = given.query.shape
@@ -244,6 +250,18 @@ def _measure_by_rows(call: ProbedCall, given: AttentionCall, settings: Settings)
     )  # fmt: skip
     call.stats, call.padding, call.multiplier = kernel.stats(settings.rows), kernel.padding, given.scale
     _add_lengths(call, given.query, given.key, kernel.padding, kernel.hidden_keys, settings)
+
+
+def _measure_flex(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:
+    """Measure a call of FlexAttention by its rows: its functions are called with their scores."""
+    assert given.modification is not None  # or it is a call of SDPA
+    functions, buffers = given.modification
+    score_mod, mask_mod, own = MODIFICATIONS[functions]
+    modify = modified_by(score_mod, mask_mod, buffers[:own], buffers[own:])
+    kernel = KernelCall("flex", given.query, given.key, given.scale, attends_itself=given.attends_itself)
+    found = kernel.modified(modify, settings.rows)
+    call.stats, call.padding, call.multiplier = found.stats, found.padding, found.multiplier
+    _add_lengths(call, given.query, given.key, found.padding, found.hidden_keys, settings)
 
 
 def _measure_by_scores(call: ProbedCall, given: AttentionCall, settings: Settings) -> None:

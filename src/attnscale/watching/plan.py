@@ -122,7 +122,9 @@ class PlanRecorder:
         """Record a call of a fused kernel."""
         if kernel.kind == "sdpa" and not self._is_seen_by_probes(path):
             self._fall_back(path, DIRECT)
-        elif kernel.kind != "sdpa":
+        elif kernel.kind == "flex" and path not in self._compiled:
+            self._fall_back(path, "FlexAttention that is not compiled takes no probe")
+        elif kernel.kind not in ("sdpa", "flex"):
             self._fall_back(path, f"{kernel.kind} kernels take no probe")
         elif kernel.heads_in_batch is not None:
             self._fall_back(path, "its heads stand in the place of the batch")

@@ -121,14 +121,14 @@ ARGUMENTS = (
 def flex(lineage: Lineage, args: dict[str, Any]) -> Iterator[KernelCall]:
     """Read FlexAttention: its two functions are called to find out what they do to scores."""
     query, key, value = (args[name] for name in ("query", "key", "value"))
-    modify = _modification(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
+    modify = modified_by(args["score_mod"], args["block_mask"][-1], args["score_buffers"], args["mask_buffers"])
     yield KernelCall(
         "flex", query, key, float(args["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
         value_node=lineage.node(value), value=value,
     )  # fmt: skip
 
 
-def _modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
+def modified_by(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
     """Return a function that changes scores as the two functions of one score do, and says which are visible."""
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
