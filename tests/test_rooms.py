@@ -26,7 +26,7 @@ files                1     90
 shapes               1     40
 numerics             1     80
 module_paths         1     50
-torch_internals      1    350
+torch_internals      1    365
 reference            1    120
 theory               7    650
 rules               18    880
@@ -39,7 +39,7 @@ measure             26  5,110   4,000
 declared             5    520
 tracing             10  2,210   2,000
 watching            19  3,700   2,900
-probes               8  1,540
+probes               8  1,630
 diagnose            13  2,440   2,200
 acting               8  1,700
 train               17  2,940   2,500

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attnscale import Monitor
 from attnscale.errors import NotInsideWarning
@@ -41,43 +39,6 @@ def each_layer(model):
     for layer in model.layers:
         layer.compile(backend="aot_eager")
     return model
-
-
-class FlexAttention(nn.Module):
-    """Attention within documents, by a kernel that takes no probe."""
-
-    def __init__(self, width=32, heads=2, length=24):
-        super().__init__()
-        self.made, self.heads = nn.Linear(width, 3 * width), heads
-        documents = torch.arange(length) // 7
-        self.mask = create_block_mask(
-            lambda b, h, i, j: documents[i] == documents[j], None, None, length, length, "cpu"
-        )
-
-    def forward(self, x):
-        parts = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous() for part in self.made(x).chunk(3, -1)
-        )
-        return flex_attention(*parts, block_mask=self.mask).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.filterwarnings("default")  # torch's own, of FlexAttention and its compiler
-def test_a_model_of_flex_attention_is_traced_at_sampled_steps_and_that_is_told():
-    torch.manual_seed(0)
-    model, records, given = nn.Sequential(nn.Linear(16, 32), FlexAttention()), [], torch.randn(3, 24, 16)
-    run, monitor = torch.compile(model, backend="aot_eager"), Monitor(model, 1, None, [records.append])
-
-    def step():
-        with torch.no_grad():  # FlexAttention has gradients on a GPU alone
-            run(given)
-        monitor.step()
-
-    with pytest.warns(NotInsideWarning, match="the whole model is traced.* 1: flex kernels take no probe"):
-        step()
-    step()
-    monitor.close()
-    first, second = (record.layers["1"].numbers["max"] for record in records)
-    assert second == pytest.approx(first, rel=1e-4)
 
 
 class InTurn(Model):

@@ -1,4 +1,4 @@
-"""FlexAttention inside compiled models: its functions are asked what they do, its rows tell their largest score."""
+"""FlexAttention inside compiled models: its functions are called with sampled rows; maxima are the kernel's own."""
 
 import pytest
 import torch
@@ -8,34 +8,33 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnscale
 from attnscale import Monitor, QKClip
+from attnscale.errors import NotInsideWarning
 
 from .runs import VOCABULARY, tokens
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's own, of FlexAttention and its compiler
 LENGTH, HEADS = 24, 2
+KINDS = ("documents", "window", "soft-cap")
 
 
 class Flex(nn.Module):
-    """One layer of documents, windows or soft-caps."""
+    """One layer with documents, a window or a soft-cap."""
 
     def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.made = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 96)
         self.register_buffer("documents", torch.arange(LENGTH) // 7)
-        self.register_buffer("slopes", torch.tensor([0.1, 0.3]))
-        documents, slopes = self.documents, self.slopes
+        documents = self.documents
         masks = {
             "documents": lambda b, h, i, j: documents[i] == documents[j],
             "window": lambda b, h, i, j: (j <= i) & (i - j < 5),
-            "soft-cap": lambda b, h, i, j: j <= i,
-            "slopes": lambda b, h, i, j: j <= i,
         }
+        self.block_mask = create_block_mask(masks.get(kind, causal), None, None, LENGTH, LENGTH, device="cpu")
         scores = {
             "soft-cap": lambda s, b, h, i, j: 3 * torch.tanh(s / 3),
-            "slopes": lambda s, b, h, i, j: s - slopes[h] * (i - j),
+            "bias": lambda s, b, h, i, j: s - 0.1 * (i - j),
         }
-        self.block_mask = create_block_mask(masks[kind], None, None, LENGTH, LENGTH, device="cpu")
         self.score_mod = scores.get(kind)
 
     def forward(self, given):
@@ -52,6 +51,10 @@ def nothing_compiled():
     counters.clear()
 
 
+def causal(b, h, i, j):
+    return j <= i
+
+
 def run_steps(model, run, after, steps=3):
     """Without gradients, which FlexAttention has on a GPU alone."""
     with torch.no_grad():
@@ -60,7 +63,7 @@ def run_steps(model, run, after, steps=3):
             after()
 
 
-@pytest.mark.parametrize("kind", ["documents", "window", "soft-cap", "slopes"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model_tells_what_watching_it_does(kind, backend):
     model, records = Flex(kind), []
@@ -81,7 +84,7 @@ def test_a_compiled_model_tells_what_watching_it_does(kind, backend):
             assert found[number] == pytest.approx(expected.tolist(), rel=1e-4), number
 
 
-@pytest.mark.parametrize("kind", ["documents", "window", "soft-cap"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_are_clipped_by_what_the_kernel_tells_of_its_rows(kind):
     model = Flex(kind)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -102,3 +105,19 @@ def test_heads_are_clipped_by_what_the_kernel_tells_of_its_rows(kind):
     with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
         model(tokens(1, length=LENGTH)[:, :-1])
     assert (seen.layers["Flex"].stats.max <= 1.5).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_compiled", "reason"),
+    [("documents", False, "FlexAttention that is not compiled takes no probe"), ("bias", True, "a bias is added")],
+)
+def test_elsewhere_the_model_is_traced_at_sampled_steps_and_that_is_told(kind, is_compiled, reason):
+    model, records = Flex(kind), []
+    run = torch.compile(model, backend="aot_eager") if is_compiled else model
+    monitor = Monitor(model, 1, None, [records.append])
+    with pytest.warns(NotInsideWarning, match=f"the whole model is traced.* {reason}"):
+        run_steps(model, run, monitor.step)
+    monitor.close()
+    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
+        model(tokens(2, length=LENGTH)[:, :-1])
+    assert records[2].layers["Flex"].numbers["max"] == pytest.approx(seen.layers["Flex"].stats.max.tolist(), rel=1e-4)
