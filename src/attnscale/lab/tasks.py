@@ -45,10 +45,6 @@ class Characters:
         text = _text()[0]
         return self._windows(text, torch.randint(len(text) - self.length, (size,), generator=generator))
 
-    def name_of(self, token: int) -> str:
-        """Return a token as a reader sees it."""
-        return repr(chr(token))[1:-1].replace(" ", "␣")
-
     def held_out(self, size: int) -> Batch:
         """Return evenly spaced windows of the held-out text."""
         text = _text()[1]
@@ -96,10 +92,6 @@ class Recall:
         asked = slice(2 * self.pairs, None, 2)  # the keys of all rounds but the first
         targets[:, asked] = pairs[:, 1:][:, asked]
         return Batch(pairs[:, :-1], targets[:, :-1])
-
-    def name_of(self, token: int) -> str:
-        """Return a token as a reader sees it: k for keys, v for values."""
-        return f"k{token}" if token < self.keys else f"v{token - self.keys}"
 
     def held_out(self, size: int) -> Batch:
         """Return sequences from a seed of their own."""
