@@ -88,15 +88,6 @@ def test_another_power_of_d_k_is_reported():
     assert "to the power 1.9" in concluded("variance", made_up(quick("variance"), squared)).text
 
 
-def test_only_the_square_root_keeps_the_variance_and_d_k_loses_the_query():
-    found = quick("divisors").where(part=divisors.ALONG)
-    powers = {divisor: found.where(divisor=divisor).exponent("variance", "head_dim").mean for divisor in divisors.RULES}
-    assert powers == pytest.approx({"none": 1, "√d_k": 0, "d_k": -1}, abs=0.02)
-    follows = {divisor: found.band("follows", divisor=divisor, head_dim=256).mean for divisor in divisors.RULES}
-    assert follows["d_k"] == pytest.approx(1 / 256, rel=0.2)  # 1 − exp(−σ²), σ² = 1/d_k
-    assert follows["√d_k"] == pytest.approx(0.63, abs=0.05)
-
-
 def test_without_a_divisor_more_gradient_reaches_the_median_query_and_is_shared_less_evenly():
     text = concluded("divisors").text
     assert "the gradient on the median query is larger for 4 of 5 shapes" in text
@@ -126,18 +117,6 @@ def test_a_vanishing_gradient_is_reported():
     assert "Without a scale less gradient reaches the first layer's queries" in text
 
 
-def test_initial_spreads_are_those_of_torch_and_of_gpt2():
-    widest = quick("initialisation").where(d_model=256)
-    spread = {
-        name: math.sqrt(widest.band("variance", scheme=name).mean) for name in initialisation.SCHEMES
-    }  # fmt: skip
-    expected = {"Xavier": 1, "Xavier packed": 0.5, "Kaiming": 2, "normal(0.02)": 0.1024, "orthogonal": 1, "muP": 1,
-                "nn.Linear": math.sqrt(1 / 9 + 2 / 9 / 256)}  # fmt: skip
-    assert spread == pytest.approx(expected, rel=0.02)
-    gpt2 = initialisation.SCHEMES["normal(0.02)"].predicted_variance(768)
-    assert math.sqrt(gpt2) == pytest.approx(0.307, abs=0.0005)
-
-
 def test_schemes_draw_as_torch_does():
     torch.manual_seed(0)
     x = torch.randn(512, 256)
@@ -146,13 +125,6 @@ def test_schemes_draw_as_torch_does():
     for name, projected in made.items():
         query, _ = initialisation.SCHEMES[name].project(x)
         assert query.std().item() == pytest.approx(projected.std().item(), rel=0.02)
-
-
-def test_entropy_follows_the_context_unless_the_scale_does():
-    full = quick("length").where(causal=False)
-    share = {rule: length.growth(full.where(rule=rule)).mean for rule in length.RULES}
-    assert share["1/√d_k"] == pytest.approx(1, abs=0.02)
-    assert 0 < share["log n"] < 0.3 < share["YaRN"] < 0.8
 
 
 def test_a_constant_and_a_falling_entropy_are_reported():

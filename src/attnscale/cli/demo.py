@@ -44,12 +44,12 @@ def demo(
 
     from rich.console import Console
 
-    from attnscale.lab.demo import Demo, TwinTraining
+    from attnscale.lab.demo import TwinTraining
     from attnscale.show.demo import LiveTwins, show_twins
     from attnscale.show.report import twins_page
 
     console = Console(stderr=json)
-    training = TwinTraining(Demo(head_dim, steps, seed))
+    training = TwinTraining(head_dim, steps, seed)
     with LiveTwins(training, console) as live:
         for pair in training.steps():
             live.show(pair)

@@ -159,7 +159,7 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
             still = []
             for share, task in running:
                 if task.done():
-                    yield from _kept(folder, share, task)
+                    yield from _results_of(folder, share, task)
                 else:
                     still.append((share, task))
             running = still
@@ -170,7 +170,7 @@ def _run(cells: list[Cell], folder: Path, executor: Executor, tasks: int) -> Ite
         raise
 
 
-def _kept(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> Iterator[tuple[Cell, Stored]]:
+def _results_of(folder: Path, cells: list[Cell], task: Future[list[Stored]]) -> Iterator[tuple[Cell, Stored]]:
     try:
         found = task.result()
     except BrokenProcessPool:

@@ -39,7 +39,7 @@ class LiveTwins:
     def show(self, pair: dict[str, Step]) -> None:
         """Draw a step that is over, where the scores were measured; or print some of them as lines."""
         step = next(iter(pair.values()))
-        is_last = step.number + 1 == self._training.demo.steps
+        is_last = step.number + 1 == self._training.step_count
         if self._live is not None and (step.record is not None or is_last):
             self._live.update(self._table(step.number + 1), refresh=True)
         elif self._live is None and (step.number + 1) % TOLD == 0:
@@ -47,7 +47,7 @@ class LiveTwins:
 
     def _table(self, step: int) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", title_style="dim")
-        table.title = f"step {step} of {self._training.demo.steps}"
+        table.title = f"step {step} of {self._training.step_count}"
         for heading in ("", "loss", *(statistic.long for statistic in FOLLOWED)):
             table.add_column(heading, no_wrap=True)
         for name in self._training.models:
