@@ -7,8 +7,8 @@ from attnscale.cli import app
 from attnscale.lab.experiments import EXPERIMENTS
 
 NAMES = [
-    "variance", "saturation", "divisors", "gradients", "initialisation", "length", "ablation", "kappa", "temperature",
-    "trained",
+    "variance", "saturation", "divisors", "gradients", "initialisation", "length", "entropy-bound", "ablation", "kappa",
+    "temperature", "trained",
 ]  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def test_a_run_prints_json_and_leaves_numbers_page_and_cells(tmp_path):
         (["variance", "--seeds", "0"], "Expected --seeds of at least 1, got 0."),
         (["variance", "--jobs", "-1"], "Expected --jobs of at least 1, got -1."),
         (["variance", "--executor", "fleet"], "Unknown executor 'fleet'"),
+        (["variance", "--device", "abacus"], "Expected a device that this machine has (cpu), got 'abacus'"),
     ],
 )
 def test_bad_input_is_answered_with_a_sentence(arguments, said, tmp_path):

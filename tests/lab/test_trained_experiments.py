@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from attnscale.lab.experiment import Heatmap
 from attnscale.lab.experiments.ablation import REFERENCE, VARIANTS, WITHOUT
 from attnscale.lab.experiments.temperature import MULTIPLES
 from attnscale.lab.experiments.trained import BUNDLED, OTHERS, bundled_loss
@@ -84,6 +85,15 @@ def test_a_quarter_of_the_temperature_is_too_low():
     cost = quick("temperature").difference("final", {"multiple": 0.25}, {"multiple": 1.0})
     assert cost.low > 0
     assert "worse at ¼√d_k (+0." in concluded("temperature").text
+
+
+def test_patterns_are_causal_weights():
+    patterns = [plot for plot in concluded("temperature", sketch("temperature")).plots if isinstance(plot, Heatmap)]
+    assert len(patterns) == len(MULTIPLES)
+    for plot in patterns:
+        for query, row in enumerate(plot.values):
+            assert sum(row) == pytest.approx(1, abs=0.01)
+            assert not any(row[query + 1 :])
 
 
 @pytest.mark.parametrize(

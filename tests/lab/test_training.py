@@ -10,6 +10,7 @@ from attnscale.lab.training import (
     SCALES,
     Schedule,
     Trained,
+    curve_steps,
     held_out_loss,
     one_thread,
     score_summary,
@@ -130,7 +131,8 @@ def test_a_run_that_ends_above_its_first_loss_diverged():
 
 def test_a_curve_is_the_mean_of_each_part():
     found = Trained(tuple(map(float, range(7))), start=9.0, end=1.0)
-    assert found.curve(7, points=3) == [0.5, 2.5, 5.0]
+    assert found.curve(7, points=3) == curve_steps(7, points=3) == [0.5, 2.5, 5.0]
+    assert found.curve(7, points=20) == list(range(7))
 
 
 def test_a_lower_temperature_gives_larger_scores_and_less_entropy():

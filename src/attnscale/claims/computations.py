@@ -44,7 +44,7 @@ HEAD_DIMS = (4, 32, 256)
 STEPS, RATE, RUNS = 80, 0.005, 8
 HOT = 100  # times that rate
 LEARNED = 0.1  # nats below guessing
-DEEP, WIDE, DRAWN = 8, 256, 4  # layers and d_k of the models whose gradients are measured, and how many there are
+DEEP, WIDE, DRAWN = 8, 256, 5  # layers and d_k of the models whose gradients are measured, and how many there are
 TEXT = math.log(256)  # nats, for guessing a byte
 # Two distributions of mean 0 and variance 1, as lists of equally likely values.
 SIGNS = (-1.0, 1.0)

@@ -49,6 +49,7 @@ def sweep(
     *,
     quick: bool = False,
     seeds: int | None = None,
+    device: str = "cpu",
     tasks: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Result:
@@ -58,7 +59,7 @@ def sweep(
     cancel(), such as submitit's executors and a Dask client. Each cell is one task of it, unless the number of `tasks`
     to share them out to is given.
     """
-    cells = experiment.cells(quick, seeds)
+    cells = experiment.cells(quick, seeds, device)
     done = {cell.digest: stored for cell in cells if (stored := read_cell(folder, cell)) is not None}
     missing = [cell for cell in cells if cell.digest not in done]
     progress(len(done), len(cells))
@@ -69,6 +70,7 @@ def sweep(
         "quick": quick,
         "seeds": len({cell.settings["seed"] for cell in cells}),
         "±": INTERVALS,
+        "device": device if experiment.trains else "cpu",
         "cells": len(cells),
         "cell_seconds": sum(stored.seconds for stored in done.values()),
         "versions": versions(),

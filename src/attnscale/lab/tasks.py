@@ -23,8 +23,9 @@ class Batch:
     targets: Tensor
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Return the mean cross-entropy over all targets, in nats."""
-        return F.cross_entropy(model(self.tokens).flatten(0, 1), self.targets.flatten())
+        """Return the mean cross-entropy over all targets, in nats, on the model's device."""
+        device = next(model.parameters()).device
+        return F.cross_entropy(model(self.tokens.to(device)).flatten(0, 1), self.targets.to(device).flatten())
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Characters:
         """Return random windows of the text."""
         text = _text()[0]
         return self._windows(text, torch.randint(len(text) - self.length, (size,), generator=generator))
+
+    def name_of(self, token: int) -> str:
+        """Return a token as a reader sees it."""
+        return repr(chr(token))[1:-1].replace(" ", "␣")
 
     def held_out(self, size: int) -> Batch:
         """Return evenly spaced windows of the held-out text."""
@@ -92,6 +97,10 @@ class Recall:
         asked = slice(2 * self.pairs, None, 2)  # the keys of all rounds but the first
         targets[:, asked] = pairs[:, 1:][:, asked]
         return Batch(pairs[:, :-1], targets[:, :-1])
+
+    def name_of(self, token: int) -> str:
+        """Return a token as a reader sees it: k for keys, v for values."""
+        return f"k{token}" if token < self.keys else f"v{token - self.keys}"
 
     def held_out(self, size: int) -> Batch:
         """Return sequences from a seed of their own."""

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnscale.claims import SOURCES, VERDICTS, Claim
+from attnscale.claims import INDEX, SOURCES, VERDICTS, Claim
 from attnscale.claims.judging import ARITHMETIC, STATEMENT
 
 STYLES = {"confirmed": "green", "qualified": "yellow", "refuted": "red"}
@@ -37,6 +37,18 @@ def counted(claims: Sequence[Claim]) -> list[str]:
         found = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
         sentences += [f"{counts.total()} {what}: {found}."] if counts else []
     return sentences
+
+
+def show_index() -> None:
+    """Print every exercise, listing and worked example of each source with its command."""
+    console = Console()
+    for source in SOURCES:
+        console.print(Text.assemble((source.title, "bold"), f", {source.kind} ({source.name})"))
+        table = _grid()
+        for worked in INDEX:
+            if worked.source == source.name:
+                table.add_row(Text(worked.kind, style="dim"), Text(worked.what), Text(worked.command, style="cyan"))
+        console.print(table)
 
 
 def _claims(claims: Sequence[Claim]) -> Table:

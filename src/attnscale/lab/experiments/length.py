@@ -1,4 +1,4 @@
-"""Entropy as the context grows, under 1/√d_k and rules that depend on the length."""
+"""Entropy and the weight of a leading key as the context grows, under 1/√d_k and rules that depend on the length."""
 
 import math
 from collections.abc import Sequence
@@ -6,28 +6,35 @@ from functools import lru_cache
 
 import torch
 
-from attnscale.lab.experiment import Conclusion, Curve, Experiment, Outcome, Plot, Settings
-from attnscale.lab.outcomes import Band, Outcomes, band, column, tally
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings
+from attnscale.lab.outcomes import Band, Outcomes, band, column, percent, tally
 from attnscale.measure import score_stats
+from attnscale.operator import attention_weights
 from attnscale.plain import readable
 from attnscale.rules import get_rule
+from attnscale.rules.log_length import SSMAX_S
 from attnscale.rules.rule import Rule
 from attnscale.theory import expected_row
 
 HEADS, ROWS, HEAD_DIM = 4, 64, 64
 TRAINED = 64  # the context that YaRN stretches from
 RULES = ("1/√d_k", "log n", "YaRN")
+CONTEXT, LEADING = "random keys", "one leading key"
+LEAD, OTHERS = 3.0, -2.0  # SSMax, figure 1: one score and all others
+LEADING_RULES = {"softmax": "unscaled", "SSMax": "log_length"}  # over vectors of one component
+FAR = [10, 100, 1000, 10_000, 100_000]
 STEADY = 0.1  # an entropy that grows by less than this share of ln n counts as constant
 
 
 def grid(quick: bool) -> Sequence[Settings]:
-    """List every rule at every length, for rows that see all keys and for causal rows."""
+    """List every rule at every length, for rows that see all keys, causal rows, and rows with one leading key."""
     full = [16, 64, 256, 1024] if quick else [16, 64, 256, 1024, 4096, 16384]
     causal = [64, 256] if quick else [64, 256, 1024, 2048]
-    return [
-        {"rule": rule, "causal": is_causal, "length": length}
+    context: list[Settings] = [
+        {"part": CONTEXT, "rule": rule, "causal": is_causal, "length": length}
         for is_causal, lengths in ((False, full), (True, causal)) for rule in RULES for length in lengths
     ]  # fmt: skip
+    return context + [{"part": LEADING, "rule": rule, "length": length} for rule in LEADING_RULES for length in FAR]
 
 
 def rule_for(rule: str, length: int) -> Rule:
@@ -36,11 +43,23 @@ def rule_for(rule: str, length: int) -> Rule:
     return get_rule({"1/√d_k": "inverse_sqrt", "log n": "log_length", "YaRN": f"yarn:{stretched}"}[rule])
 
 
-def run(rule: str, length: int, seed: int, causal: bool) -> Outcome:
-    """Measure the entropy of rows over random keys."""
+def run(part: str, rule: str, length: int, seed: int, causal: bool = False) -> Outcome:
+    """Measure the entropy of rows over random keys, or the weight of a leading key."""
+    if part == LEADING:
+        key = torch.full((length, 1), OTHERS, dtype=torch.float64)
+        place = int(torch.randint(length, ()))
+        key[place] = LEAD
+        weights = attention_weights(torch.ones(1, 1, dtype=torch.float64), key, scale=LEADING_RULES[rule])
+        return {"weight": weights[0, place].item()}
     query, key = torch.randn(HEADS, length if causal else ROWS, HEAD_DIM), torch.randn(HEADS, length, HEAD_DIM)
     stats = score_stats(query, key, scale=rule_for(rule, length), is_causal=causal)
     return {name: getattr(stats, name).mean().item() for name in ("entropy", "entropy_ratio", "effective_keys", "top1")}
+
+
+def leading_weight(rule: str, length: int) -> float:
+    """Return the weight of a key that leads all others by 5: softmax gives e⁵ to n − 1, SSMax n^(5s) to n − 1."""
+    multiplier = SSMAX_S * math.log(length) if rule == "SSMax" else 1.0
+    return 1 / (1 + (length - 1) * math.exp(-multiplier * (LEAD - OTHERS)))
 
 
 @lru_cache(maxsize=4096)
@@ -53,25 +72,48 @@ def expected_entropy(rule: str, length: int) -> float:
 
 def conclude(outcomes: Outcomes) -> Conclusion:
     """Say how much of the growth of ln n the entropy follows under each rule."""
-    full, causal = (outcomes.where(causal=is_causal) for is_causal in (False, True))
+    context, leading = (outcomes.where(part=part) for part in (CONTEXT, LEADING))
+    full, causal = (context.where(causal=is_causal) for is_causal in (False, True))
     checks = [
         full.check(f"{rule}: entropy over Gaussian keys matches theory", "entropy",
                    {length: expected_entropy(rule, length) for length in full.values("length")},
                    "length", len(RULES), rule=rule)
         for rule in RULES
-    ]  # fmt: skip
+    ] + [_leading_check(leading)]  # fmt: skip
     lengths = full.values("length")
     text = (
         f"From {TRAINED} to {lengths[-1]} keys, ln n grows by {math.log(lengths[-1] / TRAINED):.2f}. "
         + " ".join(_sentence(full.where(rule=rule), rule) for rule in RULES)
-        + f" {tally(checks)}"
+        + f" {_on_leading(leading)} {tally(checks)}"
     )
-    table = outcomes.table(
+    table = context.table(
         "Entropy against context length", {"causal": "causal", "rule": "rule", "length": "keys"},
         {"entropy": "entropy, nats", "entropy_ratio": "share of max", "effective_keys": "effective keys",
          "top1": "top-1"},
     )  # fmt: skip
-    return Conclusion(text, tuple(checks), (table,), _plots(full, causal))
+    weights = leading.table(
+        f"Weight of a key with the score {LEAD:g}, all others {OTHERS:g}", {"rule": "rule", "length": "keys"},
+        {"weight": "weight"},
+    )  # fmt: skip
+    return Conclusion(text, tuple(checks), (table, weights), _plots(full, causal, leading))
+
+
+def _leading_check(leading: Outcomes) -> Check:
+    expected = {(rule, n): leading_weight(rule, n) for rule in LEADING_RULES for n in FAR}
+    off = max(abs(found["weight"] - expected[own["rule"], own["length"]]) for own, found in leading)  # type: ignore[index]
+    return Check("the weight of a leading key is 1/(1 + (n − 1) e⁻⁵), under SSMax 1/(1 + (n − 1) n^(−5s))", off < 1e-9,
+                 f"{len(leading)} rows, largest difference {off:.1g}")  # fmt: skip
+
+
+def _on_leading(leading: Outcomes) -> str:
+    ends = {
+        rule: " to ".join(percent(leading.band("weight", rule=rule, length=n).mean) for n in (FAR[0], FAR[-1]))
+        for rule in LEADING_RULES
+    }
+    return (
+        f"A key with the score {LEAD:g} among others of {OTHERS:g} has, over {FAR[0]} to {FAR[-1]:,} keys, "
+        + ", ".join(f"{found} of the weight under {rule}" for rule, found in ends.items()) + "."
+    )  # fmt: skip
 
 
 def growth(outcomes: Outcomes) -> Band:
@@ -93,7 +135,7 @@ def _sentence(own: Outcomes, rule: str) -> str:
     return f"Under {rule} {change}: {first} effective keys of {ends[0]}, {last} of {ends[1]}."
 
 
-def _plots(full: Outcomes, causal: Outcomes) -> tuple[Plot, ...]:
+def _plots(full: Outcomes, causal: Outcomes, leading: Outcomes) -> tuple[Plot, ...]:
     lengths = full.values("length")
     uniform = Curve("ln n", tuple(map(float, lengths)), column([math.log(n) for n in lengths]), is_theory=True)
     return (
@@ -102,8 +144,11 @@ def _plots(full: Outcomes, causal: Outcomes) -> tuple[Plot, ...]:
              "Parallel to ln n: attention spreads over all keys. Level: it does not.", log_x=True),
         Plot("Causal rows", "keys", "mean entropy, nats", causal.curves("length", "entropy", "rule"),
              "Each row sees its own prefix; log n counts its keys, YaRN the whole context.", log_x=True),
+        Plot("Weight of one leading key", "keys", "its weight",
+             leading.curves("length", "weight", "rule", theory=leading_weight),
+             f"One score of {LEAD:g}, all others {OTHERS:g}: softmax forgets it as the context grows.", log_x=True),
     )  # fmt: skip
 
 
 EXPERIMENT = Experiment("length", "How does attention spread over a growing context under 1/√d_k, log n and YaRN?",
-                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.065)  # fmt: skip
+                        grid, run, conclude, seeds=16, quick_seeds=8, version=2, core_minutes=0.072)  # fmt: skip

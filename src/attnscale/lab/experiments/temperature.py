@@ -4,14 +4,20 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import nn
 
-from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Outcome, Plot, Settings, Table
+from attnscale.lab.experiment import Check, Conclusion, Curve, Experiment, Heatmap, Outcome, Plot, Settings, Table
 from attnscale.lab.outcomes import Band, Outcomes, band, column, diverged_sentence, verdicts
-from attnscale.lab.tasks import TASKS
+from attnscale.lab.tasks import TASKS, Task
 from attnscale.lab.training import Schedule, score_summary, seeded_model, trained
+from attnscale.operator import attention_weights
 from attnscale.rules.temperature import temperature
+from attnscale.watching import watch
 
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of √d_k
+PATTERN_SEED, SHOWN = 0, 24  # whose weights are kept, and of how many positions
+DIGITS = 4
 LATER_LAYERS = 0.02  # later layers see the effect of a temperature on earlier ones
 
 
@@ -31,10 +37,11 @@ def grid(quick: bool) -> Sequence[Settings]:
 
 def run(
     task: str, multiple: float, rate: float, steps: int, d_model: int, heads: int, head_dim: int, seed: int,
+    device: str = "cpu",
 ) -> Outcome:  # fmt: skip
-    """Train a model, and measure its scores before and after."""
+    """Train a model, measure its scores before and after, and for one seed keep the weights of a head."""
     of, rule = TASKS[task], temperature(multiple * math.sqrt(head_dim))
-    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim)
+    model = seeded_model(of.vocabulary, seed, scale=rule, d_model=d_model, heads=heads, head_dim=head_dim).to(device)
     before = score_summary(model, of)
     found = trained(model, of, Schedule(steps, rate, seed))
     after = score_summary(model, of) if math.isfinite(found.end) else dict.fromkeys(before, math.nan)
@@ -42,7 +49,19 @@ def run(
         "final": found.final, "diverged": found.diverged,
         "spread_before": before["std"], "spread_after": after["std"],
         "entropy_before": before["entropy_ratio"], "entropy_after": after["entropy_ratio"],
+        "pattern": pattern(model, of, rule) if seed == PATTERN_SEED else None,
     }  # fmt: skip
+
+
+@torch.no_grad()
+def pattern(model: nn.Module, task: Task, rule: temperature) -> list[list[float]]:
+    """Return the weights of the first head of the last layer on the first held-out example."""
+    with watch(model, keep=True) as seen:
+        task.held_out(1).loss(model)
+    last = list(seen.layers.values())[-1]
+    assert last.query is not None and last.key is not None  # noqa: PT018 (kept)
+    weights = attention_weights(last.query, last.key, is_causal=True, scale=rule)[0, 0, :SHOWN, :SHOWN]
+    return [[round(value, DIGITS) for value in row] for row in weights.tolist()]
 
 
 def conclude(outcomes: Outcomes) -> Conclusion:
@@ -132,11 +151,11 @@ def _table(task: str, own: Outcomes) -> Table:
     return Table(f"Temperatures, {task}", columns, tuple(rows))
 
 
-def _plots(task: str, own: Outcomes) -> list[Plot]:
+def _plots(task: str, own: Outcomes) -> list[Plot | Heatmap]:
     def ends(measure: str) -> tuple[Curve, ...]:
         return tuple(own.curve(f"{when} training", "multiple", f"{measure}_{when}") for when in ("before", "after"))
 
-    return [
+    plots: list[Plot | Heatmap] = [
         Plot(f"Final loss, {task}", "τ/√d_k", "held-out loss, nats",
              (own.curve("at the best rate", "multiple", "final"),), "√d_k is at 1.", log_x=True),
         Plot(f"Entropy before and after, {task}", "τ/√d_k", "entropy / ln n", ends("entropy"),
@@ -144,6 +163,16 @@ def _plots(task: str, own: Outcomes) -> list[Plot]:
         Plot(f"Spread before and after, {task}", "τ/√d_k", "spread of the scores", ends("spread"),
              "Slope −1: the temperature acts in full. Slope 0: training undid it.", log_x=True, log_y=True),
     ]  # fmt: skip
+    for settings, found in own:
+        if settings["seed"] == PATTERN_SEED and found["pattern"] is not None:
+            shown = TASKS[task].held_out(1).tokens[0, : len(found["pattern"])].tolist()
+            positions = tuple(map(TASKS[task].name_of, shown))
+            plots.append(
+                Heatmap(f"Weights of a trained head, τ = {_name(float(settings['multiple'] or 0))}, {task}", "key",
+                        "query", positions, positions, tuple(column(row) for row in found["pattern"]),
+                        f"First head of the last layer, seed {PATTERN_SEED}.")
+            )  # fmt: skip
+    return plots
 
 
 EXPERIMENT = Experiment(
