@@ -1,7 +1,7 @@
 """Measure how often ±1.96 standard errors of a sample cover the exact value: `python benchmarks/coverage.py [WORDS]`.
 
-Of the samples that tell an error at all; how many do is the last column. `SAMPLES=200` draws fewer, and WORDS choose
-the cases that have them in their names.
+Of the samples that tell an error at all; how many do is the last column. `SAMPLES=200` draws fewer, `SEED=1` makes
+other heads, and WORDS choose the cases that have them in their names.
 """
 
 import os
@@ -16,6 +16,7 @@ from torch import Tensor
 from attnscale import ScoreStats, score_stats
 
 SAMPLES = int(os.environ.get("SAMPLES", "1000"))
+SEED = int(os.environ.get("SEED", "0"))
 HEADS = 4
 NAMES = (
     "mean", "variance", "std", "entropy", "entropy_ratio", "top1", "saturated", "jacobian_trace", "effective_keys",
@@ -137,7 +138,7 @@ CASES = [
 
 def coverage(case: Case, samples: int = SAMPLES) -> tuple[dict[str, float], float]:
     """Return the share of the told intervals that hold the exact value, over the heads; and the share that was told."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     query, key = case.operands()
     exact = score_stats(query, key, is_causal=case.is_causal, scale=case.scale)
     hits, told = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)

@@ -1,10 +1,7 @@
 """How much of the machine this process gets: limits on time hold for one that is otherwise idle."""
 
 import os
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 
 
 def held_up(seconds=0.3):
@@ -15,15 +12,3 @@ def held_up(seconds=0.3):
     alone = (time.perf_counter() - wall) / (time.process_time() - own)
     waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
     return max(1.0, alone, waiting)  # a browser is several processes: what waits for any core holds it up too
-
-
-@contextmanager
-def busy_cores():
-    """Every core taken by a process that spins, as on a machine that others use."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()

@@ -1,7 +1,9 @@
 """The processes of a distributed test, forked from one that has imported what all of them need, where there is fork."""
 
 import multiprocessing
+import time
 
+import pytest
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,11 +12,10 @@ NEEDED = [
     "torch._dynamo",  # what shards a model imports it, and it takes longer than all that a rank does
     "tests.train.clip_rank_runs",
     "tests.train.logs",
-    "tests.train.step_runs",
-    "tests.acting.rank_runs",
+    "tests.train.rank_runs",
+    "tests.acting.layout_runs",
 ]
-
-
+LONGEST = 300  # seconds that the ranks of a test may take together
 KEPT = []
 
 
@@ -28,7 +29,14 @@ def processes():
 
 def on_ranks(run, world, *arguments):
     """Call `run(rank, *arguments)` in `world` processes; what one of them raises is raised here."""
-    mp.start_processes(_run, (run, *arguments), nprocs=world, start_method=processes().get_start_method())
+    method = processes().get_start_method()
+    ranks = mp.start_processes(_run, (run, *arguments), nprocs=world, join=False, start_method=method)
+    deadline = time.monotonic() + LONGEST
+    while not ranks.join(max(0.0, deadline - time.monotonic())):
+        if time.monotonic() >= deadline:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail(f"The ranks did not end within {LONGEST} s.")
 
 
 def _run(rank, run, *arguments):

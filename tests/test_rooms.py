@@ -26,7 +26,7 @@ files                1     90
 shapes               1     40
 numerics             1     80
 module_paths         1     50
-torch_internals      1    360
+torch_internals      1    350
 reference            1    120
 theory               7    650
 rules               18    880
@@ -35,18 +35,18 @@ inputs               1    190
 attending            9  1,220   1,100 with operator
 operator             1    180
 modules              1    250
-measure             31  5,430   4,000
+measure             28  5,210   4,000
 declared             5    520
-tracing             10  2,250   2,000
-watching            20  3,920   2,900
-probes               9  1,550
-diagnose            13  2,450   2,200
-acting               8  1,760
-train               17  3,210   2,500
+tracing             10  2,210   2,000
+watching            19  3,680   2,900
+probes               8  1,540
+diagnose            13  2,440   2,200
+acting               8  1,700
+train               17  2,940   2,500
 models               4    260
-loading             10  1,200   1,300 with checking
+loading             10  1,210   1,300 with checking
 checking             2    240
-comparing            8  1,340   1,430
+comparing            8  1,330   1,430
 bench                4    490   420
 lab                 20  2,970   4,500 with claims
 claims               9  2,010

@@ -7,8 +7,7 @@ import torch
 from attnscale.attending import sdpa
 from attnscale.attending.call import Call
 from attnscale.attending.running import run
-from attnscale.measure import one_pass as on_cpu
-from attnscale.measure.engine import measured
+from attnscale.measure.measuring import attend_rows, measured
 from attnscale.reference import scaled_dot_product_attention
 from attnscale.visibility import Visibility
 from tests.measure.oracle import NAMES, expected_stats
@@ -133,7 +132,7 @@ def test_measuring_gives_the_statistics_of_the_matrix(case, softcap):
 def test_one_pass_gives_output_and_statistics(case):
     visibility, seen = case
     call = call_of(visibility)
-    output, rows = on_cpu.attend_rows(call)
+    output, rows = attend_rows(call)
     np.testing.assert_allclose(output.numpy(), run(call).numpy(), 1e-4, 1e-5)
     np.testing.assert_array_equal(rows.visible.numpy(), seen.sum(-1))
 

@@ -45,7 +45,7 @@ def attention(
     tensor([0.2690, 0.7310, 0.0000, 0.0000])
     """
     if any_nested(query, key, value):
-        options = attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks
+        options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks
         return in_graph(_attend_nested, scale, query, key, value)(query, key, value, *options)
     check_inputs(query, key, value, attn_mask, is_causal, enable_gqa, softcap, dropout_p)
     shape = attention_shape(query, key, value, enable_gqa)
@@ -113,7 +113,7 @@ def attention_varlen(
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, document_ids
     seen = window_of(window_size, is_causal)
     run_packed = in_graph(_attend_packed, scale)
-    return run_packed(query, key, value, sequences, sinks, seen, scale, enable_gqa, softcap, dropout_p)
+    return run_packed(query, key, value, sequences, seen, scale, enable_gqa, softcap, dropout_p, sinks)
 
 
 def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
@@ -122,33 +122,19 @@ def _nested_weights(query: Tensor, key: Tensor, *options: Any) -> Tensor:
     return torch.nested.as_nested_tensor([each.squeeze(0) if query.dim() == 3 else each for each in matrices])
 
 
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Starts, sinks: Tensor | None, *options: Any
-) -> Tensor:
-    ragged = packed_call(query, key, value, *layouts(query, *sequences), *options)
-    return as_tokens(run_sequences(ragged.with_sinks(sinks)))
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, sequences: Starts, *options: Any) -> Tensor:
+    return as_tokens(run_sequences(packed_call(query, key, value, *layouts(query, *sequences), *options)))
 
 
-def _attend_nested(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Mask,
-    dropout_p: float,
-    is_causal: bool,
-    scale: Scale,
-    enable_gqa: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_nested(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
     even = even_parts(query, key, value)
     if even is not None:
-        parts, wrap = even
-        query, key, value = parts
-        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return wrap(attention(query, key, value, *options, softcap=softcap, sinks=sinks))
-    ragged, wrap = nested_call(query, key, value, attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p)
-    return wrap(run_sequences(ragged.with_sinks(sinks)))
+        (query, key, value), wrap = even
+        attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks = options
+        kept = {"softcap": softcap, "sinks": sinks}
+        return wrap(attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **kept))
+    ragged, wrap = nested_call(query, key, value, *options)
+    return wrap(run_sequences(ragged))
 
 
 def scaled_call(

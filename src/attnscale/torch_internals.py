@@ -67,11 +67,6 @@ _fake_tensor = Internal("torch._subclasses.fake_tensor", "FakeTensor", "shapes o
 _operator = Internal("torch._ops", "OpOverload", "no operation is told from another: nothing is seen")
 _has_kernel = Internal("torch._C", "_dispatch_has_kernel_for_dispatch_key", "composite operations are not taken apart")
 _graph_task = Internal("torch._C", "_current_graph_task_id", "what a backward pass recomputes is counted again")
-_keeps_graph = Internal(
-    "torch._C._autograd",
-    "_get_current_graph_task_keep_graph",
-    "gradients of two backwards through a graph are not added",
-)
 _transforms = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "torch.func is not noticed, whose transforms refuse checkpoints"
 )
@@ -181,11 +176,6 @@ def in_backward() -> bool:
     """Return True if a backward pass is running on this thread."""
     number = _graph_task.found
     return number is not None and number() != -1
-
-
-def graph_is_kept() -> bool:
-    """Return True if the running backward pass keeps its graph (retain_graph), so that another may follow."""
-    return in_backward() and bool(_keeps_graph(otherwise=False))
 
 
 def local_part(parameter: Tensor) -> Tensor | None:

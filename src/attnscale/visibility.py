@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeAlias, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attnscale.numerics import constant_on
 from attnscale.torch_internals import sizes_vary
 
+NOT_LEFT_OUT = np.zeros(1, dtype=np.bool_)  # the document of all keys
 COUNTING_ROWS = 256  # counting converts masks to integers; a block of rows at a time keeps that small
 # Below this no score is one: −1e9, −1e20 and the lowest numbers of float32 and bfloat16 lie under it.
 NEVER_A_SCORE = -1e8
@@ -163,7 +166,7 @@ class Visibility:
     def without_rows(self, left_out: Tensor) -> "Visibility":
         """Return the same, but some rows, (batch, q_len), see nothing; as documents, since a mask would be large."""
         if self.documents is None:
-            return replace(self, documents=(left_out, left_out.new_zeros(1)))
+            return replace(self, documents=(left_out, constant_on(left_out.device, NOT_LEFT_OUT)))
         rows, keys = self.documents
         return replace(self, documents=(torch.where(left_out, -1, rows), keys))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -145,3 +145,28 @@ def clip(rank, layout, world, kind, heads, kv_heads, _, blind):
     scales = [float(scale) for layer in seen.layers.values() for scale in layer.scales]
     report = attnscale.clip_qk_(given, SimpleNamespace(layers={}) if rank in blind else seen, THRESHOLD, group=group)
     return whole(given), scales, [str(left) for left in report.left]
+
+
+def flattened(rank, folder):
+    """FSDP1, of which the model and what is inside it are given to all that writes: what each answers."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    answers = []
+    for own in (False, True):
+        inner = made("plain", 4, 4)
+        first = FullyShardedDataParallel(inner.attentions[0], use_orig_params=own, device_id=torch.device("cpu"))
+        inner.attentions[0] = first
+        outer = FullyShardedDataParallel(inner, use_orig_params=own, device_id=torch.device("cpu"))
+        for model in (outer, inner, first.module):
+            for act in (
+                lambda model: attnscale.QKClip(model, 1.0),
+                lambda model: attnscale.clip_qk_(model, SimpleNamespace(layers={}), 1.0),
+                lambda model: attnscale.calibrate_(model, (data(rank),)),
+            ):
+                try:
+                    act(model)
+                    answers.append("nothing")
+                except attnscale.errors.SettingError as error:
+                    answers.append(str(error))
+    Path(folder, f"{rank}.txt").write_text("\n".join(answers), encoding="utf-8")
+    dist.destroy_process_group()

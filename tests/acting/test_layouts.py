@@ -14,6 +14,10 @@ from .models import watched
 
 # layout, ranks, kind of attention, heads, key heads, batches of the run, ranks that saw nothing
 CASES = {
+    "DDP": ("ddp", 2, "plain", 4, 4, [0, 1], ()),
+    "FSDP2": ("fsdp", 2, "plain", 4, 4, [0, 1], ()),
+    "FSDP2, rows of a head on two ranks": ("fsdp", 4, "plain", 2, 2, [0, 1, 2, 3], ()),
+    "tensor parallel": ("tp", 2, "plain", 4, 4, [0], ()),
     "keys whole on both ranks": ("tp", 2, "plain", 2, 1, [0], ()),
     "other layers shared out, heads whole": ("tp elsewhere", 2, "normed", 4, 2, [0], ()),
     "the module inside DDP": ("inside ddp", 2, "plain", 4, 4, [0, 1], ()),
@@ -41,6 +45,14 @@ def test_heads_made_by_a_gain_that_is_whole_on_tensor_parallel_ranks_are_left_an
         assert left
         assert all("is not cut as heads are" in each for each in left)
         assert all(torch.equal(parameters[name], each) for name, each in layout_runs.whole(before).items())
+
+
+def test_parameters_that_fsdp1_flattened_are_refused(tmp_path):
+    on_ranks(layout_runs.flattened, 2, str(tmp_path))
+    for rank in range(2):
+        answers = (tmp_path / f"{rank}.txt").read_text(encoding="utf-8").splitlines()
+        assert len(answers) == 18
+        assert all("FSDP1" in answer for answer in answers), answers
 
 
 def clipped_on_ranks(cases, folder):

@@ -1,4 +1,4 @@
-"""Scales set or folded: the scores afterwards are those of the rule, and calibrated ones have unit spread."""
+"""Scales that are folded: the scores afterwards are those of the rule, and calibrated ones have unit spread."""
 
 import copy
 
@@ -10,7 +10,6 @@ import attnscale
 from attnscale.errors import InputError, SettingError
 
 from ..zoo import CORRECT, ENTRIES
-from ..zoo.entry import SelfAttention
 from .models import Attention, Normed, assert_changed_as_told, before_and, watched
 
 D_MODEL, HEADS, HEAD_DIM, LENGTH = 55, 5, 11, 13
@@ -62,18 +61,8 @@ def test_folded_scores_are_those_of_the_rule(rule):
     assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
 
 
-def test_a_scale_that_is_a_number_of_the_module_is_set():
-    model, inputs = made(Scaling, "times")
-    before = before_and(model)
-    report = attnscale.rescale_(model, "inverse_sqrt", inputs)
-    assert watched(model, inputs).layers["Scaling"].scale_applied == pytest.approx(HEAD_DIM**-0.5, rel=1e-3)
-    assert {head.attribute for head in report.heads} == {"Scaling.scale"}
-    assert_changed_as_told(before, model, [])
-    assert not attnscale.rescale_(model, "inverse_sqrt", inputs).heads, "set once, it is right"
-
-
-@pytest.mark.parametrize("reading", ["over", "root", "over_root"])
-def test_a_number_that_does_not_multiply_the_scores_stays_and_the_weights_take_the_ratio(reading):
+@pytest.mark.parametrize("reading", ["times", "over", "root", "over_root"])
+def test_the_number_that_a_module_scales_by_stays_and_the_weights_take_the_ratio(reading):
     model, inputs = made(Scaling, reading)
     was = watched(model, inputs).layers["Scaling"]
     before, scale = before_and(model), model.scale
@@ -82,18 +71,6 @@ def test_a_number_that_does_not_multiply_the_scores_stays_and_the_weights_take_t
     now = watched(model, inputs).layers["Scaling"].stats.max
     torch.testing.assert_close(now, was.stats.max * HEAD_DIM**-0.5 / was.scale_applied, rtol=1e-4, atol=1e-6)
     assert_changed_as_told(before, model, [each for head in report.heads for each in head.touched])
-
-
-def test_a_number_that_does_not_reach_the_scores_is_put_back():
-    model, inputs = made(Attention)
-    model.scale = 0.3
-    was = watched(model, inputs).layers["Attention"].stats.max
-    report = attnscale.rescale_(model, 1.0, inputs)
-    assert model.scale == 0.3
-    assert {head.attribute for head in report.heads} == {""}
-    torch.testing.assert_close(
-        watched(model, inputs).layers["Attention"].stats.max, was * HEAD_DIM**0.5, rtol=1e-5, atol=1e-6
-    )
 
 
 def test_a_batch_is_found_for_models_that_say_what_they_take():
@@ -157,27 +134,3 @@ def test_what_is_folded_at_several_depths_of_one_module_is_folded_once():
     model, inputs = ENTRIES["structures.Shared"].build()
     attnscale.rescale_(model, 0.5 * 11**-0.5, inputs)
     assert attnscale.audit(model, *inputs).layers["block.attention[0]"].declared.folded == pytest.approx(0.5)
-
-
-def test_a_number_that_several_depths_read_is_set_once():
-    class Scaled(SelfAttention):
-        def __init__(self):
-            super().__init__(33, 3)
-            self.scale = 0.25
-
-        def forward(self, x):
-            query, key, value = self.project(x)
-            return self.merge((query @ key.mT * self.scale).softmax(-1) @ value)
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Scaled()
-
-        def forward(self, x):
-            return self.attention(x + self.attention(x))
-
-    model, x = Twice(), torch.randn(2, 7, 33)
-    report = attnscale.rescale_(model, 0.4, x)
-    assert model.attention.scale == pytest.approx(0.4)
-    assert {head.attribute for head in report.heads} == {"attention.scale"}

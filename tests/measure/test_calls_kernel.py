@@ -58,7 +58,9 @@ def scores_of(call):
 @pytest.mark.parametrize("length", [q_len, 1])
 def test_every_row_is_measured_with_the_output_and_without(length, is_causal):
     call = call_of(Visibility.of(None, is_causal), length)
-    output, lse, table = attention._attended(call.query, call.key, call.value, call.scale, is_causal)
+    tensors = call.query, call.key, call.value
+    kernel = attention.kernel_for(*tensors, call.scale, is_causal)
+    output, lse, table = attention._attended(*tensors, kernel, call.scale)
     expected = F.scaled_dot_product_attention(
         call.query, call.key, call.value, scale=call.scale, is_causal=is_causal, enable_gqa=True
     )
@@ -92,7 +94,7 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
     hidden = torch.arange(kv_len).expand(batch, -1) >= torch.tensor([[kv_len], [31]])
     mask = ~hidden[:, None, None, :] if case in ("mask", "padding") else None
     padding = hidden if case == "padding" else None
-    table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.empty(2, heads).double()
+    table, lengths = torch.full((heads, TABLE), torch.nan, dtype=torch.float64), torch.zeros(2, 3, heads).double()
     found = probe.probe(
         call.query, call.key, mask, padding, None if mask is None else hidden, 0.3, case == "causal", 64, table, lengths
     )
@@ -101,29 +103,36 @@ def test_a_probe_writes_statistics_and_lengths_to_a_buffer(case):
     planned = design(64, kv_len, batch, case != "plain")
     rows = planned.sample(planned.stratum).positions.shape[-1] * batch
     assert (found.stats.rows <= rows).all() if padding is not None else (found.stats.rows == rows).all()
-    counted = torch.ones_like(hidden) if padding is None else ~hidden
-    queries = call.query.double().square().sum(-1).transpose(0, 1)[:, counted].mean(-1).sqrt()
-    counted = torch.ones_like(hidden) if mask is None else ~hidden
-    keys = call.key.double().square().sum(-1).transpose(0, 1)[:, counted].mean(-1).sqrt()
-    torch.testing.assert_close(
-        lengths, torch.stack([queries, keys.repeat_interleave(heads // kv_heads)]), rtol=1e-6, atol=0
-    )
-    bound = found.stats.max_bound
-    assert (found.stats.max <= bound).all()
-    highest = call.query.norm(dim=-1).amax((0, 2)) * call.key.norm(dim=-1).amax((0, 2)).repeat_interleave(3) * 0.3
-    torch.testing.assert_close(bound, highest.double(), rtol=1e-4, atol=0)
+    for vectors, left_out, (total, count, longest) in zip(
+        (call.query, call.key), (padding, mask), lengths, strict=True
+    ):
+        counted = torch.ones_like(hidden) if left_out is None else ~hidden
+        squares = (
+            vectors.double()
+            .square()
+            .sum(-1)
+            .transpose(0, 1)[:, counted]
+            .repeat_interleave(heads // vectors.shape[1], 0)
+        )
+        torch.testing.assert_close(total, squares.sum(-1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(longest, squares.amax(-1), rtol=1e-6, atol=0)
+        assert (count == counted.sum()).all()
 
 
 def test_a_probe_leaves_to_others_what_has_few_rows():
     call = call_of(Visibility(), 5)
-    assert probe.probe(call.query, call.key, None, None, None, 0.3, False, 64) is None
+    nothing = torch.empty(0)
+    assert probe.probe(call.query, call.key, None, None, None, 0.3, False, 64, nothing, nothing) is None
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_attend_to_themselves(is_causal):
     call = call_of(Visibility(), kv_len)
     query, key, value = (tensor[:1] for tensor in (call.query, call.key, call.value))
-    output, stats = attention.attend_directly(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len]))
+    output, stats = attention.attend_directly(
+        attention.kernel_for(query, key, value, 0.3, is_causal, in_sequences=True),
+        *(0.3, is_causal, query, key, value, torch.tensor([0, 17, 17, kv_len])),
+    )
     for begin, end in ((0, 17), (17, kv_len)):
         own = (tensor[:, :, begin:end] for tensor in (query, key, value))
         alone = F.scaled_dot_product_attention(*own, scale=0.3, is_causal=is_causal, enable_gqa=True)

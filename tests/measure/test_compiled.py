@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnscale import MultiheadAttention, attention_with_stats, rules, score_stats
-from attnscale.measure.graph_op import measured_scores
+from attnscale.measure.measuring import measured_scores
 from attnscale.operator import scaled_call
 from attnscale.visibility import EVERYTHING, Visibility
 from tests.measure.oracle import NAMES
@@ -225,5 +225,5 @@ def test_the_operators_keep_torchs_rules():
     call = scaled_call(*inputs, EVERYTHING, None, True, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     given = call.query.detach(), call.key.detach(), None, None, None, 0, None, call.scale, 3.0
-    torch.library.opcheck(measured_scores, (*given, 5, None), test_utils=checks)
+    torch.library.opcheck(measured_scores, (*given, None, 5), test_utils=checks)
     torch.library.opcheck(measured_scores, (*given, None, None), test_utils=checks)

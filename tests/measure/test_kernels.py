@@ -8,10 +8,10 @@ import torch
 
 from attnscale import reference
 from attnscale.attending.call import Call
-from attnscale.measure import RowSums, ScoreStats
+from attnscale.measure import ScoreStats
 from attnscale.measure.lengths import BOUND_SLACK
-from attnscale.measure.pool import pool_rows
-from attnscale.measure.pooled import Table
+from attnscale.measure.pooled import Table, pool_rows
+from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample
 from attnscale.measure.stats import table_of
 from attnscale.numerics import KERNEL_DTYPES

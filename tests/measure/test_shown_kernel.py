@@ -8,8 +8,7 @@ import torch
 from attnscale.attending.call import Call
 from attnscale.attending.ragged import Layout, Ragged
 from attnscale.measure.lengths import BOUND_SLACK
-from attnscale.measure.pool import pool_rows
-from attnscale.measure.pooled import Table
+from attnscale.measure.pooled import Table, pool_rows
 from attnscale.measure.row_blocks import measure_rows
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Sample

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-import attnscale
 from attnscale import Monitor, QKClip
 from attnscale.errors import NotInsideWarning
 from attnscale.probes import intercept
@@ -16,23 +15,6 @@ from attnscale.probes import intercept
 from .runs import small_model, tokens, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
-
-
-def test_a_model_that_is_converted_is_followed_anew():
-    model = small_model()
-    with QKClip(model, 0.05) as clip:
-        train(model, steps=2, after=clip.step)
-        assert clip.is_inside
-        model.double()
-        train(model, steps=1, after=clip.step)  # noticed
-        assert not clip.is_inside
-        reports = []
-        train(model, steps=2, after=lambda: reports.append(clip.step()))
-        assert clip.is_inside
-    assert reports[-1].heads
-    with torch.no_grad(), attnscale.watch(model, rows=None) as seen:
-        model(tokens(1)[:, :-1])
-    assert max(float(layer.stats.max.max()) for layer in seen.layers.values()) < 0.1
 
 
 def test_an_error_in_the_middle_of_tracing_leaves_nothing_in_place():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from attnscale import Monitor
-from attnscale.diagnose.alarm import Thresholds
+from attnscale.diagnose.alarm import Thresholds, diverged_from
+from attnscale.diagnose.forecast import Trend
 from attnscale.models import load_bundled
-from attnscale.train import LayerRecord
-from attnscale.train.history import History
+from attnscale.train import LayerRecord, Record, summarise
+from attnscale.train.history import WINDOW, History
 from attnscale.train.run import grouped_alarms
 
 FACTORS = {"scale_applied": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
@@ -165,3 +166,132 @@ def test_growth_by_a_query_temperature_is_not_blamed_on_the_weights():
     exploding = [alarm for record in records for alarm in record.alarms if alarm.code == "exploding"]
     assert "scale × 512" in exploding[0].message
     assert "The scale has grown" in exploding[-1].advice
+
+
+def growing(steps, rate=0.01):
+    return [(step, 5.0 * math.exp(rate * step)) for step in steps]
+
+
+RUNS = {  # with the rate at which each grows in the end
+    "a few samples": (growing(range(0, 70, 10)), 0.01),
+    "more than the window": (
+        [*growing(range(0, 100, 10), rate=-0.02), *growing(range(100, 100 + 10 * WINDOW, 10))], 0.01
+    ),
+    "a resumed run that repeats steps": (
+        [*growing(range(0, 200, 10)), *growing(range(50, 400, 10), rate=0.03)], 0.03
+    ),
+    "scores that are not numbers": (
+        [(step, math.nan if step % 30 == 0 else value) for step, value in growing(range(0, 200, 10))], 0.01
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_monitor_and_its_log_tell_the_same_growth_of_the_latest_samples(name):
+    run, rate = RUNS[name]
+    history = History(Thresholds())
+    for step, largest in run:
+        history.add(step, {"layer": layer(largest)})
+    (summary,) = summarise([Record(step, 0.0, {"layer": layer(largest)}) for step, largest in run]).layers
+    assert summary.growth == history.growth("layer")
+    assert summary.growth.rate == pytest.approx(rate, rel=1e-3)
+
+
+def test_what_softmax_feels_is_told_by_the_first_of_the_heads_that_have_a_score():
+    numbers = {"max": [math.nan, 3.0, 5.0, 5.0, 7.0], "max_above_mean": [1.0, 9.0, 4.0, math.nan, 5.0]}
+    assert LayerRecord(7, numbers).effective_max == (5.0, 3)
+    largest, head = LayerRecord(7, {"max": [float("nan"), math.nan]}).effective_max
+    assert math.isnan(largest)
+    assert head == 0
+
+
+def test_a_log_forecasts_what_the_monitor_would_warn_of_unless_a_soft_cap_stops_it():
+    samples = growing(range(0, 290, 10), rate=0.018)  # from 5 to 770
+    expected = Trend(*zip(*samples, strict=True), ()).passes(1000.0)
+    assert expected is not None
+    for softcap, crossing in ((None, expected), (1500.0, expected), (900.0, None)):
+        records = [Record(step, 0.0, {"layer": layer(largest, softcap=softcap)}) for step, largest in samples]
+        assert summarise(records).layers[0].crossing == crossing
+        alarms = []
+        history = History(Thresholds())
+        for step, largest in samples:
+            alarms += history.add(step, {"layer": layer(largest, softcap=softcap)})
+        told = [alarm.message for alarm in alarms if "will pass 1,000" in alarm.message]
+        assert bool(told) == (crossing is not None)
+        assert all("; if this goes on, it will pass 1,000 about step" in message for message in told)
+
+
+def test_layers_raise_together_the_alarms_that_each_raises_alone():
+    runs = {
+        "grows": dict(growing(range(0, 290, 10), rate=0.018)),
+        "grows faster": dict(growing(range(0, 290, 10), rate=0.025)),
+        "seen later": dict(growing(range(50, 290, 10), rate=0.019)),
+        "is no number at first": {0: math.nan} | dict(growing(range(10, 290, 10), rate=0.018)),
+        "stays": dict.fromkeys(range(0, 290, 10), 7.0),
+    }
+    together, alone, expected = History(Thresholds()), {name: History(Thresholds()) for name in runs}, 0
+    for step in range(0, 290, 10):
+        seen = {name: layer(run[step]) for name, run in runs.items() if step in run}
+        apart = [alarm for name in seen for alarm in alone[name].add(step, {name: seen[name]})]
+        assert together.add(step, seen) == apart
+        expected += len(apart)
+    assert expected > len(runs)
+
+
+def alarms_of(losses, largest=5.0):
+    history, found = History(Thresholds()), []
+    for step, loss in enumerate(losses):
+        found += [(step, alarm) for alarm in history.add(step, {"layer": layer(largest)}, loss=loss)]
+    return found
+
+
+FALLING = [10.8 * math.exp(-step / 5) + 3.0 for step in range(30)]
+
+
+@pytest.mark.parametrize("bad", [[12.0, 12.5, 13.0, 14.0], [math.nan] * 4, [math.inf] * 4])
+def test_a_loss_that_diverges_while_scores_are_in_range_is_one_alarm_that_says_so(bad):
+    ((step, alarm),) = alarms_of([*FALLING, *bad])
+    assert step == (len(FALLING) + 2 if math.isfinite(bad[0]) else len(FALLING))
+    assert (alarm.code, alarm.layer, alarm.severity) == ("loss_diverges", "", "error")
+    assert alarm.message.startswith("The loss diverges, and attention is not the cause.")
+    assert f"at step {step}" in alarm.message
+    assert "the largest is 5" in alarm.message
+    assert str(alarm).startswith("error: the whole model: loss_diverges: ")
+
+
+def test_the_alarm_of_the_loss_can_be_turned_off():
+    history = History(Thresholds(loss=False))
+    assert not [alarm for step in range(3) for alarm in history.add(step, {"layer": layer(5.0)}, loss=math.nan)]
+
+
+def test_where_scores_raise_alarms_the_loss_raises_none():
+    assert {alarm.code for _, alarm in alarms_of([*FALLING, 12.0, 12.5, 13.0], largest=2000.0)} == {"exploding"}
+
+
+def test_a_loss_that_comes_back_and_diverges_again_is_told_of_again():
+    found = alarms_of([*FALLING, 12.0, 12.0, 12.0, *FALLING[9:], 12.0, 12.0, 12.0])
+    assert [alarm.code for _, alarm in found] == ["loss_diverges"] * 2
+
+
+HEALTHY = {
+    "noise": lambda g: 2.0 + 0.5 * torch.randn(400, generator=g),
+    "heavy tails": lambda g: torch.randn(400, generator=g).exp(),
+    "falling": lambda g: 10.8 * torch.exp(-torch.arange(400) / 40) + 3 + 0.2 * torch.randn(400, generator=g),
+    "harder data": lambda g: torch.cat([torch.full((200,), 2.0), torch.full((200,), 2.4)])
+    + 8 * torch.exp(-torch.arange(400) / 20) + 0.05 * torch.randn(400, generator=g),
+    "spikes": lambda g: 3.0 + 20.0 * (torch.arange(400) % 50 == 49) + 0.1 * torch.randn(400, generator=g),
+    "negative": lambda g: -5.0 - torch.arange(400) / 100 + torch.randn(400, generator=g),
+    "constant": lambda g: torch.full((400,), 0.69),
+    "restarts": lambda g: 3.0 + 0.4 * torch.sin(torch.arange(400) / 10) + 0.1 * torch.randn(400, generator=g),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_noisy_losses_raise_nothing(name):
+    for seed in range(20):
+        assert alarms_of(HEALTHY[name](torch.Generator().manual_seed(seed)).tolist()) == []
+
+
+def test_a_run_that_diverges_from_the_start_is_told_of():
+    assert diverged_from([10.8, 11.0, 15.0, 30.0, 60.0, 200.0, 500.0]) == 11.0
+    assert diverged_from([10.8, 10.7]) is None

@@ -1,6 +1,4 @@
-"""The first sampled step is an audit; a loss that diverges while scores are in range is an alarm of its own."""
-
-import math
+"""The first sampled step is an audit."""
 
 import pytest
 import torch
@@ -8,13 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnscale import Monitor, audit
-from attnscale.diagnose.alarm import Thresholds, diverged_from
 from attnscale.errors import NotRecordedWarning
-from attnscale.train import LayerRecord
-from attnscale.train.history import History
 
 WIDTH, HEADS = 66, 3
-FACTORS = {"scale_applied": [0.1], "query_norm": [8.0], "key_norm": [8.0], "alignment": [0.1]}
 
 
 class Attention(nn.Module):
@@ -108,73 +102,6 @@ def test_frozen_keys_of_a_fine_tuned_model_are_no_alarm():
     model.attention.key.requires_grad_(False)
     model.norm.requires_grad_(False)
     assert train(model)[0].alarms == []
-
-
-# Alarms of a history
-
-
-def layer(largest, entropy=0.5, gain=0.5):
-    numbers = {"max": [largest], "max_bound": [2 * largest], "entropy_ratio": [entropy], "jacobian_trace": [gain]}
-    return LayerRecord(7, numbers | FACTORS)
-
-
-def alarms_of(losses, largest=5.0):
-    history, found = History(Thresholds()), []
-    for step, loss in enumerate(losses):
-        found += [(step, alarm) for alarm in history.add(step, {"layer": layer(largest)}, loss=loss)]
-    return found
-
-
-FALLING = [10.8 * math.exp(-step / 5) + 3.0 for step in range(30)]
-
-
-@pytest.mark.parametrize("bad", [[12.0, 12.5, 13.0, 14.0], [math.nan] * 4, [math.inf] * 4])
-def test_a_loss_that_diverges_while_scores_are_in_range_is_one_alarm_that_says_so(bad):
-    ((step, alarm),) = alarms_of([*FALLING, *bad])
-    assert step == (len(FALLING) + 2 if math.isfinite(bad[0]) else len(FALLING))
-    assert (alarm.code, alarm.layer, alarm.severity) == ("loss_diverges", "", "error")
-    assert alarm.message.startswith("The loss diverges, and attention is not the cause.")
-    assert f"at step {step}" in alarm.message
-    assert "the largest is 5" in alarm.message
-    assert str(alarm).startswith("error: the whole model: loss_diverges: ")
-
-
-def test_the_alarm_of_the_loss_can_be_turned_off():
-    history = History(Thresholds(loss=False))
-    assert not [alarm for step in range(3) for alarm in history.add(step, {"layer": layer(5.0)}, loss=math.nan)]
-
-
-def test_where_scores_raise_alarms_the_loss_raises_none():
-    assert {alarm.code for _, alarm in alarms_of([*FALLING, 12.0, 12.5, 13.0], largest=2000.0)} == {"exploding"}
-
-
-def test_a_loss_that_comes_back_and_diverges_again_is_told_of_again():
-    found = alarms_of([*FALLING, 12.0, 12.0, 12.0, *FALLING[9:], 12.0, 12.0, 12.0])
-    assert [alarm.code for _, alarm in found] == ["loss_diverges"] * 2
-
-
-HEALTHY = {
-    "noise": lambda g: 2.0 + 0.5 * torch.randn(400, generator=g),
-    "heavy tails": lambda g: torch.randn(400, generator=g).exp(),
-    "falling": lambda g: 10.8 * torch.exp(-torch.arange(400) / 40) + 3 + 0.2 * torch.randn(400, generator=g),
-    "harder data": lambda g: torch.cat([torch.full((200,), 2.0), torch.full((200,), 2.4)])
-    + 8 * torch.exp(-torch.arange(400) / 20) + 0.05 * torch.randn(400, generator=g),
-    "spikes": lambda g: 3.0 + 20.0 * (torch.arange(400) % 50 == 49) + 0.1 * torch.randn(400, generator=g),
-    "negative": lambda g: -5.0 - torch.arange(400) / 100 + torch.randn(400, generator=g),
-    "constant": lambda g: torch.full((400,), 0.69),
-    "restarts": lambda g: 3.0 + 0.4 * torch.sin(torch.arange(400) / 10) + 0.1 * torch.randn(400, generator=g),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_noisy_losses_raise_nothing(name):
-    for seed in range(20):
-        assert alarms_of(HEALTHY[name](torch.Generator().manual_seed(seed)).tolist()) == []
-
-
-def test_a_run_that_diverges_from_the_start_is_told_of():
-    assert diverged_from([10.8, 11.0, 15.0, 30.0, 60.0, 200.0, 500.0]) == 11.0
-    assert diverged_from([10.8, 10.7]) is None
 
 
 def test_an_audit_that_fails_costs_no_record(monkeypatch):

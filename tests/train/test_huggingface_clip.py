@@ -7,7 +7,7 @@ import torch
 import attnscale
 from attnscale.train import QKClipCallback, ScoreCallback, read_log
 
-from .test_huggingface import LAYERS, trainer
+from .trainers import LAYERS, trainer
 
 THRESHOLD = 0.002
 

@@ -1,4 +1,4 @@
-"""Loss and learning rate in records: given by hand, by the callbacks, over ranks, in logs and sinks."""
+"""Loss and learning rate in records, logs and sinks."""
 
 import json
 import math
@@ -9,16 +9,13 @@ import torch
 
 from attnscale import Monitor
 from attnscale.errors import NotRecordedWarning
-from attnscale.train import LightningScoreCallback, Record, ScoreCallback, read_log, summarise
+from attnscale.train import Record, summarise
 from attnscale.train.record import LineError
 from attnscale.train.sinks import scalars
 
 from .logs import line
-from .test_huggingface import trainer
 from .test_sinks import record
 from .training import batch, loss_of, small_model
-
-lightning = pytest.importorskip("lightning.pytorch")
 
 
 @pytest.fixture
@@ -109,48 +106,3 @@ def test_sinks_have_them_as_curves_and_a_run_as_a_pair():
     records = [replace(record(step), loss=loss) for step, loss in ((0, 3.0), (1, None), (2, 2.0))]
     assert summarise(records).losses == (3.0, 2.0)
     assert summarise(records).to_dict()["losses"] == [3.0, 2.0]
-
-
-def test_the_trainers_own_loss_of_each_step_is_in_its_record(tmp_path):
-    path = tmp_path / "scores.jsonl"
-    training = trainer(
-        tmp_path, ScoreCallback(every=2, rows=4, sinks=[path]), logging_strategy="steps", logging_steps=1,
-        eval_strategy="no", save_strategy="no", max_steps=5, learning_rate=1e-3,
-    )  # fmt: skip
-    training.train()
-    history = {entry["step"] - 1: entry["loss"] for entry in training.state.log_history if "loss" in entry}
-    records = read_log(path).records
-    assert {found.step: found.loss for found in records} == pytest.approx(
-        {step: history[step] for step in (0, 2, 4)}, rel=1e-3
-    )
-    assert [found.lr for found in records] == pytest.approx([1e-3, 6e-4, 2e-4])  # as the step was made with
-    assert "training_step" not in vars(training)
-
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model, self.losses = small_model(), []
-
-    def training_step(self, tokens, index):
-        loss = loss_of(self.model, tokens)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning", "ignore:.*does not have many workers")
-def test_lightnings_loss_is_the_mean_of_its_micro_batches():
-    records, module = [], Module()
-    lightning.Trainer(
-        accelerator="cpu", max_steps=3, accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
-        callbacks=[LightningScoreCallback(every=2, rows=4, sinks=[records.append])], enable_model_summary=False,
-        enable_checkpointing=False,
-    ).fit(module, torch.utils.data.DataLoader(batch(12, 1), batch_size=2))  # fmt: skip
-    means = [sum(module.losses[first : first + 2]) / 2 for first in (0, 4)]
-    assert [found.loss for found in records] == pytest.approx(means)
-    assert [found.lr for found in records] == pytest.approx([1e-2, 1e-2 / 3])

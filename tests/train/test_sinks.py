@@ -152,16 +152,11 @@ def test_each_head_has_a_curve_where_that_is_asked_for(wandb, tmp_path):
         assert found.Scalars(f"attnscale_max/blocks.0/head_{head}")[0].value == value
 
 
-def test_mlflow_that_is_not_installed_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(SettingError, match="pip install mlflow"):
-        sink_from("mlflow")
-
-
-def test_wandb_that_is_not_installed_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingError, match="pip install wandb"):
-        sink_from("wandb")
+@pytest.mark.parametrize("tool", ["mlflow", "wandb"])
+def test_a_tool_that_is_not_installed_is_one_sentence(tool, monkeypatch):
+    monkeypatch.setitem(sys.modules, tool, None)
+    with pytest.raises(SettingError, match=f"pip install {tool}"):
+        sink_from(tool)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""In every training stack a Monitor records what it would without: FSDP1, accelerate, peft, Ray Train.
+"""In every training stack a Monitor records what it would without: FSDP1, accelerate, peft.
 
-DDP, FSDP2 and tensor parallel are in test_ranks, the Trainer in test_huggingface, Lightning in test_lightning.
+DDP, FSDP2 and tensor parallel are in test_ranks, the trainers in test_callbacks.
 """
 
 import json
@@ -8,16 +8,14 @@ import warnings
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from attnscale import Monitor, QKClip
 from attnscale.errors import AttnscaleWarning, SettingError
-from attnscale.train import QKClipCallback, ScoreCallback, read_log
+from attnscale.train import read_log
 from tests.ranks import on_ranks
 
 from . import stack_runs
-from .test_huggingface import model as causal_lm
-from .test_huggingface import trainer
+from .trainers import causal_lm
 from .training import batch
 
 
@@ -125,37 +123,3 @@ def test_a_model_under_lora_is_recorded_without_warnings_or_alarms():
     assert [record.alarms for record in records] == [[]] * 3
     scales = [layer.whole("scale_applied") for record in records for layer in record.layers.values()]
     assert scales == pytest.approx([6**-0.5] * 6)
-
-
-class RayTrainReportCallback(TrainerCallback):
-    """What Ray Train's callback of this name does when a checkpoint is saved: it reports all that was logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.reported = []
-
-    def on_save(self, args, state, control, **kwargs):
-        metrics = {}
-        for log in state.log_history:
-            metrics.update(log)
-        self.reported.append(metrics)
-
-
-def test_ray_train_reports_the_numbers_that_the_trainer_logs(tmp_path):
-    ray = RayTrainReportCallback()
-    training = trainer(tmp_path, ScoreCallback(every=2, rows=None))
-    training.add_callback(ray)
-    training.train()
-    logged = [log for log in training.state.log_history if any("max" in name for name in log)]
-    assert logged
-    last = {name: value for name, value in logged[-1].items() if "self_attn" in name or name.startswith("attnscale")}
-    assert last
-    assert last.items() <= ray.reported[-1].items()
-
-
-def test_ray_train_reports_how_many_heads_were_clipped(tmp_path):
-    ray = RayTrainReportCallback()
-    training = trainer(tmp_path, QKClipCallback(threshold=1e-3), logging_strategy="steps", logging_steps=2)
-    training.add_callback(ray)
-    training.train()
-    assert ray.reported[-1]["attnscale/clipped_heads"] > 0

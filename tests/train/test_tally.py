@@ -4,7 +4,7 @@ import torch
 
 from attnscale.declared import Declared
 from attnscale.measure import score_stats
-from attnscale.measure.pooled import Known, Table
+from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats, table_of
 from attnscale.train.tally import PendingTallies, records, whole_layers
 from attnscale.watching.gradients import GradientLengths
@@ -12,7 +12,7 @@ from attnscale.watching.layer import Layer
 
 
 def _layer(name, heads, pooled, by_kernel, gradients):
-    stats = ScoreStats(heads, exact=True, pool=Table(table_of(pooled)) if by_kernel else Known(pooled))
+    stats = ScoreStats(heads, exact=True, pool=Table(table_of(pooled)) if by_kernel else pooled)
     norms = {side: torch.arange(1.0, heads + 1, dtype=torch.float64) for side in ("query_norm", "key_norm")}
     return Layer(
         name, "sdpa", heads, heads, 11, (), 5, 7, False, None, stats, torch.full((heads,), 0.3),

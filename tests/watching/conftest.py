@@ -9,3 +9,8 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _unreadable_operations_are_errors(monkeypatch):
+    monkeypatch.setattr("attnscale.watching.watcher.RAISE_FAILURES", True)

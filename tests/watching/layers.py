@@ -1,4 +1,24 @@
-"""The layers that a watched model should show, and no other."""
+"""Attentions that tests watch, and the layers that a watched model should show, and no other."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.zoo.entry import SelfAttention
+
+
+class Plain(SelfAttention):
+    """Attention written out."""
+
+    def forward(self, x):
+        query, key, value = self.project(x)
+        return self.merge(torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value)
+
+
+class Fused(SelfAttention):
+    """Attention by torch's kernel."""
+
+    def forward(self, x):
+        return self.merge(F.scaled_dot_product_attention(*self.project(x)))
 
 
 def found_layers(seen, expected):

@@ -10,7 +10,6 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import attnscale
 from attnscale.models import CausalTransformer
-from attnscale.watching import watcher
 from tests.zoo.entry import SelfAttention
 
 pytestmark = [
@@ -23,12 +22,7 @@ BACKENDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def failures_raise(monkeypatch):
-    monkeypatch.setattr(watcher, "RAISE_FAILURES", True)
-
-
-class Fused(SelfAttention):
+class Causal(SelfAttention):
     def forward(self, x):
         return self.merge(F.scaled_dot_product_attention(*self.project(x), is_causal=True))
 
@@ -37,7 +31,7 @@ class Fused(SelfAttention):
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_every_backend_of_sdpa(backend, head_dim):
     torch.manual_seed(0)
-    model = Fused(4 * head_dim, 4).to("cuda", torch.bfloat16)
+    model = Causal(4 * head_dim, 4).to("cuda", torch.bfloat16)
     x = torch.randn(2, 300, 4 * head_dim, device="cuda", dtype=torch.bfloat16)
     try:
         with sdpa_kernel(backend), torch.no_grad():
@@ -87,7 +81,7 @@ def test_whole_models(kind, implementation):
 
 def test_training_under_autocast():
     torch.manual_seed(0)
-    model = Fused(64, 2).to("cuda")
+    model = Causal(64, 2).to("cuda")
     x = torch.randn(2, 40, 64, device="cuda")
     with torch.autocast("cuda", torch.bfloat16), attnscale.watch(model) as seen:
         model(x).float().square().mean().backward()

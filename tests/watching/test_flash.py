@@ -7,16 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import attnscale
-from attnscale.tracing.lineage import Ledger
-from attnscale.watching import watcher
+from attnscale.tracing.lineage import Lineage
 from attnscale.watching.kernels import kernel_calls
 from tests.attending.test_memory import LargestTensor
 from tests.zoo.entry import SelfAttention, above_diagonal
-
-
-@pytest.fixture(autouse=True)
-def failures_raise(monkeypatch):
-    monkeypatch.setattr(watcher, "RAISE_FAILURES", True)
 
 
 def attend(q, k, v, softmax_scale, causal):
@@ -130,6 +124,6 @@ def test_no_matrix_of_rows_by_keys_is_made_for_a_causal_call(causal):
     given = {name: torch.randn(1, length, 1, 8) for name in ("q", "k", "v")}
     given |= {"softmax_scale": 8**-0.5, "causal": causal, "window_size_left": 100, "window_size_right": -1}
     with LargestTensor() as largest:
-        for call in kernel_calls(Ledger(), "flash_attn::_flash_attn_forward", given):
+        for call in kernel_calls(Lineage(), "flash_attn::_flash_attn_forward", given):
             call.measure(rows=4, keep=False)
     assert largest.elements < length * length / 100

@@ -2,15 +2,18 @@
 
 import gc
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import attnscale
 from attnscale.models import CausalTransformer
 from tests.others import OTHERS_MAY_WARN
+from tests.watching.layers import Fused, Plain
 from tests.zoo import ENTRIES
+
+KINDS = {"written": partial(Plain, 24, 3), "fused": partial(Fused, 24, 3)}
 
 
 @contextmanager
@@ -35,29 +38,8 @@ def _is_ours(each):
     return any(str(getattr(of, "__module__", "")).startswith("attnscale") for of in (each, type(each)))
 
 
-class Written(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x):
-        query, key, value = (
-            part(x).unflatten(-1, (3, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
-        )
-        return ((query @ key.mT / 8**0.5).softmax(-1) @ value).transpose(1, 2).flatten(2)
-
-
-class Fused(Written):
-    def forward(self, x):
-        query, key, value = (
-            part(x).unflatten(-1, (3, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)
-        )
-        attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        return attended.transpose(1, 2).flatten(2)
-
-
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("kind", [Written, Fused])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_activations_are_let_go_of_as_the_model_lets_go_of_them(kind, gradients):
     model, x = kind(), torch.randn(2, 10, 24)
     with torch.set_grad_enabled(gradients), attnscale.watch(model) as seen, no_garbage():
@@ -66,7 +48,7 @@ def test_activations_are_let_go_of_as_the_model_lets_go_of_them(kind, gradients)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("kind", [Written, Fused])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_watcher_is_gone_with_what_it_has_seen(kind, gradients):
     model, x = kind(), torch.randn(2, 10, 24)
     with no_garbage(), torch.set_grad_enabled(gradients):
@@ -99,7 +81,7 @@ def test_keys_that_lead_to_no_parameter_are_let_go_of_when_queries_are_clipped()
         assert clip(0.01)
 
 
-@pytest.mark.parametrize("kind", [Written, Fused])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_an_audit_leaves_nothing(kind):
     model, x = kind(), torch.randn(2, 10, 24)
     attnscale.audit(model, x)
@@ -112,7 +94,7 @@ def decoder():
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("kind", [Written, Fused, decoder])
+@pytest.mark.parametrize("kind", [*KINDS.values(), decoder], ids=[*KINDS, "decoder"])
 def test_sampled_and_clipped_steps_leave_nothing(kind, compiles):
     model = kind()
     run = torch.compile(model, backend="aot_eager") if compiles else model

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attnscale
+from tests.watching.layers import Fused
 from tests.zoo import ENTRIES
 from tests.zoo.entry import SelfAttention
 
@@ -158,18 +158,14 @@ def test_sequences_that_several_kernels_attend_are_one_attention():
 
 
 def test_a_table_shown_before_the_backward_pass_does_not_keep_its_gradients_from_being_seen():
-    class Sdpa(SelfAttention):
-        def forward(self, x):
-            return self.merge(F.scaled_dot_product_attention(*self.project(x)))
-
-    model = Sdpa(33, 3)
+    model = Fused(33, 3)
     with attnscale.watch(model) as seen:
         loss = model(torch.randn(2, 7, 33)).square().sum()
-        assert "Sdpa" in str(seen)
-        layer = seen.layers["Sdpa"]
+        assert "Fused" in str(seen)
+        layer = seen.layers["Fused"]
         assert layer.query_gradient is None
         loss.backward()
-    for found in (layer, seen.layers["Sdpa"]):
+    for found in (layer, seen.layers["Fused"]):
         assert bool((found.query_gradient > 0).all())
         assert bool((found.key_gradient > 0).all())
 

@@ -58,19 +58,6 @@ def test_statistics_of_minilm_are_those_of_its_eager_weights(minilm):
         torch.testing.assert_close(layer.stats.top1, expected.amax(-1).mean((0, 2)), rtol=1e-4, atol=1e-5)
 
 
-def test_sampled_rows_of_minilm_agree_with_all_of_them(minilm):
-    folder, batch = minilm
-    model = transformers.AutoModel.from_pretrained(folder).eval()
-    with torch.no_grad(), attnscale.watch(model, rows=None) as whole:
-        model(**batch)
-    with torch.no_grad(), attnscale.watch(model, rows=64) as some:
-        model(**batch)
-    for name, layer in some.layers.items():
-        apart = (layer.stats.entropy - whole.layers[name].stats.entropy).abs()
-        error = layer.stats.stderr("entropy").nan_to_num(nan=torch.inf)  # where it is not told, nothing is promised
-        assert (apart <= 6 * error + 1e-6).all()
-
-
 def reaction_tokens(folder, text):
     """The longest piece of the vocabulary first, [UNK] for what it does not know."""
     pieces = {

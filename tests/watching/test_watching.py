@@ -1,8 +1,5 @@
 """What watch() promises around the attentions it sees."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -11,19 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import attnscale
 from attnscale.errors import AttnscaleError
-from attnscale.watching import watcher
+from tests.watching.layers import Plain
 from tests.zoo.entry import Block, SelfAttention
-
-
-@pytest.fixture(autouse=True)
-def failures_raise(monkeypatch):
-    monkeypatch.setattr(watcher, "RAISE_FAILURES", True)
-
-
-class Plain(SelfAttention):
-    def forward(self, x):
-        query, key, value = self.project(x)
-        return self.merge(torch.softmax(query @ key.mT / self.head_dim**0.5, -1) @ value)
 
 
 class Checkpointed(nn.Module):
@@ -46,22 +32,6 @@ def test_a_row_that_checkpointing_recomputes_is_counted_once(reentrant):
         model(x).sum().backward()
     assert [layer.calls for layer in seen.layers.values()] == [1, 1]
     assert seen.layers["blocks.0.attention"].stats.rows.tolist() == [14, 14]
-
-
-def test_gradients_taken_inside_are_those_taken_outside():
-    torch.manual_seed(0)
-    model = Block(24, Plain(24, 2))
-    x = torch.randn(2, 7, 24)
-    gradients = []
-    for watched in (False, True):
-        model.zero_grad()
-        if watched:
-            with attnscale.watch(model):
-                model(x).square().sum().backward()
-        else:
-            model(x).square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def tiny_llama(**options):
@@ -162,15 +132,6 @@ def test_attention_that_measures_itself_is_seen_as_attention(options, mode):
         assert all(map(torch.equal, *found))
 
 
-def test_several_batches_add_up():
-    model, batches = Block(24, Plain(24, 2)), [torch.randn(2, length, 24) for length in (5, 9)]
-    with attnscale.watch(model, rows=None) as seen, torch.no_grad():
-        for batch in batches:
-            model(batch)
-    assert seen.layers["attention"].stats.rows.tolist() == [28, 28]
-    assert seen.layers["attention"].calls == 2
-
-
 def test_the_path_of_a_module_around_an_attention_finds_it():
     model = GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=2, n_layer=2, vocab_size=50)).eval()
     with attnscale.watch(model) as seen, torch.no_grad():
@@ -197,44 +158,25 @@ def test_what_is_seen_offers_its_public_names_alone():
     assert seen.calls == 1
 
 
-def test_nothing_of_the_model_is_kept_alive():
-    model = Block(24, Plain(24, 2))
-    x = torch.randn(1, 5, 24)
-    kept = []
-    model.attention.q_proj.register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
-    with attnscale.watch(model) as seen, torch.no_grad():
-        model(x)
-    gc.collect()
-    assert kept
-    assert all(reference() is None for reference in kept)
-    assert seen.layers
+@pytest.mark.parametrize(
+    ("model", "run", "message"),
+    [
+        (torch.softmax, len, r"torch\.nn\.Module"),
+        (nn.Linear(1, 1), repr, "no module of it was called"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), lambda model: model[0](torch.randn(2, 4)), "saw none"),
+        (Plain(24, 2), lambda model: model(torch.randn(0, 5, 24)), "empty batch or sequence"),
+        (Plain(24, 2), lambda model: model(torch.randn(2, 0, 24)), "empty batch or sequence"),
+    ],
+)
+def test_a_model_in_which_nothing_was_seen_is_an_error_that_says_why(model, run, message):
+    with pytest.raises(AttnscaleError, match=message), attnscale.watch(model), torch.no_grad():
+        run(model)
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_rows_that_make_no_sense(rows):
     with pytest.raises(AttnscaleError, match="whole number"), attnscale.watch(nn.Linear(1, 1), rows=rows):
         pass
-
-
-def test_what_is_not_a_module_is_refused():
-    with pytest.raises(AttnscaleError, match=r"torch\.nn\.Module"), attnscale.watch(torch.softmax):
-        pass
-
-
-def test_a_model_that_did_not_run_is_an_error_that_says_so():
-    with pytest.raises(AttnscaleError, match="no module of it was called"), attnscale.watch(nn.Linear(1, 1)):
-        pass
-
-
-def test_a_model_of_which_one_linear_layer_ran_has_run():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    with pytest.raises(AttnscaleError, match="saw none"), attnscale.watch(model):
-        model[0](torch.randn(2, 4))
-
-
-def test_the_error_of_the_model_comes_through():
-    with pytest.raises(ZeroDivisionError), attnscale.watch(nn.Linear(1, 1)):
-        raise ZeroDivisionError
 
 
 def test_the_attention_of_another_model_is_not_counted():
@@ -244,29 +186,6 @@ def test_the_attention_of_another_model_is_not_counted():
         other(x)
         model(x)
     assert [layer.heads for layer in seen.layers.values()] == [2]
-
-
-def test_a_classifier_and_a_router_are_no_attention():
-    class Router(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Block(24, Plain(24, 2))
-            self.gate, self.experts, self.head = (
-                nn.Linear(24, 3),
-                nn.Parameter(torch.randn(3, 24, 24)),
-                nn.Linear(24, 7),
-            )
-
-        def forward(self, x):
-            x = self.attention(x)
-            gates = self.gate(x).softmax(-1)
-            x = torch.einsum("bne,bnd,edf->bnf", gates, x, self.experts)
-            return self.head(x).softmax(-1)
-
-    model = Router()
-    with attnscale.watch(model) as seen, torch.no_grad():
-        model(torch.randn(2, 5, 24))
-    assert list(seen.layers) == ["attention.attention"]
 
 
 def test_pooling_by_a_linear_score_is_no_scaled_attention():
@@ -311,13 +230,6 @@ def test_a_constant_on_pieces_of_the_weights_counts_once():
     with attnscale.watch(model) as seen, torch.no_grad():
         model(torch.randn(2, 7, 24))
     assert seen.layers["Pieces"].wiring.factor_after_softmax == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 24), (2, 0, 24)])
-def test_nothing_to_attend_to_is_said_so(shape):
-    model = Plain(24, 2)
-    with pytest.raises(AttnscaleError, match="empty batch or sequence"), attnscale.watch(model), torch.no_grad():
-        model(torch.randn(shape))
 
 
 @pytest.fixture(scope="module")

@@ -100,10 +100,9 @@ def test_what_a_wrapped_module_says_of_its_scale_is_found_and_changed(name):
         layers = attnscale.audit(model, x).layers
         assert {path: layer.declared.scale for path, layer in layers.items()} == dict.fromkeys(NAMES, 0.25)
         report = attnscale.rescale_(model, "inverse_sqrt", x)
-        assert {head.attribute for head in report.heads} == {f"{path}.softmax_scale" for path in NAMES}
-        with attnscale.watch(model) as seen:
-            model(x)
-    assert seen.layers[NAMES[0]].scale_applied == pytest.approx(12**-0.5)
+        assert {(head.layer, round(head.after**-2)) for head in report.heads} == {(path, 12) for path in NAMES}
+        folded = {path: layer.declared.folded for path, layer in attnscale.audit(model, x).layers.items()}
+    assert folded == pytest.approx(dict.fromkeys(NAMES, 4 * 12**-0.5))
 
 
 def test_a_layer_that_is_the_model_is_named_by_its_own_class():

@@ -1,7 +1,7 @@
-"""The scale a model applies, set: as an attribute where the model reads one, else folded into its projections."""
+"""The scale a model applies, folded into its projections."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,9 +13,7 @@ from attnscale.acting.clip import heads_of
 from attnscale.acting.head_rows import Head, ScaledHead, SkippedHead, Touched
 from attnscale.acting.parameters import Frozen, check_frozen, refuse_foreign_parameters
 from attnscale.acting.scaling import HeadScaler
-from attnscale.declared.attributes import SCALE_NAMES
 from attnscale.declared.declaration import note_folded
-from attnscale.declared.fields import number
 from attnscale.errors import InputError, SettingError
 from attnscale.module_paths import modules_by_path
 from attnscale.plain import printable
@@ -25,14 +23,13 @@ from attnscale.watching import watch
 from attnscale.watching.layer import Layer
 from attnscale.watching.seen import Seen
 
-SAME = 1e-3  # relative: what watching tells scales apart by
 UNIT_SPREAD = 1e-3  # how near to one a calibrated spread comes
 MOST_PASSES = 12  # a layer's scores move those of the layers after it, less each time
 
 
 @dataclass(frozen=True)
 class RescaledHead:
-    """A head whose scores were multiplied by `factor`: through an attribute of the model, or rows of parameters.
+    """A head whose scores were multiplied by `factor`, through rows of parameters.
 
     `before` and `after` are the scale applied to queries and keys as they were, or, calibrated, the spread of scores.
     """
@@ -42,12 +39,10 @@ class RescaledHead:
     before: float
     after: float
     factor: float
-    attribute: str = ""
-    touched: tuple[Touched, ...] = ()
+    touched: tuple[Touched, ...]
 
     def __str__(self) -> str:
-        where = f", by {self.attribute}" if self.attribute else ""
-        told = f"{self.layer}, head {self.head}: {self.before:.4g} to {self.after:.4g}, times {self.factor:.4g}{where}"
+        told = f"{self.layer}, head {self.head}: {self.before:.4g} to {self.after:.4g}, times {self.factor:.4g}"
         return printable(told)
 
 
@@ -72,10 +67,10 @@ class RescaleReport:
 def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen = "keep") -> RescaleReport:
     """Make every attention of the model apply the scale of a rule: `inverse_sqrt`, `constant(0.1)`, 0.1, `"unscaled"`.
 
-    Where the module keeps the number that multiplies its scores, that is set; else the ratio is folded into what makes
-    queries and keys. Then the code still multiplies by what it did and the weights do the rest: to fold again is to
-    multiply again.
-    The rule must be one number for a head dimension: a learned rule, or one that looks at tensors, cannot be folded.
+    The ratio is folded into what makes queries and keys. The code still multiplies by what it did, and the weights do
+    the rest: to fold again is to multiply again. The rule must be one number for a head dimension: a learned rule, or
+    one that looks at tensors, cannot be folded.
+
     `batch` is what the model is called on to see what it applies now: keyword arguments as a dict, several arguments
     as a tuple; None suffices for Hugging Face's models and for nn.MultiheadAttention. Parameters that require no
     gradient are not written, unless `frozen="write"`.
@@ -90,19 +85,13 @@ def rescale_(model: nn.Module, rule: Scale, batch: Any = None, *, frozen: Frozen
     batch = _example(model) if batch is None else batch
     before = _watched(model, batch)
     scales = {name: _constant(rule, layer.head_dim) for name, layer in before.layers.items()}
-    attributes = _set_attributes(model, batch, before, scales)
-    now = _watched(model, batch) if attributes else before
-    wanted = _ratios(now, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
-    folded, left = _multiply(model, now.layers, wanted, frozen)
-    by_head = {(each.layer, each.head): each for each in folded}
-    _note_folded(model, now.layers, {head: fold.factor for head, fold in by_head.items()})
+    wanted = _ratios(before, lambda layer: torch.full((layer.heads,), scales[layer.name]), lambda layer: layer.scales)
+    folded, left = _multiply(model, before.layers, wanted, frozen)
+    _note_folded(model, before.layers, {(each.layer, each.head): each.factor for each in folded})
     heads = []
-    for name, layer in before.layers.items():
-        for head, (was, scale) in enumerate(zip(layer.scales.tolist(), now.layers[name].scales.tolist(), strict=True)):
-            fold = by_head.get((name, head))
-            if fold is not None or name in attributes:
-                after, touched = (scale, ()) if fold is None else (scale * fold.factor, fold.touched)
-                heads.append(RescaledHead(name, head, was, after, after / was, attributes.get(name, ""), touched))
+    for each in folded:
+        was = float(before.layers[each.layer].scales[each.head])
+        heads.append(RescaledHead(each.layer, each.head, was, was * each.factor, each.factor, each.touched))
     return RescaleReport(tuple(heads), tuple(left))
 
 
@@ -143,7 +132,7 @@ def calibrate_(model: nn.Module, batch: Any, *, frozen: Frozen = "keep") -> Resc
     heads = []
     for (name, head), changes in sorted(touched.items()):
         was, now = (float(seen.layers[name].stats.std[head]) for seen in (before, after))
-        heads.append(RescaledHead(name, head, was, now, factors[name, head], touched=changes))
+        heads.append(RescaledHead(name, head, was, now, factors[name, head], changes))
     return RescaleReport(tuple(heads), tuple(left))
 
 
@@ -214,56 +203,15 @@ def _ratios(seen: Seen, wanted: Callable[[Layer], Tensor], found: Callable[[Laye
     return ratios
 
 
-def _set_attributes(model: nn.Module, batch: Any, seen: Seen, scales: Mapping[str, float]) -> dict[str, str]:
-    """Set the numbers that modules keep as their scale, and return those that have the scale they should."""
-    held: dict[tuple[int, str], list[str]] = {}  # several layers, where one module runs several times
-    old: dict[tuple[int, str], tuple[nn.Module, float]] = {}
-    for name, layer in seen.layers.items():
-        place = None if _applies(layer, scales[name]) else _attribute(model, layer)
-        if place is not None:
-            module, attribute = place
-            users = held.setdefault((id(module), attribute), [])
-            if not users:
-                old[id(module), attribute] = module, getattr(module, attribute)
-                setattr(module, attribute, getattr(module, attribute) * scales[name] / layer.scale_applied)
-            users.append(name)
-    now, done = _watched(model, batch) if held else seen, dict[str, str]()
-    for key, names in held.items():
-        if all(name in now.layers and _applies(now.layers[name], scales[name]) for name in names):
-            done |= {name: f"{seen.layers[name].module}.{key[1]}" for name in names}
-        else:  # it divides, or is something else
-            module, value = old[key]
-            setattr(module, key[1], value)
-    return done
-
-
-def _applies(layer: Layer, scale: float) -> bool:
-    return math.isclose(layer.scale_applied, scale, rel_tol=SAME)
-
-
-def _module(model: nn.Module, layer: Layer) -> nn.Module:
-    modules = modules_by_path(model)
-    return modules.get(layer.module, modules[""])  # the model itself is shown by its class
-
-
 def _note_folded(model: nn.Module, layers: Mapping[str, Layer], factors: Mapping[Head, float]) -> None:
     """Leave word of what was folded, for an audit: once a module, as the mean over its heads."""
     by_module: dict[int, tuple[nn.Module, list[float]]] = {}
+    modules = modules_by_path(model)
     for (name, _), factor in factors.items():
-        module = _module(model, layers[name])
+        module = modules.get(layers[name].module, modules[""])  # the model itself is shown by its class
         by_module.setdefault(id(module), (module, []))[1].append(factor)
     for module, each in by_module.values():
-        note_folded(module, _geometric_mean(each))
-
-
-def _attribute(model: nn.Module, layer: Layer) -> tuple[nn.Module, str] | None:
-    """Return the attention's module and the name of a number in it that may be its scale."""
-    module = _module(model, layer)
-    for name in SCALE_NAMES:
-        value = vars(module).get(name)
-        if isinstance(value, float) and number(module, name) and value > 0:
-            return module, name
-    return None
+        note_folded(module, math.exp(sum(map(math.log, each)) / len(each)))
 
 
 def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tuple[Touched, ...]:
@@ -274,10 +222,6 @@ def _compounded(first: tuple[Touched, ...], second: tuple[Touched, ...]) -> tupl
         factor = each.factor if earlier is None else each.factor * earlier.factor
         changes[each.parameter, each.rows] = replace(each, factor=factor)
     return tuple(changes.values())
-
-
-def _geometric_mean(factors: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, factors)) / len(factors))
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def nested_call(
     enable_gqa: bool,
     softcap: float | None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Ragged, Wrapping]:
     """Return an attention over the sequences of nested tensors, and a function that nests a row of results alike."""
     seen = sequences_see(attn_mask, is_causal)
@@ -55,7 +56,7 @@ def nested_call(
         values = replace(values, layout=theirs.layout)
     own, theirs, values = aligned(own, theirs, values)
     check_inputs(own.tokens, theirs.tokens, values.tokens, None, False, enable_gqa, softcap, dropout_p)
-    ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p)
+    ragged = scaled_sequences(own, theirs, values, seen, scale, enable_gqa, softcap, dropout_p, sinks)
     like = next(tensor for tensor in (query, key, value) if tensor.is_nested)
     return ragged, wrapping(query, like, ragged.rows)
 

@@ -131,11 +131,6 @@ class Ragged:
     rows: Layout
     keys: Layout
 
-    def with_sinks(self, sinks: Tensor | None) -> "Ragged":
-        """Return the same with a logit of each head, (heads,), in the denominator of each of its rows."""
-        check_sinks(sinks, self.row.query)
-        return replace(self, row=replace(self.row, sinks=sinks))
-
     def calls(self) -> Iterator[Call]:
         """Yield each sequence as an attention of its own."""
         row = self.row
@@ -214,8 +209,10 @@ def scaled_sequences(
     enable_gqa: bool,
     softcap: float | None,
     dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Ragged:
     """Return an attention over aligned sequences, its scale a float; rules count the keys of each sequence."""
+    check_sinks(sinks, query.tokens)
     tokens = query.tokens.shape[-2]
     scaled_query, scaled_key, factor = apply_scale_to_sequences(
         scale,
@@ -228,7 +225,7 @@ def scaled_sequences(
     )
     scaled_query, factor = above_zero(scaled_query, factor, visibility)
     folded = fold(scaled_query, scaled_key, value.tokens, EVERYTHING, enable_gqa)[:3]
-    return Ragged(Call(*folded, visibility, dropout_p, factor, softcap), query.layout, key.layout)
+    return Ragged(Call(*folded, visibility, dropout_p, factor, softcap, sinks), query.layout, key.layout)
 
 
 def packed_call(
@@ -242,6 +239,7 @@ def packed_call(
     enable_gqa: bool,
     softcap: float | None,
     dropout_p: float,
+    sinks: Tensor | None = None,
 ) -> Ragged:
     """Return an attention over packed tokens (total, heads, width), as flash-attn takes them."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -255,7 +253,7 @@ def packed_call(
     rows.check_end("query", tensors[0])
     keys.check_end("key", tensors[1])
     own, theirs, values = map(Sequences, tensors, (rows, keys, keys))
-    return scaled_sequences(own, theirs, values, visibility, scale, enable_gqa, softcap, dropout_p)
+    return scaled_sequences(own, theirs, values, visibility, scale, enable_gqa, softcap, dropout_p, sinks)
 
 
 def layouts(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attnscale.comparing.backend_comparison import BackendComparison, BackendDifference, BackendLayer
 from attnscale.comparing.visible import VisibleKeys, differences
 from attnscale.declared import Authority
+from attnscale.diagnose.auditing import tensors_in
 from attnscale.errors import ModelError, SettingError
 from attnscale.loading.model_errors import describe, quiet
 from attnscale.module_paths import modules_by_path
@@ -152,10 +153,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[tuple[Tensor | None, 
 
 def _first_tensor(value: Any) -> Tensor | None:
     """Return a copy of the first tensor of numbers, which a later operation may overwrite."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.is_floating_point() else None
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return next((found for each in values if (found := _first_tensor(each)) is not None), None)
+    return next((each.detach().clone() for each in tensors_in(value) if each.is_floating_point()), None)
 
 
 def _compared(name: str, ran: Sequence[_Run]) -> Iterator[BackendLayer]:

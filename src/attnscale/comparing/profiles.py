@@ -6,8 +6,9 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from attnscale.comparing.visible import VisibleKeys
 from attnscale.diagnose import Audit
+from attnscale.diagnose.auditing import tensors_in
 from attnscale.diagnose.finding import SEVERITIES, Finding
 from attnscale.errors import SettingError
 from attnscale.files import read_whole, write_whole
+from attnscale.loading.inputs import map_tensors
 from attnscale.measure.statistics import STATISTICS
 from attnscale.module_paths import without_wrappers
 from attnscale.plain import json_text, plain, rounded
@@ -98,7 +101,7 @@ def measure_profile(
         for name in runs[0]
     }
     notes = (ONE_SEQUENCE,) if len(calls) == 1 else ()
-    inputs = _digest({f"{number}": tensor for number, tensor in enumerate(_tensors(calls))})
+    inputs = _digest({f"{number}": tensor for number, tensor in enumerate(tensors_in(calls))})
     return Profile(title, fed, layers, tuple(audit.findings), inputs, notes)
 
 
@@ -219,26 +222,10 @@ def _are_parts_of(whole: Mapping[str, Layer], runs: Sequence[Mapping[str, Layer]
 
 def _split(call: Call) -> list[Call]:
     """Split a call into calls of single sequences if the first axes of all tensors are of the same size."""
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in _tensors(call)}
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(call)}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         return [call]
-    return [_part(call, slice(index, index + 1)) for index in range(size)]
-
-
-def _part(value: Any, which: slice) -> Any:
-    if isinstance(value, Tensor):
-        return value[which]
-    if type(value) is dict:
-        return {name: _part(entry, which) for name, entry in value.items()}
-    return type(value)(_part(entry, which) for entry in value) if type(value) in (list, tuple) else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(entry)
+    return [map_tensors(partial(torch.narrow, dim=0, start=index, length=1), call) for index in range(size)]
 
 
 def _weights_digests(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, str]:

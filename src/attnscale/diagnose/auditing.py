@@ -202,19 +202,19 @@ def _token_ids(layer: Layer, inputs: Any) -> Tensor | None:
 
     A mask and the types of tokens have two values, positions have no value twice.
     """
-    found = [each for each in _first_sequences(inputs) if len(each) == layer.key_len]
-    ids = [each for each in found if 2 < len(each.unique()) < len(each)]
+    integers = (each for each in tensors_in(inputs) if each.dtype in (torch.int64, torch.int32) and not each.is_meta)
+    found = [each[0] if each.dim() == 2 else each for each in integers if each.dim() in (1, 2) and len(each)]
+    ids = [each for each in found if len(each) == layer.key_len and 2 < len(each.unique()) < len(each)]
     return ids[0] if ids and all(torch.equal(each, ids[0]) for each in ids) else None
 
 
-def _first_sequences(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
-        is_integer = value.dtype in (torch.int64, torch.int32) and not value.is_meta
-        if is_integer and value.dim() in (1, 2) and len(value):
-            yield value[0] if value.dim() == 2 else value
+        yield value
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _first_sequences(each)
+            yield from tensors_in(each)
 
 
 def _run_with_backward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> None:

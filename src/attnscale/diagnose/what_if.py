@@ -12,7 +12,7 @@ from attnscale.attending.call import Call
 from attnscale.attending.running import run
 from attnscale.errors import SettingError
 from attnscale.inputs import check_inputs
-from attnscale.measure.engine import measured
+from attnscale.measure.measuring import measured
 from attnscale.measure.statistics import STATISTICS
 from attnscale.measure.stats import ScoreStats, merged_when_read
 from attnscale.numerics import wide_dtype, without_autocast

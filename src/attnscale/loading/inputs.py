@@ -45,6 +45,15 @@ class Tokenizer:
     unknown_id: int | None
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples with the function of every tensor in them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {name: map_tensors(function, entry) for name, entry in value.items()}
+    return type(value)(map_tensors(function, entry) for entry in value) if type(value) in (list, tuple) else value
+
+
 def texts_of(request: Request) -> tuple[Sequence, ...]:
     """Return the user's sequences, or English text without any."""
     return request.user_sequences or split_text(default_text(), request.samples)

@@ -15,7 +15,7 @@ from attnscale.errors import ModelError, SettingError
 from attnscale.loading.adapter import apply_adapter, base_of, is_adapter
 from attnscale.loading.hub import cached_folder, is_name
 from attnscale.loading.huggingface import GGUF, load_gguf, load_huggingface
-from attnscale.loading.inputs import Loaded, texts_of, with_inputs
+from attnscale.loading.inputs import Loaded, map_tensors, texts_of, with_inputs
 from attnscale.loading.model_errors import as_model_error
 from attnscale.loading.request import Request
 from attnscale.loading.weights import READABLE, find_weights, read_weights
@@ -50,7 +50,8 @@ def load_model(request: Request) -> Loaded:
         device = torch.device(request.device)
         if "disk" not in getattr(loaded.model, "hf_device_map", {}).values():
             loaded.model.to(device)
-        return replace(loaded, args=_moved(loaded.args, device), kwargs=_moved(dict(loaded.kwargs), device))
+        args, kwargs = map_tensors(lambda tensor: tensor.to(device), (loaded.args, dict(loaded.kwargs)))
+        return replace(loaded, args=args, kwargs=kwargs)
 
 
 def require_device(device: str) -> None:
@@ -72,14 +73,6 @@ def is_factory(spec: str) -> bool:
     (True, False)
     """
     return FACTORY.fullmatch(spec) is not None
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) is dict:
-        return {name: _moved(entry, device) for name, entry in value.items()}
-    return type(value)(_moved(entry, device) for entry in value) if type(value) in (list, tuple) else value
 
 
 def _bundled(request: Request) -> Loaded:

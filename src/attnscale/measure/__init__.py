@@ -3,11 +3,9 @@
 from attnscale.measure.engine import attention_with_stats, score_moments, score_stats
 from attnscale.measure.moments import ScoreMoments
 from attnscale.measure.ragged import attention_varlen_with_stats
-from attnscale.measure.row_sums import RowSums
 from attnscale.measure.stats import ScoreStats
 
 __all__ = [
-    "RowSums",
     "ScoreMoments",
     "ScoreStats",
     "attention_varlen_with_stats",

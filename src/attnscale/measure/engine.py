@@ -1,31 +1,26 @@
-"""The public functions that measure: they choose blocks of rows, a kernel, or a few sampled rows."""
+"""The public functions that measure."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnscale.attending.call import Call
 from attnscale.attending.nested import any_nested
 from attnscale.attending.running import run
 from attnscale.inputs import check_inputs, check_sinks
-from attnscale.measure import graph_op, ragged
-from attnscale.measure import one_pass as on_cpu
+from attnscale.measure import ragged
 from attnscale.measure.cuda import attention as on_cuda
 from attnscale.measure.cuda.launch import is_intercepted, layout_key
-from attnscale.measure.measuring import check_rows, moments_of
-from attnscale.measure.measuring import measured as measured  # watching asks here for it
+from attnscale.measure.measuring import attend_rows, attends_rows, check_rows, measure, moments_of
 from attnscale.measure.moments import ScoreMoments
-from attnscale.measure.pool import Unpooled
+from attnscale.measure.pooled import MeasuredRows
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import uncompiled, without_autocast
 from attnscale.operator import scaled_call
 from attnscale.rules.apply import Scale
 from attnscale.shapes import attention_shape
-from attnscale.torch_internals import in_transform, unseen
 from attnscale.visibility import Mask, Visibility
 
 # On a GPU the host's time shows for short sequences: checks, scale and folding depend on the layouts of tensors and on
@@ -60,15 +55,13 @@ def score_stats(
     """
     check_rows(rows)
     if any_nested(query, key):
-        return uncompiled(ragged.nested_score_stats)(
-            query, key, attn_mask, is_causal, scale, enable_gqa, softcap, rows, sinks
-        )
+        options = attn_mask, is_causal, scale, enable_gqa, softcap, 0.0, sinks
+        return uncompiled(ragged.nested_score_stats)(query, key, rows, *options)
     check_inputs(query, key, None, attn_mask, is_causal, enable_gqa, softcap)
     with torch.no_grad(), without_autocast(query):
         seen = Visibility.of(attn_mask, is_causal)
-        call = scaled_call(query, key, key, seen, scale, enable_gqa, softcap)
-        check_sinks(sinks, call.query)
-        return _measured(call, rows, sinks)
+        check_sinks(sinks, query)
+        return measure(scaled_call(query, key, key, seen, scale, enable_gqa, softcap, 0.0, sinks), rows)
 
 
 def score_moments(
@@ -113,8 +106,8 @@ def attention_with_stats(
     """Return attention() and score_stats() of the same scores; the output has gradients, the statistics have none."""
     if any_nested(query, key, value):
         check_rows(rows)
-        options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p
-        return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, sinks, *options)
+        options = attn_mask, is_causal, scale, enable_gqa, softcap, dropout_p, sinks
+        return uncompiled(ragged.nested_attention_with_stats)(query, key, value, rows, *options)
     kind = None
     if attn_mask is None and softcap is None and sinks is None:
         kind = _kind_of(query, key, value, scale, dropout_p, is_causal, enable_gqa, rows)
@@ -127,34 +120,23 @@ def attention_with_stats(
     check_sinks(sinks, query)
     seen = Visibility.of(attn_mask, is_causal)
     call = scaled_call(query, key, value, seen, scale, enable_gqa, softcap, dropout_p, sinks)
-    if sinks is not None:
-        output = run(call)
-        with torch.no_grad(), without_autocast(call.query):
-            return output.reshape(shape), _measured(replace(call, sinks=None), rows, sinks)
     way: Planned | None = None
     if rows is None and on_cuda.attends(call):
         output, stats = on_cuda.attend(call)
         if kind is not None:
-            way = partial(on_cuda.attend_directly, call.scale, is_causal)
-    elif rows is not None and on_cuda.measures(call):
+            kernel = on_cuda.kernel_for(call.query, call.key, call.value, call.scale, is_causal)
+            way = partial(on_cuda.attend_directly, kernel, call.scale, is_causal)
+    elif rows is not None and sinks is None and on_cuda.measures(call):
         output, stats = on_cuda.attend_sampling(call, rows)
         way = partial(on_cuda.sample_directly, rows, dropout_p, call.scale, is_causal)
-    elif rows is None and not unseen(call.query) and on_cpu.serves(call):
-        output, found = on_cpu.attend_rows(call)
-        stats = ScoreStats(call.query.shape[1], exact=True, pool=Unpooled(lambda: found))
+    elif rows is None and attends_rows(call):
+        output, found = attend_rows(call)
+        stats = ScoreStats(call.query.shape[1], exact=True, pool=MeasuredRows(found))
     else:
-        output = run(call)
-        with torch.no_grad(), without_autocast(call.query):
-            stats = _measured(call, rows)
+        output, stats = run(call), measure(call, rows)
     if way is not None and kind is not None and call.query is query and call.key is key and call.value is value:
         _keep(kind, way)  # nothing was folded
     return output.reshape(shape), stats
-
-
-def _measured(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure by an op where nothing can be read and no kernel is an op."""
-    hidden = unseen(call.query) or in_transform() or (call.query.is_cuda and is_intercepted(call.query, call.key))
-    return graph_op.measure_unseen(call, rows, sinks) if hidden else measured(call, rows, sinks=sinks)
 
 
 def _kind_of(query: Tensor, key: Tensor, value: Tensor, scale: Any, *flags: Hashable) -> Hashable:

@@ -1,20 +1,28 @@
-"""Pooled: the rows of every head in one, as they are kept, merged, packed for a collective, or written by a kernel.
+"""Pooled rows of each head: sums from which every statistic is read, and which merge over disjoint rows.
 
-Kept are sums over rows, estimated for all of them where only some were looked at, and the uncertainty of the
-estimates; both add over disjoint rows. Scores enter as deviations from the head's mean, which a merge moves (Chan
-et al. 1979): n, Σ(s − μ), Σ(s − μ)² of a row become, for a mean lower by δ, n, Σ(s − μ) + nδ and
-Σ(s − μ)² + 2δΣ(s − μ) + nδ².
+The sums are estimates for all rows where only some were measured; the uncertainty of the estimates adds up too. Scores
+enter as deviations from the head's mean, which a merge moves (Chan et al. 1979): n, Σ(s − μ), Σ(s − μ)² of a row
+become, for a mean lower by δ, n, Σ(s − μ) + nδ and Σ(s − μ)² + 2δΣ(s − μ) + nδ².
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from attnscale.measure.uncertainty import Uncertainty, packed_size
+from attnscale.measure.row_sums import RowSums
+from attnscale.measure.sampling import Sample
+from attnscale.measure.uncertainty import (
+    Uncertainty,
+    chance_of_participation,
+    packed_size,
+    uncertainty_of_totals,
+)
 from attnscale.measure.uncertainty import merged as merged_uncertainty
+from attnscale.theory.limits import SATURATED_TOP1
 from attnscale.torch_internals import in_transform
 
 # What is summed over rows; the first three are moved by a merge, `within` is about each row's own mean.
@@ -45,7 +53,7 @@ class Pooled:
     errors: Uncertainty | Callable[[], Uncertainty] | None = None  # of the sums, or how to tell them; None where exact
     finished: Mapping[str, Tensor] = field(default_factory=dict)  # statistics that a kernel has divided already
 
-    @property
+    @cached_property
     def uncertainty(self) -> Uncertainty | None:
         """Uncertainty of the sums, formed when it is asked for."""
         return self.errors() if callable(self.errors) else self.errors
@@ -60,36 +68,107 @@ class Table:
 
     def __call__(self) -> Pooled:
         """Return views of it: reading launches nothing, and reads what a replayed graph has written."""
-        return self._formed() if torch.compiler.is_compiling() else self._pooled  # a graph takes no lock
-
-    @cached_property
-    def _pooled(self) -> Pooled:
-        return self._formed()
-
-    def _formed(self) -> Pooled:
-        columns = self.columns.unbind(-1)
-        if not torch.compiler.is_compiling() and in_transform():  # torch.vmap over torch 2.11 has no such view
-            rows, count = (column.long() for column in columns[:2])
+        numbers, sums, shown = self.columns.split([len(NUMBERS), len(SUMS), len(FINISHED) + 2], dim=-1)
+        looked_rows, looked_scores, mean, largest, bound, above = numbers.unbind(-1)
+        *columns, rows, count = shown.unbind(-1)
+        if not torch.compiler.is_compiling() and in_transform():  # torch.func has no such view in torch 2.11
+            rows, count = looked_rows.long(), looked_scores.long()
         else:
-            rows, count = (column.view(torch.int64) for column in columns[-2:])
-        mean, largest, bound, above = columns[2 : len(NUMBERS)]
-        finished = dict(zip(FINISHED, columns[len(NUMBERS) + len(SUMS) : -2], strict=True))
-        sums = self.columns[:, len(NUMBERS) : len(NUMBERS) + len(SUMS)]
+            rows, count = rows.view(torch.int64), count.view(torch.int64)
+        finished = dict(zip(FINISHED, columns, strict=True))
         return Pooled(rows, count, mean, largest, bound, above, sums, self.errors, finished | {"mean": mean})
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """Rows that are pooled already."""
+class MeasuredRows:
+    """Rows of one call, pooled when a statistic is first read."""
 
-    pooled: Pooled
+    rows: RowSums
+    bound: Tensor | None = None  # upper bound of the scores of each head, where only some rows were measured
+    sample: Sample | None = None
 
     def __call__(self) -> Pooled:
-        """Return them."""
-        return self.pooled
+        """Pool them, with the uncertainty of what was not measured."""
+        return pool_rows(self.rows, self.bound, self.sample)
 
 
-FINAL = (Known, Table)  # formed once by themselves
+def pool_rows(
+    rows: RowSums, bound: Tensor | None = None, sample: Sample | None = None, *, errors: bool = True
+) -> Pooled:
+    """Pool the rows of each head over batch and position; of sampled rows, estimate what all of them would give.
+
+    Without `errors`, the rows are not kept, from which standard errors are told.
+    """
+    seen = rows.visible > 0
+    weight = None if sample is None else sample.weights.to(rows.max.device, non_blocking=True)
+    mean = _mean(rows, weight)
+    sums = [
+        (quantity if weight is None else quantity * weight).sum((0, 2), dtype=torch.float64)
+        for quantity in _quantities(rows, seen, mean)
+    ]
+    pooled = torch.stack(sums, dim=-1)
+    pooled[:, SUMS.index("deviations")] = 0.0  # by construction; what is left is rounding
+    highest, above = _highest(rows.max, seen), _highest(rows.max.double() - rows.mean.double(), seen)
+    return Pooled(
+        rows=seen.sum((0, 2)),
+        count=rows.visible.sum((0, 2)),
+        mean=mean,
+        max=highest,
+        max_bound=highest if bound is None else torch.maximum(bound.double(), highest),
+        max_above_mean=above,
+        sums=pooled,
+        errors=None if sample is None or not errors else partial(uncertainty_of, rows, sample, mean),
+    )
+
+
+def uncertainty_of(rows: RowSums, sample: Sample, mean: Tensor) -> Uncertainty:
+    """Return the uncertainty of the sums of sampled rows about this mean: most of the work where rows are few."""
+    kept = [sample.by_stratum(quantity) for quantity in _quantities(rows, rows.visible > 0, mean)]
+    least = sample.by_stratum(chance_of_participation(rows, sample.length))
+    features = torch.stack(kept, dim=-1)
+    return uncertainty_of_totals(sample.of_all_entries(), features, least, SUMS.index("jacobian_trace"))
+
+
+def _mean(rows: RowSums, weight: Tensor | None) -> Tensor:
+    scores = rows.visible.double() if weight is None else rows.visible * weight
+    totals = (torch.where(rows.visible > 0, rows.mean.double(), 0.0) * scores).sum((0, 2))
+    return totals / scores.sum((0, 2)).clamp(min=1)
+
+
+def _highest(values: Tensor, seen: Tensor) -> Tensor:
+    """Return the largest of each head over its rows, (batch, heads, rows); −∞ where it has none."""
+    if not seen.numel():
+        return torch.full(seen.shape[1:2], -math.inf, dtype=torch.float64, device=seen.device)
+    return torch.where(seen, values, -math.inf).amax((0, 2)).double()
+
+
+def _quantities(rows: RowSums, seen: Tensor, mean: Tensor) -> Iterator[Tensor]:
+    """Yield what is summed over rows, in the order of SUMS, one at a time: (batch, heads, rows) in float64."""
+    nothing = torch.zeros((), dtype=torch.float64, device=rows.max.device)
+    yield rows.visible.double()
+    away = torch.where(seen, rows.mean.double() - mean[:, None], nothing)
+    yield rows.visible * away
+    within = torch.where(seen, rows.deviation.double(), nothing)
+    yield within + rows.visible * away**2
+    del away
+    yield within
+    del within
+    yield seen.double()
+    entropy = torch.where(seen, rows.entropy, nothing)
+    yield entropy
+    several = seen & (rows.outcomes > 1)
+    yield several.double()
+    yield torch.where(several, entropy / rows.outcomes.clamp(min=2).double().log(), nothing)
+    del entropy
+    top1 = torch.where(seen, rows.top1, nothing)
+    yield top1
+    yield (top1 > SATURATED_TOP1).double()
+    del top1
+    participation = torch.where(seen, rows.participation.double(), 1.0)
+    yield (1.0 - participation).clamp(min=0.0)
+    yield torch.where(seen, 1.0 / participation, nothing)
+    yield torch.where(seen, rows.sink, nothing)
+    yield torch.where(seen, nothing if rows.learned_sink is None else rows.learned_sink.double(), nothing)
 
 
 def merged(parts: list[Pooled]) -> Pooled:

@@ -97,3 +97,11 @@ class RowSums:
 
 
 ROW_FIELDS = tuple(each.name for each in fields(RowSums) if each.name != "learned_sink")  # what a pass leaves
+
+
+def joined_rows(parts: list[RowSums]) -> RowSums:
+    """Return the rows of all parts as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    names = ROW_FIELDS if parts[0].learned_sink is None else (*ROW_FIELDS, "learned_sink")
+    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names})

@@ -1,7 +1,7 @@
-"""Rows that are looked at where not all are: drawn without replacement in strata of neighbouring positions.
+"""Sampled rows, drawn without replacement in strata of neighbouring positions.
 
-Rows that are predicted to stand out are taken for certain. A CPU draws from all batch entries together. Kernels of a
-GPU take as many rows of each entry, drawn apart. Attention written out takes the same rows of every entry: each then
+Rows whose scores should have an unusual variance are taken for certain. A CPU draws from all batch entries together.
+Kernels of a GPU take as many rows of each entry. Attention written out takes the same rows of every entry: each then
 stands for that row of the whole batch (a cluster).
 """
 
@@ -35,7 +35,7 @@ class Sample:
     stratum: Tensor  # (rows,)
     sizes: Tensor  # (strata,)
     entries: Tensor | None = None  # (rows,) the batch entry of each; None: so many of every entry
-    foreseen: Callable[[], Tensor] | None = None  # Design.cumulants() of what was foreseen of all rows
+    foreseen: Callable[[], Tensor] | None = None  # cumulants of what was foreseen of all rows
 
     @property
     def length(self) -> int:
@@ -81,23 +81,6 @@ class Design:
         sizes = [self.certain, *(stop - start for start, stop in pairwise(self.edges))]
         return torch.from_numpy(np.array(sizes, dtype=np.int64))
 
-    def cumulants(self, values: Tensor) -> Tensor:
-        """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
-
-        They are its second and third cumulant, and the sum of the squares of each stratum's second.
-        """
-        values = values.double()
-        sizes, taken = self.sizes.to(values), torch.bincount(self.stratum, minlength=len(self.sizes)).to(values)
-        of = torch.repeat_interleave(torch.arange(len(sizes)), self.sizes)
-        means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
-        apart = values - means[:, of]
-        left = (sizes - taken) / taken.clamp(min=1)
-        second = sizes / (sizes - 1).clamp(min=1) * left
-        third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
-        third = third / taken.clamp(min=1)
-        each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
-        return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)
-
     def draws(self, count: int) -> NDArray[np.int32]:
         """Return so many draws, (count, rows), each in increasing order: Floyd's algorithm on all strata at once."""
         edges, taken = np.array(self.edges), np.array(self.taken)
@@ -124,17 +107,13 @@ class Design:
         return Sample(positions, self.stratum, self.sizes)
 
 
-def design(rows: int, length: int, batch: int, uneven: bool) -> Design | None:
+@lru_cache(maxsize=64)
+def design(rows: int, length: int, batch: int, uneven: bool, standing_out: int = 0) -> Design | None:
     """Return a design for about `rows` rows a head, spread over position and batch; None where that is every row.
 
     `uneven`: rows see unlike numbers of keys, mostly few at first; the first are then all taken, and the strata widen
-    towards the end.
+    towards the end. So many rows that stand out are taken for certain besides.
     """
-    return _design(rows, length, batch, uneven, 0)
-
-
-@lru_cache(maxsize=64)
-def _design(rows: int, length: int, batch: int, uneven: bool, standing_out: int) -> Design | None:
     wanted = max(LEAST_POSITIONS, -(-rows // max(batch, 1)))
     if wanted >= length:
         return None
@@ -161,7 +140,7 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
     known = None if foreseen is None else foreseen.permute(1, 2, 0).flatten(1)
     first = None if known is None else _standing_out(known, rows // STANDING_OUT_SHARE)
     certain = 0 if first is None else len(first)
-    planned = _design(rows, batch * length, 1, uneven, certain)
+    planned = design(rows, batch * length, 1, uneven, certain)
     if planned is None:
         return None
     order = torch.arange(batch * length)
@@ -169,12 +148,8 @@ def sample_rows(rows: int, batch: int, length: int, uneven: bool, foreseen: Tens
         others = torch.ones(batch * length, dtype=torch.bool).index_fill_(0, first, False)
         order = torch.cat([first, order[others]])
     drawn = order[planned.draw()]
-    told = None if known is None else partial(_cumulants_of, planned, known, order)
-    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, told)
-
-
-def _cumulants_of(planned: Design, known: Tensor, order: Tensor) -> Tensor:
-    return planned.cumulants(known[:, order])
+    cumulants = None if known is None else partial(_cumulants, planned, known[:, order])
+    return Sample(drawn // batch, planned.stratum, planned.sizes, drawn % batch, cumulants)
 
 
 def _standing_out(known: Tensor, most: int) -> Tensor | None:
@@ -207,3 +182,21 @@ def _squares(query: Tensor, key: Tensor, group: int) -> Tensor:
     product = query @ (both if group == 1 else both.repeat_interleave(group, dim=1))
     means = product[..., -1] - product[..., -1].mean((0, 2), keepdim=True)
     return product[..., :-1].mul_(query).sum(-1).addcmul_(means, means)  # in place: new pages take longer than products
+
+
+def _cumulants(planned: Design, values: Tensor) -> Tensor:
+    """Return (heads, 3) of the error in the estimated total of values known of all rows, (heads, rows) by stratum.
+
+    They are its second and third cumulant, and the sum of the squares of each stratum's second.
+    """
+    values = values.double()
+    sizes, taken = planned.sizes.to(values), torch.bincount(planned.stratum, minlength=len(planned.sizes)).to(values)
+    of = torch.repeat_interleave(torch.arange(len(sizes)), planned.sizes)
+    means = values.new_zeros(len(values), len(sizes)).index_add_(1, of, values) / sizes.clamp(min=1)
+    apart = values - means[:, of]
+    left = (sizes - taken) / taken.clamp(min=1)
+    second = sizes / (sizes - 1).clamp(min=1) * left
+    third = sizes * left * (sizes - 2 * taken) / ((sizes - 1) * (sizes - 2)).clamp(min=1) * sizes
+    third = third / taken.clamp(min=1)
+    each = values.new_zeros(len(values), len(sizes)).index_add_(1, of, apart.square() * second[of])
+    return torch.stack([each.sum(1), (apart.pow(3) * third[of]).sum(1), each.square().sum(1)], dim=-1)

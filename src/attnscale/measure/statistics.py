@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Flag, auto
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ _ENTRIES = (
 STATISTICS = {entry.name: entry for entry in _ENTRIES}
 
 
+@cache
 def of_scores() -> dict[str, Statistic]:
     """Return the statistics of ScoreStats, by the name of the attribute."""
     return {entry.attribute: entry for entry in STATISTICS.values() if entry.attribute is not None}

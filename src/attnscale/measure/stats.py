@@ -5,7 +5,6 @@ Every statistic is a ratio of two sums over rows (pooled.py), formed when it is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnscale.errors import SettingError, ShapeError
-from attnscale.measure.pooled import FINAL, FINISHED, NUMBERS, SUMS, Known, Pooled, merged, pack, unpack
+from attnscale.measure.pooled import FINISHED, NUMBERS, SUMS, Pooled, merged, pack, unpack
 from attnscale.measure.statistics import of_scores
-from attnscale.measure.uncertainty import Uncertainty
 from attnscale.plain import plain
 from attnscale.results import Result
 
@@ -32,7 +30,7 @@ ROOT_OF = {"std": "variance", "std_within_rows": "variance_within_rows"}
 
 def table_of(pooled: Pooled) -> Tensor:
     """Return the columns of Table."""
-    stats = ScoreStats(len(pooled.mean), exact=True, pool=Known(pooled))
+    stats = ScoreStats(len(pooled.mean), exact=True, pool=pooled)
     numbers = [getattr(pooled, name).double() for name in NUMBERS]
     shown = [getattr(stats, name) for name in FINISHED]
     whole = torch.stack([pooled.rows, pooled.count], dim=-1).long().view(torch.float64)
@@ -49,16 +47,17 @@ class ScoreStats(Result):
 
     heads: int
     exact: bool  # every row was looked at
-    pool: Callable[[], Pooled] = field(repr=False)
+    pool: Pooled | Callable[[], Pooled] = field(repr=False)
     refreshed: bool = field(default=False, repr=False)  # by each replay of the graph that they were captured in
 
     @property
     def pooled(self) -> Pooled:
         """The sums over rows: formed once, and what they were formed from let go, unless that may be refreshed."""
+        if isinstance(self.pool, Pooled):
+            return self.pool
         pooled = self.pool()
-        if self.refreshed or type(self.pool) in FINAL:
-            return pooled
-        object.__setattr__(self, "pool", Known(pooled))
+        if not self.refreshed and not torch.compiler.is_compiling():
+            object.__setattr__(self, "pool", pooled)
         return pooled
 
     @property
@@ -177,7 +176,7 @@ class ScoreStats(Result):
             known = ", ".join(sorted([*DENOMINATOR, *ROOT_OF]))
             bracket = " The maximum has a bracket instead: max and max_bound." if name.startswith("max") else ""
             raise SettingError(f"Expected one of {known} to have a standard error, got {name!r}.{bracket}")
-        uncertainty = self.pooled.uncertainty if self.refreshed else self._uncertainty
+        uncertainty = self.pooled.uncertainty
         if uncertainty is None:
             return torch.zeros_like(self.pooled.mean)
         # delta method: the ratio a/b moves by (da − r db)/b; the mean is r = 0 by construction of the deviations
@@ -210,7 +209,7 @@ class ScoreStats(Result):
         pooled = merged([unpack(part) for part in gathered.chunk(world)])
         assert pooled.uncertainty is not None  # every rank sent one
         exact = not pooled.uncertainty.freedom.any()
-        return ScoreStats(self.heads, exact, Known(pooled))
+        return ScoreStats(self.heads, exact, pooled)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, one list a statistic; None where a head has no rows to tell it from.
@@ -224,10 +223,6 @@ class ScoreStats(Result):
         known = (name for name, entry in of_scores().items() if entry.has_error)
         return found | {"stderr": {name: plain(self.stderr(name).tolist()) for name in known}}
 
-    @cached_property
-    def _uncertainty(self) -> Uncertainty | None:
-        return self.pooled.uncertainty
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the sums without the memory that they may be views of."""
         pooled = self.pooled
@@ -235,7 +230,7 @@ class ScoreStats(Result):
         return {"heads": self.heads, "exact": self.exact, "pooled": Pooled(**kept, errors=pooled.uncertainty)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        found = {"heads": state["heads"], "exact": state["exact"], "pool": Known(state["pooled"]), "refreshed": False}
+        found = {"heads": state["heads"], "exact": state["exact"], "pool": state["pooled"], "refreshed": False}
         self.__dict__.update(found)
 
     def _sum(self, name: str) -> Tensor:
@@ -253,31 +248,18 @@ class ScoreStats(Result):
         return self._sum(NUMERATOR.get(name, name)) / torch.where(below > 0, below, torch.nan)
 
 
-@dataclass(frozen=True, eq=False)
-class Merged:
-    """Statistics of several calls that are merged when one is first read."""
-
-    parts: tuple[ScoreStats, ...]
-
-    def __call__(self) -> Pooled:
-        """Return the rows of all of them."""
-        return merged([part.pooled for part in self.parts])
-
-
 def merged_when_read(parts: Sequence[ScoreStats]) -> ScoreStats:
-    """Return the sum of these, which have as many heads each, at no cost before it is read."""
-    return (
-        parts[0]
-        if len(parts) == 1
-        else ScoreStats(
-            parts[0].heads,
-            exact=all(part.exact for part in parts),
-            pool=Merged(tuple(parts)),
-            refreshed=any(part.refreshed for part in parts),
-        )
+    """Return the sum of statistics that have as many heads each, at no cost before it is read."""
+    if len(parts) == 1:
+        return parts[0]
+    return ScoreStats(
+        parts[0].heads,
+        exact=all(part.exact for part in parts),
+        pool=lambda: merged([part.pooled for part in parts]),
+        refreshed=any(part.refreshed for part in parts),
     )
 
 
 def _merged_stats(parts: list[ScoreStats]) -> ScoreStats:
     pooled = merged([part.pooled for part in parts])
-    return ScoreStats(parts[0].heads, all(part.exact for part in parts), Known(pooled))
+    return ScoreStats(parts[0].heads, all(part.exact for part in parts), pooled)

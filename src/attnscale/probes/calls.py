@@ -1,7 +1,7 @@
 """The calls of a probed step: their numbers lie in a buffer on the model's device, and on the host when it is copied.
 
 While the model runs, a call is a note of its sizes and a place in the buffer. What a traced call has beside that, a
-SeenCall, is made of the plan and the buffer when somebody asks for it.
+MeasuredCall, is made of the plan and the buffer when somebody asks for it.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from attnscale.measure.pooled import NUMBERS, SUMS, TABLE, Pooled
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, wide_dtype
 from attnscale.torch_internals import copy_each_
-from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.gradients import GradientLengths, shares_as_kernels_do
+from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.plan import PlannedCall
 
 POOLED = len(NUMBERS) + len(SUMS)  # columns of a table that add up over calls
@@ -206,15 +206,12 @@ class ProbedCall:
         add_lengths_(self.buffer.gradients, query, key)
         self.has_gradients = (True, copies > 0)
 
-    def settle(self) -> None:
-        """Do nothing: gradients are in the buffer as soon as they have passed."""
-
     @cached_property
-    def seen(self) -> SeenCall:
+    def seen(self) -> MeasuredCall:
         """The call as a trace would have seen it."""
         return self._seen(self.numbers, self.statistics)
 
-    def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> SeenCall:
+    def _seen(self, numbers: CallNumbers, stats: ScoreStats) -> MeasuredCall:
         seen, factors = self.planned.seen(), constant_on(numbers.lengths.device, self.factors)
         query_norm, key_norm = (numbers.lengths[:, 0] / numbers.lengths[:, 1].clamp(min=1.0)).sqrt() / factors
         scales = numbers.scales if self.multiplier is None else torch.from_numpy(self.multiplier * self.factors.prod(0))

@@ -15,7 +15,7 @@ from attnscale.diagnose.finding import grouped
 from attnscale.diagnose.what_if import COLUMNS
 from attnscale.plain import printable
 from attnscale.show.text import at_dots, by_pattern, columns, fitting, place, width_of
-from attnscale.watching.seen import padding_told
+from attnscale.watching.seen import padding_note
 
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 DROPPABLE = ("entropy", "top-1", "max", "1−Σp²")  # columns of a what-if, the first to go where there is no room
@@ -28,7 +28,7 @@ def show_check(checked: Checked) -> None:
     _print(checked.title, console, "bold")
     _print(f"on {checked.fed}, {'every row' if checked.rows is None else f'{checked.rows} rows per head'}", console)
     _print_layers(checked, console)
-    for sentence in padding_told(checked.audit.layers.values()):
+    for sentence in padding_note(checked.audit.layers.values()):
         _print(sentence, console)
     for word, meaning in checked.footnotes.items():
         _print(f"{word}: {meaning}", console, "dim")

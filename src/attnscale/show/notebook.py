@@ -27,7 +27,7 @@ from attnscale.train.log import Log
 from attnscale.train.monitor import Monitor
 from attnscale.train.record import Record
 from attnscale.watching.layer import Layer
-from attnscale.watching.seen import Seen, padding_told
+from attnscale.watching.seen import Seen, padding_note
 
 COLOURS = {"error": "#d32f2f", "warning": "#c77700", "note": "#1976d2", "fine": "#2e7d32"}
 MOST_ROWS = 100  # of a table; a data frame has all
@@ -105,7 +105,7 @@ def _(audit: Audit) -> View:
         for line in checked.lines
     )
     notes = [f"{word}: {meaning}." for word, meaning in checked.footnotes.items()]
-    notes += [*map(str, checked.groups), *padding_told(audit.layers.values()), *audit.unchecked]
+    notes += [*map(str, checked.groups), *padding_note(audit.layers.values()), *audit.unchecked]
     headings = ("layer", *(column.short for column in columns()), "verdict")
     records = (row for layer in audit.layers.values() for row in _judged(layer))
     return View("Audit", checked.conclusion, headings, rows, records, audit.worst or "fine", notes, _layers(audit))
@@ -118,7 +118,7 @@ def _(seen: Seen) -> View:
     headings = ("layer", "kind", "heads", "d_k", "scale", "expected\nscale", *(entry.short for entry in SEEN))
     rows = (("", [*_facts(layer), *(_cell_of(layer.stats, entry) for entry in SEEN)]) for layer in layers)
     records = (row for layer in layers for row in _head_rows(layer))
-    return View("Seen", found, headings, rows, records, notes=padding_told(layers), draw=_layers(seen))
+    return View("Seen", found, headings, rows, records, notes=padding_note(layers), draw=_layers(seen))
 
 
 @view_of.register

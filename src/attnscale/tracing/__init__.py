@@ -7,16 +7,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attnscale.tracing import arithmetic, moving, products, softmaxes
-from attnscale.tracing.lineage import Ledger, Node, Operation, unknown
+from attnscale.tracing.lineage import Lineage, Node, Operation, unknown
 from attnscale.tracing.roles import Product, Softmax
 
-# By ATen's names: einsum, matmul and `@` have become bmm and views by then, unless they are read whole. The later know
+# By ATen's names: einsum, matmul and `@` have become bmm and views by then, also in inference mode. The later know
 # more of an operation than the earlier, and hand on what they do not: a sum may be that of a product.
 READERS = moving.READERS | arithmetic.READERS | softmaxes.READERS | products.READERS
-
-# Composite operations that are read as one where they arrive as one, as in inference mode. Taken
-# apart, a layer of BERT has twice as many operations to read.
-READ_WHOLE = frozenset(("linear", "layer_norm", "dropout"))
 
 
 class OnSoftmax(Protocol):
@@ -33,8 +29,8 @@ class Tracer:
     `modules` returns those that are running, outermost first.
     """
 
-    def __init__(self, ledger: Ledger, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
-        self.ledger, self.modules, self.softmax = ledger, modules, softmax
+    def __init__(self, lineage: Lineage, modules: Callable[[], tuple[str, ...]], softmax: OnSoftmax) -> None:
+        self.lineage, self.modules, self.softmax = lineage, modules, softmax
         self._not_understood: dict[str, None] = {}  # modules, in order
         self._unnormalised: Counter[str] = Counter()  # times that exponentials mixed values and were not divided yet
 
@@ -61,22 +57,18 @@ class Tracer:
         """Note that what they mixed was divided by their sum."""
         self._unnormalised[product.modules[-1]] -= 1
 
-    def reads_whole(self, name: str, args: Sequence[Any]) -> bool:
-        """Return True if a composite operation that is about to run is read as one."""
-        return name in READ_WHOLE and (name != "linear" or self.ledger.node(args[1]).parameter)
-
     def read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, is_mutable: bool) -> None:
         """Read an operation that ran."""
         node = READERS.get(name, unknown)(Operation(name, args, kwargs, result, self))
         if not isinstance(node, Node):
             for tensor, its in zip(result, node, strict=False):
                 if isinstance(tensor, Tensor) and its is not None:
-                    self.ledger.write(tensor, its)
+                    self.lineage.write(tensor, its)
             return
         if is_mutable and isinstance(args[0], Tensor):
-            self.ledger.write_through(self.ledger.node(args[0]), node)
+            self.lineage.write_through(self.lineage.node(args[0]), node)
         if isinstance(result, Tensor):
-            self.ledger.write(result, node)
+            self.lineage.write(result, node)
 
 
 def is_nested(value: Any) -> bool:

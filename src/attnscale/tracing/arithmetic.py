@@ -20,15 +20,15 @@ from attnscale.tracing.roles import (
 )
 
 Meant = Literal["times", "over", "plus", "minus", "rminus", "other"]  # by the code; what it does may be another
-WITH_A_GAIN = ("layer_norm", "native_layer_norm", "_fused_rms_norm")
+WITH_A_GAIN = ("native_layer_norm", "_fused_rms_norm")
 
 
 def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
     """Read a sum or product of elements; `meant`: what it does to its first operand, and to its second."""
     operands = op.args[:2]
     side = _main_operand(op, operands)
-    main, other = op.ledger.node(operands[side]), operands[1 - side]
-    second = op.ledger.node(other) if isinstance(other, Tensor) else None
+    main, other = op.lineage.node(operands[side]), operands[1 - side]
+    second = op.lineage.node(other) if isinstance(other, Tensor) else None
     effect, operand = _effect(meant[side], main, other, second)
     node = moved(main, op.shape, widened(main, op.shape), effect, operand)
     if node.steps:
@@ -52,7 +52,6 @@ def _arithmetic(op: Operation, meant: tuple[Meant, Meant]) -> Node:
 
 
 def _note_scaled(node: Node) -> None:
-    """Note a constant that multiplies the mixed values: the scores should have been multiplied."""
     step = node.steps[0]
     if isinstance(node.role, MixedValues) and step.effect in ("times", "over") and isinstance(step.operand, float):
         node.role.softmax.factor_after *= step.operand if step.effect == "times" else 1.0 / step.operand
@@ -75,7 +74,7 @@ def _main_operand(op: Operation, operands: Sequence[Any]) -> int:
     ranks = {}
     for side, operand in enumerate(operands):
         if isinstance(operand, Tensor):
-            node = op.ledger.node(operand)
+            node = op.lineage.node(operand)
             followed = node.role is not None and node.role.is_image
             is_new = not (isinstance(node.role, Scores) and node.role.of.has_softmax)  # not of a layer before
             ranks[side] = (node.learned, followed, is_new, node.shape == op.shape, not node.parameter, -side)
@@ -111,12 +110,10 @@ def _effect(meant: Meant, main: Node, other: Any, second: Node | None) -> tuple[
 
 
 def _is_of_its_row(node: Node, scores: Scores) -> bool:
-    """Return True if a tensor is a statistic of these scores, their row maximum for instance."""
     return node.role is not None and node.role.product is scores.of and not isinstance(node.role, Scores)
 
 
 def _even_along_features(tensor: Tensor) -> bool:
-    """Return True if one value multiplies all features of a query, or all scores of a row."""
     return tensor.numel() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 0
 
 
@@ -141,14 +138,13 @@ def _where(op: Operation) -> Node:
     if len(op.args) < 3:
         return opaque(op)
     side = _main_operand(op, op.args[1:3])
-    main, other = op.ledger.node(op.args[1 + side]), op.args[2 - side]
+    main, other = op.lineage.node(op.args[1 + side]), op.args[2 - side]
     node = moved(main, op.shape, widened(main, op.shape), "fill", _scalar(other))
     node.learned = any(parent.learned for parent in op.nodes())
     return node
 
 
 def _scalar(value: Any) -> float:
-    """Return a fill value; a tensor of many is none."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else math.nan
     return _number(value)
@@ -180,8 +176,8 @@ def _norm(op: Operation) -> Result:
     node = moved(op.node(), op.shape, None, "norm")
     if node.steps and op.name in WITH_A_GAIN:
         gain, bias = op.argument(2, "weight"), op.argument(3, "bias") if op.name != "_fused_rms_norm" else None
-        node.steps[0].multiplied = None if gain is None else op.ledger.node(gain)
-        node.steps[0].added = None if bias is None else op.ledger.node(bias)
+        node.steps[0].multiplied = None if gain is None else op.lineage.node(gain)
+        node.steps[0].added = None if bias is None else op.lineage.node(bias)
     return [node] if isinstance(op.result, (tuple, list)) else node
 
 

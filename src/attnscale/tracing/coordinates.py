@@ -164,5 +164,4 @@ def grid(*sizes: int) -> Points:
 
 
 def _steps(shape: Shape) -> NDArray[np.int64]:
-    """Return how far apart neighbours along each dimension are in a contiguous tensor."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))], dtype=np.int64)

@@ -15,7 +15,7 @@ from attnscale.tracing.roles import Product, Scores
 
 
 @dataclass(slots=True)
-class Trail:
+class Trace:
     """Points followed back to one node, and what was done to their values on the way."""
 
     node: Node
@@ -51,20 +51,20 @@ class Trail:
         self.factor, self.shift = self.factor[held], self.shift[held]
 
 
-def follow(node: Node, points: Points, product: Product | None = None) -> list[Trail]:
+def follow(node: Node, points: Points, product: Product | None = None) -> list[Trace]:
     """Follow points of a node back to where their lineage begins, or to the product they are an image of."""
     whole = np.arange(len(points))
-    trails = [Trail(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
+    traces = [Trace(node, whole, points, np.ones(len(points)), np.zeros(len(points)))]
     ends = []
-    while trails:
-        trail = trails.pop()
-        while trail.node.steps and (product is None or _is_image_of(product, trail.node)):
-            if len(trail.node.steps) > 1:
-                trails += _forked(trail)
+    while traces:
+        trace = traces.pop()
+        while trace.node.steps and (product is None or _is_image_of(product, trace.node)):
+            if len(trace.node.steps) > 1:
+                traces += _forked(trace)
                 break
-            _walk(trail, trail.node.steps[0])
+            _walk(trace, trace.node.steps[0])
         else:
-            ends.append(trail)
+            ends.append(trace)
     return ends
 
 
@@ -83,68 +83,68 @@ def parts_of(steps: Sequence[Step], points: Points) -> Iterator[tuple[Step, NDAr
             yield step, held, at[held]
 
 
-def _forked(trail: Trail) -> Iterator[Trail]:
-    for step, held, points in parts_of(trail.node.steps, trail.points):
-        part = replace(trail, node=step.parent)
+def _forked(trace: Trace) -> Iterator[Trace]:
+    for step, held, points in parts_of(trace.node.steps, trace.points):
+        part = replace(trace, node=step.parent)
         part.keep(held, points)
         yield part
 
 
-def _walk(trail: Trail, step: Step) -> None:
-    if step.effect in ("times", "over") and trail.counting:
-        factor = values_at(step.operand, trail.points)
+def _walk(trace: Trace, step: Step) -> None:
+    if step.effect in ("times", "over") and trace.counting:
+        factor = values_at(step.operand, trace.points)
         factor = factor if step.effect == "times" else 1.0 / factor
-        trail.constant = trail.constant and not isinstance(step.operand, Tensor)
+        trace.constant = trace.constant and not isinstance(step.operand, Tensor)
         is_learned = step.multiplied is not None and step.multiplied.parameter
-        trail.learned_factor |= is_learned
-        trail.computed_factor |= step.multiplied is not None and step.multiplied.learned
-        trail.shared_out |= is_learned and trail.learned_terms > 0
-        trail.factor = trail.factor * factor
-        if not trail.caps:
-            trail.after_caps += (float(np.mean(factor)),)
+        trace.learned_factor |= is_learned
+        trace.computed_factor |= step.multiplied is not None and step.multiplied.learned
+        trace.shared_out |= is_learned and trace.learned_terms > 0
+        trace.factor = trace.factor * factor
+        if not trace.caps:
+            trace.after_caps += (float(np.mean(factor)),)
     elif step.effect == "plus":
-        trail.added = True
-        _note_rotation(trail, step)
-        trail.learned_terms += 0 if step.added is None else _learned_terms(step.added)
+        trace.added = True
+        _note_rotation(trace, step)
+        trace.learned_terms += 0 if step.added is None else _learned_terms(step.added)
         if step.other_scores is not None:
-            trail.other_scores += ((step.other_scores, float(np.mean(trail.factor))),)
+            trace.other_scores += ((step.other_scores, float(np.mean(trace.factor))),)
         if isinstance(step.operand, Tensor):
-            trail.biases += ((step.operand, float(np.mean(trail.factor))),)
-            trail.under_cap += (step.operand,) if trail.caps else ()
+            trace.biases += ((step.operand, float(np.mean(trace.factor))),)
+            trace.under_cap += (step.operand,) if trace.caps else ()
     elif step.effect == "fill":
-        trail.fills += (float(np.mean(trail.factor)) * float(step.operand or 0.0),)
-        trail.under_cap += (float(step.operand or 0.0),) if trail.caps else ()
+        trace.fills += (float(np.mean(trace.factor)) * float(step.operand or 0.0),)
+        trace.under_cap += (float(step.operand or 0.0),) if trace.caps else ()
     elif step.effect == "shift":
-        trail.shift = trail.shift + trail.factor * values_at(step.operand, trail.points)
+        trace.shift = trace.shift + trace.factor * values_at(step.operand, trace.points)
     elif step.effect == "tanh":
-        trail.caps += (float(np.mean(trail.factor)),)
+        trace.caps += (float(np.mean(trace.factor)),)
     elif step.effect == "norm":
-        trail.counting, trail.normalised = False, True
+        trace.counting, trace.normalised = False, True
     elif step.effect == "drop":
-        trail.dropped = True
+        trace.dropped = True
     elif step.effect == "detach":
-        trail.detached |= not trail.kept
+        trace.detached |= not trace.kept
     elif step.effect == "other":
-        trail.blended, trail.signed = True, False
+        trace.blended, trace.signed = True, False
         if isinstance(step.operand, Tensor) and step.operand.is_complex():
-            trail.amplitude = float(np.abs(values_at(step.operand, trail.points)).mean())
-        trail.mixed |= trail.node.projection is not None
-    trail.kept |= step.is_cache
-    trail.node = step.parent
+            trace.amplitude = float(np.abs(values_at(step.operand, trace.points)).mean())
+        trace.mixed |= trace.node.projection is not None
+    trace.kept |= step.is_cache
+    trace.node = step.parent
     if step.back is None:
         return
-    trail.points = step.back(trail.points)
-    if trail.points.min(initial=0) == NOWHERE:
-        held = (trail.points != NOWHERE).all(1)
-        trail.keep(held, trail.points[held])
+    trace.points = step.back(trace.points)
+    if trace.points.min(initial=0) == NOWHERE:
+        held = (trace.points != NOWHERE).all(1)
+        trace.keep(held, trace.points[held])
 
 
-def _note_rotation(trail: Trail, step: Step) -> None:
+def _note_rotation(trace: Trace, step: Step) -> None:
     """Note the amplitude of x·cos + y·sin, where both are tables."""
     tables = [_table(node) for node in (step.parent, step.added) if node is not None]
     if len(tables) == 2 and tables[0] is not None and tables[1] is not None:
-        cos, sin = (values_at(table, trail.points) for table in tables)
-        trail.amplitude, trail.signed = float(np.hypot(cos, sin).mean()), False
+        cos, sin = (values_at(table, trace.points) for table in tables)
+        trace.amplitude, trace.signed = float(np.hypot(cos, sin).mean()), False
 
 
 def _table(node: Node) -> Tensor | None:
@@ -156,7 +156,6 @@ def _table(node: Node) -> Tensor | None:
 
 
 def _learned_terms(node: Node) -> int:
-    """Return how many terms of activations a sum has that was added."""
     terms = int(node.learned)
     while terms and len(node.steps) == 1:
         step = node.steps[0]
@@ -199,25 +198,25 @@ class ProjectionPath(NamedTuple):
         return self.factor if self.is_signed else np.abs(self.factor)
 
 
-def projection_path(trails: list[Trail], count: int) -> ProjectionPath:
+def projection_path(traces: list[Trace], count: int) -> ProjectionPath:
     """Return how so many points that were followed came from their projection."""
     factor = np.ones(count)
-    for trail in trails:
-        factor[trail.index] = trail.factor
-    projection = trails[0].node.projection
-    sources = {trail.node.token if trail.node.projection is None else trail.node.projection.source for trail in trails}
+    for trace in traces:
+        factor[trace.index] = trace.factor
+    projection = traces[0].node.projection
+    sources = {trace.node.token if trace.node.projection is None else trace.node.projection.source for trace in traces}
     return ProjectionPath(
         factor,
-        all(trail.normalised for trail in trails),
+        all(trace.normalised for trace in traces),
         None if projection is None else projection.width,
-        all(trail.constant for trail in trails),
-        any(trail.learned_factor for trail in trails),
-        all(trail.detached for trail in trails),
-        any(trail.node.learned and trail.node.projection is None and trail.counting for trail in trails),
+        all(trace.constant for trace in traces),
+        any(trace.learned_factor for trace in traces),
+        all(trace.detached for trace in traces),
+        any(trace.node.learned and trace.node.projection is None and trace.counting for trace in traces),
         sources.pop() if len(sources) == 1 else None,
-        any(trail.shared_out for trail in trails),
-        all(trail.signed for trail in trails),
-        any(trail.computed_factor for trail in trails),
+        any(trace.shared_out for trace in traces),
+        all(trace.signed for trace in traces),
+        any(trace.computed_factor for trace in traces),
     )
 
 
@@ -226,11 +225,11 @@ def channels(node: Node, points: Points) -> list[tuple[object, ...]]:
     return channels_along(follow(node, points), len(points))
 
 
-def channels_along(trails: list[Trail], count: int) -> list[tuple[object, ...]]:
+def channels_along(traces: list[Trace], count: int) -> list[tuple[object, ...]]:
     """Return which output of which projection each of so many points that were followed comes from."""
     found: list[tuple[object, ...]] = [()] * count
-    for trail in trails:
-        for at, channel in zip(trail.index.tolist(), _channels_at(trail.node, trail.points), strict=True):
+    for trace in traces:
+        for at, channel in zip(trace.index.tolist(), _channels_at(trace.node, trace.points), strict=True):
             found[at] = channel
     return found
 
@@ -253,15 +252,14 @@ def are_positions(node: Node, axis: int) -> bool:
 
 
 def _neighbours(node: Node, axis: int) -> list[tuple[object, ...]] | None:
-    """Return which outputs of which projection two neighbours along an axis are; None where they are of none."""
     if node.role is not None or not all(node.shape) or node.shape[axis] < 2:
         return None
     points = np.zeros((2, len(node.shape)), dtype=np.int64)
     points[1, axis] = 1
-    trails = follow(node, points)
-    if any(trail.node.projection is None for trail in trails) or sum(len(trail.index) for trail in trails) < 2:
+    traces = follow(node, points)
+    if any(trace.node.projection is None for trace in traces) or sum(len(trace.index) for trace in traces) < 2:
         return None
-    return channels_along(trails, 2)
+    return channels_along(traces, 2)
 
 
 def _channels_at(node: Node, points: Points) -> list[tuple[object, ...]]:
@@ -269,7 +267,7 @@ def _channels_at(node: Node, points: Points) -> list[tuple[object, ...]]:
         apart = points[:, -3] if points.shape[1] > 3 else np.zeros(len(points), dtype=np.int64)
         return [(id(node), int(feature), int(head)) for feature, head in zip(points[:, -1], apart, strict=True)]
     keys: list[tuple[object, ...]] = [()] * len(points)
-    for trail in follow(node.projection.weight, node.projection.channel(points)):
-        for at, row in zip(trail.index.tolist(), trail.points.tolist(), strict=True):
-            keys[at] = (trail.node.name or id(trail.node), *row)
+    for trace in follow(node.projection.weight, node.projection.channel(points)):
+        for at, row in zip(trace.index.tolist(), trace.points.tolist(), strict=True):
+            keys[at] = (trace.node.name or id(trace.node), *row)
     return keys

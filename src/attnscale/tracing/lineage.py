@@ -135,16 +135,16 @@ class _Entry(weakref.ref[Tensor]):
     node: Node
 
 
-class Ledger:
+class Lineage:
     """The nodes of the tensors of a running model, for as long as the tensors live."""
 
     def __init__(self, name_of: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
         self._name_of = name_of
         self._entries: dict[int, _Entry] = {}
-        ledger = weakref.ref(self)  # which the callback must not keep alive
+        lineage = weakref.ref(self)  # which the callback must not keep alive
 
         def forget(gone: weakref.ref[Tensor]) -> None:
-            own = ledger()
+            own = lineage()
             if own is not None and isinstance(gone, _Entry) and own._entries.get(gone.key) is gone:
                 del own._entries[gone.key]
 
@@ -206,9 +206,9 @@ class Operation:
         self.shape: Shape = shape_of(result) if isinstance(result, Tensor) else ()  # of the first of several results
 
     @property
-    def ledger(self) -> Ledger:
+    def lineage(self) -> Lineage:
         """The nodes of the model's tensors."""
-        return self.tracer.ledger
+        return self.tracer.lineage
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """Return an argument, by position or by name."""
@@ -216,12 +216,12 @@ class Operation:
 
     def node(self, index: int = 0) -> Node:
         """Return the node of a tensor argument."""
-        return self.tracer.ledger.node(self.args[index])
+        return self.tracer.lineage.node(self.args[index])
 
     def nodes(self) -> list[Node]:
         """Return the nodes of all tensor arguments, also of those in lists."""
         flat = [item for arg in self.args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        return [self.ledger.node(item) for item in flat if isinstance(item, Tensor)]
+        return [self.lineage.node(item) for item in flat if isinstance(item, Tensor)]
 
 
 Reader = Callable[[Operation], Result]

@@ -116,8 +116,6 @@ def _view_as_complex(op: Operation) -> Node:
 
 
 def _dropout(op: Operation) -> Result:
-    if op.name == "dropout" and not op.argument(2, "train"):
-        return _alias(op)
     node = moved(op.node(), op.shape, None, "drop")
     return [node] if isinstance(op.result, (tuple, list)) else node
 
@@ -162,14 +160,14 @@ def _cat(op: Operation) -> Node:
         if len(tensor.shape) != len(op.shape):  # torch lets an empty one through
             continue
         stop = start + tensor.shape[axis]
-        steps.append(Step(op.ledger.node(tensor), coordinates.piece(axis, start, stop)))
+        steps.append(Step(op.lineage.node(tensor), coordinates.piece(axis, start, stop)))
         start = stop
     return joined(op.shape, steps)
 
 
 def _stack(op: Operation) -> Node:
     axis = op.argument(1, "dim", 0) % len(op.shape)
-    steps = [Step(op.ledger.node(part), coordinates.stacked(axis, at)) for at, part in enumerate(op.args[0])]
+    steps = [Step(op.lineage.node(part), coordinates.stacked(axis, at)) for at, part in enumerate(op.args[0])]
     return joined(op.shape, steps)
 
 
@@ -185,7 +183,7 @@ def _written_into(op: Operation) -> Node:
     """
     if op.name == "index_put" and op.args[2].numel() == 1 and not op.node(2).learned:
         return moved(op.node(), op.shape, None, "fill", float(op.args[2]))
-    source = next((op.ledger.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
+    source = next((op.lineage.node(arg) for arg in reversed(op.args) if isinstance(arg, Tensor)), op.node())
     own = len(source.shape)
     is_packed = 1 < own < len(op.shape) and tuple(source.shape[1:]) == tuple(op.shape[1 - own :])
     if own != len(op.shape) and not is_packed:
@@ -214,7 +212,7 @@ READERS: dict[str, Reader] = {
     "index": _index,
     "topk": _topk,
     "mean": _mean,
-    **dict.fromkeys(("dropout", "native_dropout", "_fused_dropout"), _dropout),
+    **dict.fromkeys(("native_dropout", "_fused_dropout"), _dropout),
     **dict.fromkeys(("view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
     **dict.fromkeys(("transpose", "t"), _transpose),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split"), _pieces),

@@ -92,8 +92,8 @@ class Origin:
         """
         last = self.points.copy()
         last[:, self.axis] += self.features - 1
-        trails = follow(self.node, np.concatenate([self.points, last])) if len(self.points) else []
-        found = [trail.amplitude for trail in trails if trail.amplitude is not None]
+        traces = follow(self.node, np.concatenate([self.points, last])) if len(self.points) else []
+        found = [trace.amplitude for trace in traces if trace.amplitude is not None]
         return max(found, key=lambda amplitude: abs(amplitude - 1), default=math.nan)
 
     def _source(self, parts: "list[_Part]") -> Source:
@@ -162,7 +162,6 @@ class _Part:
 
 
 def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
-    """Return the parameters behind these points of a node."""
     if not len(points):
         return []
     if not node.steps:
@@ -188,7 +187,6 @@ def _parts(node: Node, index: Indices, points: Points) -> list[_Part]:
 
 
 def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
-    """Return the parameters behind one step, and behind what it adds."""
     at = points if step.back is None else step.back(points)
     held = (at != NOWHERE).all(1)
     found, at = (index, at) if held.all() else (index[held], at[held])
@@ -209,7 +207,6 @@ def _through(step: Step, index: Indices, points: Points) -> list[_Part]:
 
 
 def _operand(node: Node, index: Indices, points: Points) -> list[_Part]:
-    """Return the parameters behind an operand that was broadcast."""
     return _parts(node, index, broadcast(node.shape, points.shape[1])(points))
 
 

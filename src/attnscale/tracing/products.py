@@ -34,7 +34,7 @@ NOTHING = 1e-6  # a row that weighs less was hidden as a whole
 def _matrix_product(op: Operation) -> Node:
     """Read a projection, scores, or mixed values, which is told by the operands."""
     operands = tuple(op.args[index] for index in OPERANDS[op.name])
-    left, right = (op.ledger.node(operand) for operand in operands)
+    left, right = (op.lineage.node(operand) for operand in operands)
     beta = op.kwargs.get("beta", 1.0) if op.name in ("addmm", "baddbmm") else 0.0
     added = op.node() if beta else None
     _notice_unknown_weights(op, (left, right))
@@ -58,7 +58,7 @@ def _are_scores(op: Operation, node: Node, operands: tuple[Tensor, ...], learned
     left, right = operands
     beta = op.kwargs.get("beta", 1.0)
     bias = op.args[0] * beta if op.name == "baddbmm" and beta else None
-    nodes = op.ledger.node(left), op.ledger.node(right)
+    nodes = op.lineage.node(left), op.lineage.node(right)
     alpha, modules = op.kwargs.get("alpha", 1.0), op.tracer.modules()
     node.role = Scores(Product(left, right, *nodes, modules, node.shape, node.token, alpha, bias, learned_query))
 
@@ -80,7 +80,9 @@ def _mixed(op: Operation, nodes: tuple[Node, Node], operands: tuple[Tensor, ...]
     for side, node in enumerate(nodes):
         if isinstance(node.role, Weights):
             values = sampled_origin(nodes[0], axis=-2) if side else sampled_origin(nodes[1], axis=-1)
-            node.role.softmax.keep_values(node, operands[1 - side], side)
+            keep_values, node.role.softmax.keep_values = node.role.softmax.keep_values, None  # it holds the operands
+            if keep_values is not None:
+                keep_values(node, operands[1 - side], side)
             _mix(node.role.softmax, node, -2 if side else -1, values, _Mixture(operands[side], op.result))
             _compare_pairs(node.role.softmax, node, nodes[1 - side])
             return Node(op.shape, learned=True, role=MixedValues(node.role.softmax))
@@ -106,25 +108,24 @@ def _mix(
         return
     points = np.zeros((2, len(weights.shape)), dtype=np.int64)
     points[1, axis] = 1
-    for trail in follow(weights, points):
-        role = trail.node.role
-        if len(trail.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
-            moves = (trail.points[0] != trail.points[1]).nonzero()[0]
-            along_axis = bool((moves == softmax.axis).any()) or trail.blended
-            softmax.mixes(along_axis, float(trail.factor[0]), int(moves[-1]) if len(moves) else None)
-            softmax.is_masked |= bool(trail.fills)
-            softmax.drops |= trail.dropped
-            softmax.is_obscure |= trail.blended or trail.added
+    for trace in follow(weights, points):
+        role = trace.node.role
+        if len(trace.points) == 2 and isinstance(role, Weights) and role.softmax is softmax:
+            moves = (trace.points[0] != trace.points[1]).nonzero()[0]
+            along_axis = bool((moves == softmax.axis).any()) or trace.blended
+            softmax.mixes(along_axis, float(trace.factor[0]), int(moves[-1]) if len(moves) else None)
+            softmax.is_masked |= bool(trace.fills)
+            softmax.drops |= trace.dropped
+            softmax.is_obscure |= trace.blended or trace.added
             if mixture is not None:
                 is_known = not softmax.is_short and _only_moved(weights)  # its softmax was seen to sum to one
-                is_known |= trail.blended or trail.added or trail.dropped
-                is_known |= trail.node.shape[softmax.axis] != weights.shape[axis]
-                off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trail.factor[0]))
+                is_known |= trace.blended or trace.added or trace.dropped
+                is_known |= trace.node.shape[softmax.axis] != weights.shape[axis]
+                off_one = None if is_known else _distance_from_one(mixture.weights, axis, float(trace.factor[0]))
                 softmax.measured(off_one, _has_undefined(mixture))
 
 
 def _has_undefined(mixture: _Mixture) -> Tensor:
-    """Return whether any weight is NaN; what they mixed, which is smaller, would then be NaN too."""
     return torch.tensor(False) if is_surely_finite(mixture.output) else mixture.weights.detach().isnan().any()
 
 
@@ -148,9 +149,9 @@ def _compare_pairs(softmax: Softmax, weights: Node, values: Node) -> None:
     points = np.zeros((min(weights.shape[0], MOST_ENTRIES), 3), dtype=np.int64)
     points[:, 0] = np.arange(len(points))
     found: list[tuple[object, ...]] = [()] * len(points)
-    for trail in follow(weights, points):
-        if isinstance(trail.node.role, Weights) and trail.node.role.softmax is softmax:
-            for at, key in zip(trail.index, keys_of(trail.points), strict=True):
+    for trace in follow(weights, points):
+        if isinstance(trace.node.role, Weights) and trace.node.role.softmax is softmax:
+            for at, key in zip(trace.index, keys_of(trace.points), strict=True):
                 found[at] = key
     softmax.pairs_differ |= are_paired_otherwise(found, channels(values, points))
 
@@ -181,7 +182,7 @@ def _sum_of_pairs(op: Operation) -> Result:
 
 def _product_of_pairs(op: Operation, pair: PairwiseProduct, shape: Shape, axis: int) -> Node | None:
     """Return the node of (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) as that of a batched product."""
-    nodes = op.ledger.node(pair.left), op.ledger.node(pair.right)
+    nodes = op.lineage.node(pair.left), op.lineage.node(pair.right)
     left, right = (operand.expand(*_aligned(operand, shape)) for operand in (pair.left, pair.right))
     rows = [at for at in range(len(shape)) if at != axis and right.shape[at] < shape[at]]
     columns = [at for at in range(len(shape)) if at != axis and left.shape[at] < shape[at]]
@@ -226,17 +227,6 @@ def _projected_by(shape: Shape, left: Node, right: Node, weight: int, bias: Node
     return _projected(shape, activation, parameter, channel, (axis % len(parameter.shape),), bias)
 
 
-def _linear(op: Operation) -> Node:
-    """Read a projection as a layer calls it, whose weight is (outputs, inputs)."""
-    given = op.argument(2, "bias")
-    bias = None if given is None else op.ledger.node(given)
-    return _projected(op.shape, op.node(0), op.node(1), _output_of_linear, (1,), bias)
-
-
-def _output_of_linear(points: Points) -> Points:
-    return np.stack([points[:, -1], np.zeros_like(points[:, -1])], axis=1)
-
-
 def _projected(
     shape: Shape, activation: Node, weight: Node, channel: Map, inputs: tuple[int, ...], bias: Node | None
 ) -> Node:
@@ -248,22 +238,21 @@ def _projected(
 
 
 def _runs_over_heads(node: Node) -> bool:
-    """Return True if the last axis of an image of scores, or of weights, leads to other products, not along one."""
     if node.shape[-1] < 2 or not isinstance(node.role, (Scores, Weights)):
         return False
     points = np.zeros((2, len(node.shape)), dtype=np.int64)
     points[1, -1] = 1
-    trails = follow(node, points)
-    if len(trails) != 1 or len(trails[0].points) != 2 or trails[0].points.shape[1] < 3:
+    traces = follow(node, points)
+    if len(traces) != 1 or len(traces[0].points) != 2 or traces[0].points.shape[1] < 3:
         return False
-    moves = (trails[0].points[0] != trails[0].points[1]).nonzero()[0]
-    return bool(len(moves)) and int(moves[0]) < trails[0].points.shape[1] - 2
+    moves = (traces[0].points[0] != traces[0].points[1]).nonzero()[0]
+    return bool(len(moves)) and int(moves[0]) < traces[0].points.shape[1] - 2
 
 
 def _convolution(op: Operation) -> Node:
     """Read a convolution, whose channels stand second where it has a batch."""
     weight, shape, given = op.node(1), op.shape, op.argument(2, "bias")
-    bias = None if given is None else op.ledger.node(given)
+    bias = None if given is None else op.lineage.node(given)
 
     def channel(points: Points) -> Points:
         at = np.zeros((len(points), len(weight.shape)), dtype=np.int64)
@@ -279,7 +268,6 @@ def _convolution(op: Operation) -> Node:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(OPERANDS, _matrix_product),
-    "linear": _linear,
     "convolution": _convolution,
     "sum": _sum_of_pairs,
 }

@@ -202,7 +202,7 @@ class Softmax:
     axis_of_keys: int | None = None  # over which values are summed, where that is another
     factor_after: float = 1.0  # constants that multiply the weights, or the mixed values
     values: "Origin | None" = None  # what its weights mix
-    keep: "Callable[[Softmax, Node, Tensor, int], None] | None" = None  # called with weights, values, the weights' side
+    keep_values: "Callable[[Node, Tensor, int], None] | None" = None  # called with weights, values, the weights' side
     has_mixed: bool = False  # pieces of the weights may mix several times, multiplied by the same constant
     keys_of: Callable[[Points], list[tuple[object, ...]]] | None = None  # points of weights -> outputs that made keys
     taken_twice: bool = False  # another softmax was taken of its weights
@@ -224,12 +224,6 @@ class Softmax:
         """Note that its weights are multiplied with values: this is attention."""
         self._is_attention()
         self.values = values
-
-    def keep_values(self, weights: "Node", values: Tensor, side: int) -> None:
-        """Keep the values that its weights meet; of several, the first."""
-        keep, self.keep = self.keep, None
-        if keep is not None:
-            keep(self, weights, values, side)
 
     def mixes(self, along_axis: bool, factor: float, axis: int | None = None) -> None:
         """Note that values were summed with its weights over an axis of them, and what had multiplied the weights."""

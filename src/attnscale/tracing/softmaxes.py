@@ -44,7 +44,7 @@ def _softmax(op: Operation) -> Node:
 def _is_mixture(weights: Node) -> bool:
     """Return True if anything but moving happened to the weights of a softmax."""
     first = np.zeros((1, len(weights.shape)), dtype=np.int64)
-    return any(trail.blended or trail.added for trail in follow(weights, first))
+    return any(trace.blended or trace.added for trace in follow(weights, first))
 
 
 def _log_softmax(op: Operation) -> Node:
@@ -89,13 +89,11 @@ def _sum(op: Operation) -> Result:
 
 
 def _log(op: Operation) -> Result:
-    """Read ln Σe."""
     role = _sum_at(op, 0, "sum")
     return unknown(op) if role is None else _of_sum(op, ExponentialSum(role.of, role.axis, form="log"))
 
 
 def _inverse(op: Operation) -> Result:
-    """Read 1/Σe."""
     role = _sum_at(op, 0, "sum")
     if role is None or (op.name == "pow" and op.args[1] != -1):
         return unknown(op)
@@ -160,7 +158,6 @@ def _product(op: Operation) -> Node:
 
 
 def _is_mask(factor: object, shape: Shape) -> bool:
-    """Return True if a factor is zeros and ones: hidden keys."""
     if not isinstance(factor, Tensor) or factor.numel() <= 1 or len(factor.shape) > len(shape):
         return False
     return bool(((factor == 0) | (factor == 1)).all())

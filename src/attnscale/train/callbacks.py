@@ -1,4 +1,4 @@
-"""A Monitor that a trainer drives: what the callbacks of Hugging Face's Trainer and of Lightning share."""
+"""A Monitor and a QKClip that a trainer drives: what the callbacks of Hugging Face's Trainer and of Lightning share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
 from attnscale.measure.statistics import Place, in_place, logged
 from attnscale.train.monitor import Monitor
+from attnscale.train.qk_clip import QKClip
 from attnscale.train.sinks import Sink
 
 LogChoice = bool | Sequence[str]
@@ -56,6 +58,40 @@ class DrivenMonitor:
         """Close the monitor."""
         if self.monitor is not None:
             self.monitor.close()
+
+
+class DrivenQKClip:
+    """Takes QKClip's arguments, makes the clip when training begins, and counts the heads that it lowered."""
+
+    def __init__(self, *, log: bool = True, **settings: Any) -> None:
+        self.settings, self._is_logged = settings, log
+        self._lowered: set[tuple[str, int]] = set()  # layers and heads, since the log before
+        self.clip: QKClip | None = None
+
+    def start(self, model: nn.Module, optimizers: Sequence[Any], state: Mapping[str, Any] | None, step: int) -> None:
+        """Begin, or continue at `step` from the state of a checkpoint."""
+        self.stop()
+        for optimizer in optimizers:
+            refuse_copies(model, optimizer)
+        self.clip = QKClip(model, **self.settings)
+        if state:
+            self.clip.load_state_dict({**state, "steps": step})
+
+    def clip_step(self, *_: Any) -> None:
+        """Clip after a step of the optimiser."""
+        assert self.clip is not None  # training began
+        report = self.clip.step()
+        self._lowered |= set() if report is None else {(head.layer, head.head) for head in report.heads}
+
+    def take_log(self) -> dict[str, float]:
+        """Return what is logged, and begin to count anew."""
+        lowered, self._lowered = self._lowered, set()
+        return {CLIPPED_HEADS: len(lowered)}
+
+    def stop(self) -> None:
+        """Stop, and leave nothing in place."""
+        if self.clip is not None:
+            self.clip.close()
 
 
 def logged_statistics(choice: LogChoice) -> tuple[str, ...]:

@@ -4,10 +4,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from attnscale.acting.parameters import refuse_copies
 from attnscale.errors import SettingError
-from attnscale.train.callbacks import CLIPPED_HEADS
-from attnscale.train.qk_clip import QKClip
+from attnscale.train.callbacks import DrivenQKClip
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +13,7 @@ except ImportError:
     raise SettingError("LightningQKClipCallback needs the package lightning; run 'pip install lightning'.") from None
 
 
-class LightningQKClipCallback(Callback):
+class LightningQKClipCallback(DrivenQKClip, Callback):
     """Hold scores under a threshold, after every step of the trainer's optimisers; arguments are QKClip's, and `log`.
 
     How many heads were lowered since the log before goes to the trainer's own loggers, as often as they are given the
@@ -27,44 +25,37 @@ class LightningQKClipCallback(Callback):
     """
 
     def __init__(self, *, log: bool = True, **settings: Any) -> None:
-        self.settings, self._is_logged = settings, log
-        self._clipped: set[tuple[str, int]] = set()  # layers and heads, since the log before
-        self._told = 0  # steps, at the log before
-        self.clip: QKClip | None = None
+        super().__init__(log=log, **settings)
+        self._logged_at = 0  # steps, at the log before
         self._attached: list[RemovableHandle] = []
         self._saved: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, or go on where the checkpoint was taken."""
-        self._leave()
-        self._told = trainer.global_step
-        for optimizer in trainer.optimizers:
-            refuse_copies(pl_module, optimizer)
-        self.clip = QKClip(pl_module, **self.settings)
-        if self._saved is not None:
-            self.clip.load_state_dict({**self._saved, "steps": trainer.global_step})
-            self._saved = None
-        self._attached = [optimizer.register_step_post_hook(self._step) for optimizer in trainer.optimizers]
+        self.stop()
+        self._logged_at = trainer.global_step
+        self.start(pl_module, trainer.optimizers, self._saved, trainer.global_step)
+        self._saved = None
+        self._attached = [optimizer.register_step_post_hook(self.clip_step) for optimizer in trainer.optimizers]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Tell the loggers what was lowered, when the trainer tells them the loss."""
-        assert self.clip is not None  # training started
         steps, every = trainer.global_step, int(getattr(trainer, "log_every_n_steps", 0))
-        if self._is_logged and trainer.is_global_zero and every and steps // every > self._told // every:
-            self._told = steps
+        if self._is_logged and trainer.is_global_zero and every and steps // every > self._logged_at // every:
+            self._logged_at = steps
+            metrics = self.take_log()
             for logger in trainer.loggers:
-                logger.log_metrics({CLIPPED_HEADS: len(self._clipped)}, steps - 1)
-            self._clipped = set()
+                logger.log_metrics(metrics, steps - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop, and leave nothing in place."""
-        self._leave()
+        self.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing in place."""
-        self._leave()
+        self.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -74,14 +65,9 @@ class LightningQKClipCallback(Callback):
         """Keep the state until training starts."""
         self._saved = state_dict or None
 
-    def _step(self, *_: Any) -> None:
-        assert self.clip is not None  # training started
-        report = self.clip.step()
-        self._clipped |= set() if report is None else {(head.layer, head.head) for head in report.heads}
-
-    def _leave(self) -> None:
+    def stop(self) -> None:
+        """Stop, and leave nothing in place."""
         for handle in self._attached:
             handle.remove()
         self._attached = []
-        if self.clip is not None:
-            self.clip.close()
+        super().stop()

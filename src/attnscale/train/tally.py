@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from attnscale.measure.pooled import NUMBERS as POOLED_NUMBERS
-from attnscale.measure.pooled import SUMS, Known, Pooled, merged
+from attnscale.measure.pooled import SUMS, Pooled, merged
 from attnscale.measure.statistics import logged
 from attnscale.measure.stats import DENOMINATOR, NUMERATOR, ROOT_OF, ScoreStats, merged_when_read
 from attnscale.probes.calls import BOUND, COLUMNS, POOLED, ProbedCall, pooled_columns, score_bound
 from attnscale.train.record import LayerRecord
-from attnscale.watching.seen import LayerNumbers, Seen
+from attnscale.watching.layer import Layer
+from attnscale.watching.seen import Seen
 
 WEIGHTED = ("scale", "query_norm", "key_norm", "cosine")  # means over rows, of squares but for the scale
 ADDED = ("query_gradient", "key_gradient", "ranks")
@@ -30,7 +31,7 @@ DENOMINATORS = torch.tensor([SUMS.index(name) for name in DENOMINATOR.values()])
 
 Key = tuple[str, int, int]  # layer, part (of its heads, where ranks share them out), heads
 Tallies = dict[Key, Tensor]
-Layers = Mapping[str, LayerNumbers | Sequence[ProbedCall]]
+Layers = Mapping[str, Layer | Sequence[ProbedCall]]
 
 
 class MergedStats(ScoreStats):
@@ -58,14 +59,11 @@ class PendingTallies:
     @classmethod
     def of(cls, seen: Seen, part: int) -> "PendingTallies":
         """Return the sums of the layers that were seen in a step."""
-        layers = {name: calls for name, (_, calls) in seen.calls_by_layer().items()}
-        return cls(
-            {
-                name: calls if isinstance(calls[0], ProbedCall) else LayerNumbers.of([call.seen for call in calls])  # type: ignore[misc]
-                for name, calls in layers.items()
-            },
-            part,
-        )
+        layers = {
+            name: calls if isinstance(calls[0], ProbedCall) else seen.layer_of(name, path, calls)
+            for name, (path, calls) in seen.calls_by_layer().items()
+        }
+        return cls(layers, part)  # type: ignore[arg-type]
 
     @property
     def is_here(self) -> bool:
@@ -125,7 +123,7 @@ def _of_probed(layers: Mapping[Key, Sequence[ProbedCall]]) -> Tallies:
     return found
 
 
-def _of_traced(layer: LayerNumbers) -> Tensor:
+def _of_traced(layer: Layer) -> Tensor:
     """Return the tally of a traced layer; NaN where a number is not known."""
     missing = torch.full((layer.heads,), math.nan, dtype=torch.float64)
     names = ("query_norm", "key_norm", "cosine", "query_gradient", "key_gradient")
@@ -189,7 +187,7 @@ def records(layers: Mapping[str, Tensor]) -> dict[str, LayerRecord]:
         return {}
     whole = torch.cat(list(layers.values()))
     pooled = _finished(pooled_of(whole))
-    stats, rows = ScoreStats(len(whole), exact=False, pool=Known(pooled)), pooled.sums[:, ROWS]
+    stats, rows = ScoreStats(len(whole), exact=False, pool=pooled), pooled.sums[:, ROWS]
     has_rows = rows > 0
     weighted, summed = whole[:, POOLED:].split([len(WEIGHTED), len(ADDED)], dim=-1)
     scale, *squares = (weighted / torch.where(has_rows, rows, torch.nan)[:, None]).unbind(-1)

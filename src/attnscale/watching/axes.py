@@ -13,37 +13,36 @@ from torch import Tensor
 
 from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, Indices, Points, grid
-from attnscale.tracing.following import ProjectionPath, Trail, channels, follow, projection_path, row_of_parameter
+from attnscale.tracing.following import ProjectionPath, Trace, channels, follow, projection_path, row_of_parameter
 from attnscale.tracing.lineage import Node
 from attnscale.tracing.parameters import Origin
 from attnscale.tracing.roles import Product
-from attnscale.watching.gradients import owners_told
+from attnscale.watching.gradients import key_owners_of
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ProductPoints:
     """Places in the product of points of the softmax's input; −1 where a point is none of its elements."""
 
     at: Points  # (points, rank of the product)
     factor: NDArray[np.float64]
     shift: NDArray[np.float64]
-    trails: list[Trail]
+    traces: list[Trace]
 
     @property
-    def found(self) -> NDArray[np.bool_]:
+    def are_found(self) -> NDArray[np.bool_]:
         """True for points that are elements of the product."""
-        found: NDArray[np.bool_] = (self.at != NOWHERE).all(1)
-        return found
+        return np.asarray((self.at != NOWHERE).all(1))
 
 
-def arrive(node: Node, points: Points, product: Product) -> Arrival:
+def points_in_product(node: Node, points: Points, product: Product) -> ProductPoints:
     """Follow points of the softmax's input to the product."""
     at = np.full((len(points), len(product.shape)), NOWHERE, dtype=np.int64)
     factor, shift = np.ones(len(points)), np.zeros(len(points))
-    trails = [trail for trail in follow(node, points, product) if product.made(trail.node)]
-    for trail in trails:
-        at[trail.index], factor[trail.index], shift[trail.index] = trail.points, trail.factor, trail.shift
-    return Arrival(at, factor, shift, trails)
+    traces = [trace for trace in follow(node, points, product) if product.made(trace.node)]
+    for trace in traces:
+        at[trace.index], factor[trace.index], shift[trace.index] = trace.points, trace.factor, trace.shift
+    return ProductPoints(at, factor, shift, traces)
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,11 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
         return None
     along = np.zeros((shape[axis], rank), dtype=np.int64)
     along[:, axis] = np.arange(shape[axis])
-    keys = arrive(node, along, product)
-    if not keys.found.any():
+    keys = points_in_product(node, along, product)
+    if not keys.are_found.any():
         return None
-    key_place = _key_place(keys.at[keys.found])
-    first = along[np.argmax(keys.found)]
+    key_place = _key_place(keys.at[keys.are_found])
+    first = along[np.argmax(keys.are_found)]
     query_place = -1 if key_place == -2 else -2
     between_channels = _sums_over_positions(product)
     query_axes, other_axes = [], []
@@ -127,7 +126,7 @@ def find_axes(product: Product, node: Node, axis: int) -> Axes | None:
     columns = keys.at[:, key_place]
     bare = Axes(
         product, node, shape, axis, tuple(query_axes), tuple(other_axes), key_place != -2, columns, grid(1), grid(1)[0],
-        over_pairs=_repeats_a_key(keys.at[keys.found], key_place), between_channels=between_channels,
+        over_pairs=_repeats_a_key(keys.at[keys.are_found], key_place), between_channels=between_channels,
     )  # fmt: skip
     return _with_heads(bare)
 
@@ -137,7 +136,7 @@ def _ends_along(product: Product, node: Node, first: Indices, axes: list[int]) -
     steps = np.tile(first, (len(axes), 3, 1))
     for ends, axis in zip(steps, axes, strict=True):
         ends[1:, axis] += 1, node.shape[axis] - 1
-    return arrive(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.shape))
+    return points_in_product(node, steps.reshape(-1, len(first)), product).at.reshape(len(axes), 3, len(product.shape))
 
 
 def _key_place(at: Points) -> int:
@@ -166,7 +165,6 @@ def _sums_over_positions(product: Product) -> bool:
 
 
 def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
-    """Return True if two rows of the product are one query of two heads, as einsum lays out heads that share a key."""
     points = at.copy()
     points[:, -1 if query_place == -2 else -2] = 0
     first, second = channels(product.left_node if query_place == -2 else product.right_node, points)
@@ -175,8 +173,8 @@ def _is_another_head(product: Product, at: Points, query_place: int) -> bool:
 
 def _with_heads(bare: Axes) -> Axes | None:
     count = int(np.prod([bare.shape[axis] for axis in bare.other_axes], dtype=np.int64))
-    at = arrive(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
-    if not at.found.all():
+    at = points_in_product(bare.node, bare.rows(np.arange(count), np.zeros(1, dtype=np.int64)), bare.product)
+    if not at.are_found.all():
         return None
     query = channels(bare.operand_node(queries=True), bare.operand_points(at.at, queries=True))
     groups = _by_head(query, bare)
@@ -185,12 +183,11 @@ def _with_heads(bare: Axes) -> Axes | None:
 
 
 def _owners(axes: Axes, at: Points) -> Indices:
-    """Return which key each head has, by the first key and the last."""
     points = np.concatenate([at, at])
     for column, end in ((axes.first_key, slice(len(at))), (-1, slice(len(at), None))):
         points[end, -1 if axes.keys_are_right else -2] = max(axes.columns[column], 0)
     keys = channels(axes.operand_node(queries=False), axes.operand_points(points, queries=False))
-    return owners_told((keys[: len(at)], keys[len(at) :]), np.arange(len(at)))
+    return key_owners_of((keys[: len(at)], keys[len(at) :]), np.arange(len(at)))
 
 
 def _by_head(keys: list[tuple[object, ...]], axes: Axes) -> Indices:
@@ -217,29 +214,29 @@ class Operands:
     axes: Axes
     groups: Indices
     positions: Indices
-    arrival: Arrival
+    product_points: ProductPoints
 
     @classmethod
     def of(cls, axes: Axes, groups: Indices, positions: Indices) -> "Operands":
         """Follow these rows to the product."""
-        return cls(axes, groups, positions, arrive(axes.node, axes.rows(groups, positions), axes.product))
+        return cls(axes, groups, positions, points_in_product(axes.node, axes.rows(groups, positions), axes.product))
 
     @property
     def multiplier(self) -> NDArray[np.float64]:
         """(groups, rows): what multiplies the product on its way to the softmax."""
-        return self._by_group(self.arrival.factor) * self.axes.product.alpha
+        return self._by_group(self.product_points.factor) * self.axes.product.alpha
 
     @property
     def shift(self) -> NDArray[np.float64]:
         """(groups, rows): what the model subtracted from each row, its maximum mostly."""
-        return self._by_group(self.arrival.shift)
+        return self._by_group(self.product_points.shift)
 
     def _by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         return values.reshape(len(self.groups), len(self.positions))
 
     def path(self, queries: bool) -> ProjectionPath:
         """Return what happened to the queries, or keys, since their projection; factors are (groups, rows)."""
-        points = self.axes.operand_points(self.arrival.at, queries)
+        points = self.axes.operand_points(self.product_points.at, queries)
         found = projection_path(follow(self.axes.operand_node(queries), points), len(points))
         return found._replace(factor=self._by_group(found.factor))
 
@@ -248,32 +245,31 @@ class Operands:
         axes, rows = self.axes, len(self.positions)
         node, axis = axes.operand_node(queries), -1 if queries == axes.keys_are_right else -2
         if queries:
-            at = np.concatenate([self.arrival.at[::rows], self.arrival.at[rows - 1 :: rows]])
+            at = np.concatenate([self.product_points.at[::rows], self.product_points.at[rows - 1 :: rows]])
         else:
             shown = axes.columns[axes.columns != NOWHERE]
             ends = np.unique(np.clip([0, 1, len(shown) - 2, len(shown) - 1], 0, len(shown) - 1))
-            at = np.concatenate([self.arrival.at[::rows]] * len(ends))
+            at = np.concatenate([self.product_points.at[::rows]] * len(ends))
             at[:, -1 if axes.keys_are_right else -2] = np.repeat(shown[ends], len(self.groups))
         return Origin(node, axes.operand_points(at, queries), len(self.groups), axis, node.shape[axis])
 
     def queries(self) -> Tensor:
         """Return queries as they entered the product, (groups, rows, features)."""
-        product, at = self.axes.product, self.arrival.at
+        product, at = self.axes.product, self.product_points.at
         operand, row = (product.left, -2) if self.axes.keys_are_right else (product.right.mT, -1)
         chosen = (
             operand[_on(operand, at[:, row])] if operand.dim() == 2 else operand[_on(operand, at[:, 0], at[:, row])]
         )
         return _wide(chosen).unflatten(0, (len(self.groups), -1))  # type: ignore[no-any-return]
 
-    def keys(self, most: int | None = None, chosen: Indices | None = None) -> Tensor:
-        """Return keys as they entered the product, (groups, keys, features): about so many of them, or those chosen."""
+    def keys(self, chosen: Indices | None = None) -> Tensor:
+        """Return keys as they entered the product, (groups, keys, features): all of them, or those chosen."""
         product, columns = self.axes.product, self.axes.columns[self.axes.columns != NOWHERE]
-        columns = columns if most is None else columns[:: -(-len(columns) // most)]
         columns = columns if chosen is None else columns[chosen]
         operand = product.right.mT if self.axes.keys_are_right else product.left
         if operand.dim() == 2:
             return _wide(operand[_on(operand, columns)]).expand(len(self.groups), -1, -1)
-        entries = self.arrival.at[:: len(self.positions), 0]
+        entries = self.product_points.at[:: len(self.positions), 0]
         return _wide(operand[_on(operand, entries[:, None], columns[None, :])])
 
     def predicted(self, softcap: float | None = None) -> Tensor:
@@ -290,11 +286,11 @@ class Operands:
 
 def key_channels(product: Product, node: Node, points: Points) -> list[tuple[object, ...]]:
     """Return the channel that made the key of each point of a softmax's input; empty where a point leads elsewhere."""
-    arrival = arrive(node, points, product)
+    product_points = points_in_product(node, points, product)
     found: list[tuple[object, ...]] = [()] * len(points)
-    at = arrival.at[arrival.found]
+    at = product_points.at[product_points.are_found]
     at[:, -2] = 0
-    for index, key in zip(np.flatnonzero(arrival.found), channels(product.right_node, at), strict=True):
+    for index, key in zip(np.flatnonzero(product_points.are_found), channels(product.right_node, at), strict=True):
         found[index] = key
     return found
 

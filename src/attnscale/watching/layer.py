@@ -1,23 +1,32 @@
-"""Layer: everything seen of one attention of a model."""
+"""Layer: everything seen of one attention of a model; MeasuredCall: one call of it."""
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.declared import Authority, Declared
 from attnscale.errors import SettingError
 from attnscale.measure.stats import ScoreStats
+from attnscale.tracing.coordinates import Indices
+from attnscale.tracing.following import ProjectionPath
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.call import Reading
 from attnscale.watching.gradients import GradientLengths, norm_over
 from attnscale.watching.saved_call import SavedCall
 
+Factors = NDArray[np.float64]  # a value a head
+COMPUTED = "its multiplier is computed from activations"
+ROW_TO_ROW = 0.01  # relative: more than a multiplier of all rows is rounded by
 SAME_SCALE = 0.02  # relative: half precision rounds a slope by less
 NUMBER_AND_DEPTH = re.compile(r"(#\d+)?(\[\d+\])?$")
+IN_EVERY_CALL = ("normalised", "detached")  # what a layer has only if all of its calls have it
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,159 @@ class Wiring:
     axis_of_keys: tuple[int, int, int] | None = None  # where another than that of the softmax, the two, and the rank
     unused_norms: tuple[str, ...] = ()  # norms of query or key, their gains, and scales that took no part
     misplaced_norms: tuple[str, ...] = ()  # norms of query and key that normalise something else
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Findings on the way from the projections to the softmax, beside the multiplier itself."""
+
+    unread: str = ""  # why the multiplier cannot be judged; empty: it can
+    learned_terms: int = 0  # added to q·k: products with positions, distances of points, biases made of activations
+    learned_factor: bool = False  # the multiplier holds a parameter of the model
+    detached: tuple[str, ...] = ()  # "queries", "keys": through which no gradient goes back
+    dropped: bool = False  # scores were set to zero at random
+    inert_fill: float | None = None  # what a mask puts in the place of scores, where it does not hide them
+    capped_mask: float | None = None  # what hidden scores become, where a soft-cap follows the mask
+    inert_added: float | None = None  # what a mask of zeros and ones adds to scores, where it was to hide them
+    scale_after_cap: float | None = None  # a multiplier that stands behind the soft-cap, and makes it that much lower
+    rescaled: tuple[str, ...] = ()  # "queries", "keys": normalised, or given a temperature, after their projection
+
+    @classmethod
+    def of_paths(cls, query: ProjectionPath, key: ProjectionPath) -> "Reading":
+        """Read the paths of queries and keys from their projections."""
+        sides = {"queries": query, "keys": key}
+        return cls(
+            _lost_on_the_way(sides),
+            learned_factor=query.learned_factor or key.learned_factor,
+            detached=tuple(name for name, path in sides.items() if path.detached),
+            rescaled=tuple(name for name, path in sides.items() if path.normalised or path.learned_factor),
+        )
+
+
+def _lost_on_the_way(sides: Mapping[str, ProjectionPath]) -> str:
+    """Return why factors on queries or keys may have been missed; empty where none was."""
+    lost, mixed = ([name for name, path in sides.items() if getattr(path, why)] for why in ("lost", "shared_out"))
+    if lost:
+        return f"its {' and '.join(lost)} were not followed to a projection"
+    if any(path.computed_factor for path in sides.values()):
+        return COMPUTED
+    return f"its {' and '.join(mixed)} are sums of several terms, by learned shares" if mixed else ""
+
+
+def differs_by_row(multipliers: NDArray[np.float64]) -> str:
+    """Return why multipliers, (heads, rows), are not one number a head; empty where they are."""
+    if (multipliers == multipliers[:, :1]).all():
+        return ""
+    low, high = np.abs(multipliers).min(), np.abs(multipliers).max()
+    apart = np.ptp(multipliers, axis=1) > ROW_TO_ROW * np.abs(multipliers).max(axis=1)
+    return f"its multiplier differs from row to row, from {low:.3g} to {high:.3g}" if bool(apart.any()) else ""
+
+
+Facts = TypeVar("Facts", Reading, Wiring)
+
+
+def merged(calls: Sequence[Facts]) -> Facts:
+    """Return what is known of a layer by all of its calls: of each field, the first value that is not the default."""
+    found: dict[str, Any] = {}
+    for each in fields(calls[0]):
+        values = [getattr(call, each.name) for call in calls]
+        known = [value for value in values if value != each.default]
+        is_known = len(known) == len(values) if each.name in IN_EVERY_CALL else bool(known)
+        found[each.name] = known[0] if is_known else each.default
+    return type(calls[0])(**found)
+
+
+class LayerCall(Protocol):
+    """A call as it is noted while a model runs: a MeasuredCall, or what one can be made of later."""
+
+    depth: int
+    key_len: int
+    softcap: float | None
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rescaled(self) -> tuple[str, ...]: ...
+
+    @property
+    def first_row(self) -> tuple[object, ...]: ...
+
+    @property
+    def seen(self) -> "MeasuredCall": ...
+
+
+@dataclass(eq=False)
+class MeasuredCall:
+    """One attention call: the fields of Layer, before calls are merged."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    model_dims: tuple[int, ...]
+    query_len: int
+    key_len: int
+    causal: bool
+    softcap: float | None
+    dtype: torch.dtype
+    stats: ScoreStats
+    scales: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    batch: int = 1
+    attends_itself: bool = False  # queries and keys are of the same positions
+    padding: Tensor | None = field(default=None, repr=False)  # (batch, query_len): queries that are left out
+    over_pairs: bool = False  # its softmax runs over queries and keys at once
+    kept: SavedCall | None = field(default=None, repr=False)  # all of it
+    gradients: GradientLengths | None = field(default=None, repr=False)
+    origins: Origins = field(default_factory=Origins, repr=False)
+    highest_bias: float = 0.0
+    sinks: Tensor | None = field(default=None, repr=False)
+    cosine: Tensor | None = field(default=None, repr=False)  # of queries and keys, where the scores hold a bias too
+    factors: tuple[Factors, Factors] | None = field(default=None, repr=False)  # constants on queries and keys since
+    key_owners: Indices | None = field(default=None, repr=False)  # which key each head has; None: as kernels share
+    first_row: tuple[object, ...] = field(default=(), repr=False)  # of a parameter: what makes its first head's query
+    depth: int = 0  # runs of its module before this one, in the same forward
+    reading: Reading = field(default_factory=Reading)
+    wiring: Wiring = field(default_factory=Wiring)
+    softmax: Softmax = field(default_factory=lambda: Softmax(axis=-1), repr=False)  # and what became of its weights
+
+    @property
+    def seen(self) -> "MeasuredCall":
+        """The call itself; one that a probe measured is made only when it is asked for."""
+        return self
+
+    @property
+    def rescaled(self) -> tuple[str, ...]:
+        """Sides that are normalised, or given a temperature, after their projection."""
+        return self.reading.rescaled
+
+    @property
+    def rows(self) -> int:
+        """Rows of every head, including padding."""
+        return self.batch * self.query_len
+
+    @property
+    def wiring_of_all(self) -> Wiring:
+        """Its wiring, and what became of its weights."""
+        softmax = self.softmax
+        along = softmax.renormalised or (softmax.mixes_along_axis and not self.over_pairs)
+        axis = None if along else softmax.axis_of_keys
+        return replace(
+            self.wiring,
+            factor_after_softmax=softmax.factor_after,
+            mixes_along_softmax=along,
+            axis_of_keys=None if axis is None else (softmax.axis, axis, softmax.rank),
+        )
+
+    @property
+    def origins_of_all(self) -> Origins:
+        """Origins of its queries and keys, and of the values that its weights mixed."""
+        return replace(self.origins, value=self.origins.value or self.softmax.values)
 
 
 @dataclass(frozen=True)

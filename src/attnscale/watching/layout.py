@@ -19,7 +19,7 @@ from attnscale.watching.rows import is_bias
 
 if TYPE_CHECKING:
     from attnscale.watching.axes import Axes
-    from attnscale.watching.call import Factors, SeenCall
+    from attnscale.watching.layer import Factors, MeasuredCall
     from attnscale.watching.written_call import WrittenCall
 
 ORDER = (0, 1, 2, 3)  # of batch, heads, queries and keys
@@ -87,33 +87,33 @@ class WrittenPlan:
     is_uneven: bool  # some rows see less than others
 
 
-def written_plan(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> WrittenPlan | None:
+def written_plan(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> WrittenPlan | None:
     """Return the plan of a call whose scores have this shape; None where no probe can be placed."""
     if not all(path.constant for path in call.paths) or not is_only_a_product(call, seen):
         return None
     layout = layout_of(call.axes) if call.axes.shape == shape else None
     if layout is None or not layout.fits(call.scores, call.axes.product.left, call.axes.product.right):
         return None
-    at = call.probed.arrival.at.reshape(call.heads, -1, 3)
+    at = call.probed.product_points.at.reshape(call.heads, -1, 3)
     row = at[..., 1 if layout.keys_are_right else 2]
     if (at[:, 0, 0] != call.axes.groups[0]).any() or (row != call.probe.numpy()).any():
         return None  # the product has its entries, or its rows, in another order
     _, visible = call.rows_at(call.probe)
-    return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trail.constant, visible is not None)
+    return WrittenPlan(layout, call.probed.multiplier.mean(1), call.trace.constant, visible is not None)
 
 
-def is_only_a_product(call: "WrittenCall", seen: "SeenCall") -> bool:
+def is_only_a_product(call: "WrittenCall", seen: "MeasuredCall") -> bool:
     """Return True if scores are a multiple of q·k, perhaps soft-capped, and hidden ones have a number that none has."""
-    trail, axes = call.trail, call.axes
-    if trail.blended or trail.dropped or trail.other_scores or trail.learned_terms or len(trail.caps) > 1:
+    trace, axes = call.trace, call.axes
+    if trace.blended or trace.dropped or trace.other_scores or trace.learned_terms or len(trace.caps) > 1:
         return False
-    if axes.over_pairs or axes.between_channels or seen.softcap_discarded or call.finite_gaps:
+    if axes.over_pairs or axes.between_channels or seen.wiring.softcap_discarded or call.finite_gaps:
         return False
-    if any(NEVER_A_SCORE < fill <= -HIDING_GAP for fill in trail.fills) or seen.reading.inert_fill is not None:
+    if any(NEVER_A_SCORE < fill <= -HIDING_GAP for fill in trace.fills) or seen.reading.inert_fill is not None:
         return False
-    if seen.biased or any(is_bias(bias) for bias, _ in call.biases):
+    if seen.wiring.biased or any(is_bias(bias) for bias, _ in call.biases):
         return False
-    return seen.sinks is None and not call.probed.arrival.shift.any()
+    return seen.sinks is None and not call.probed.product_points.shift.any()
 
 
 def layout_of(axes: "Axes") -> Layout | None:
@@ -146,7 +146,7 @@ def own_factors(product: Product) -> OwnFactors | None:
     return None if query is None or key is None or not math.isclose(abs(query), key) else OwnFactors(query, key)
 
 
-def factors_before(call: "WrittenCall", seen: "SeenCall", shape: Shape) -> "tuple[Factors, Factors] | None":
+def factors_before(call: "WrittenCall", seen: "MeasuredCall", shape: Shape) -> "tuple[Factors, Factors] | None":
     """Return what multiplied queries and keys before SDPA, whose scores have this shape.
 
     None where it must be followed every time: of other axes than (batch, heads, queries, keys) among them.

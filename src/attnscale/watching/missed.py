@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from attnscale.tracing.following import Trail, follow
-from attnscale.tracing.lineage import Ledger, Node
+from attnscale.tracing.following import Trace, follow
+from attnscale.tracing.lineage import Lineage, Node
 
 NORM_OF_QUERY_OR_KEY = re.compile(
     r"(q|k|qk|query|key)_?(layer|rms)?_?(norm|ln)|(layer|rms)?_?(norm|ln)_?(q|k|query|key)"
@@ -68,8 +68,8 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
 class QueryKeyNorms:
     """The norms of queries and keys that a model was built with, their gains, and learned scales, as they take part."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, modules: Mapping[str, nn.Module], lineage: Lineage) -> None:
+        self._ledger = lineage
         self._outputs: dict[str, list[Node]] = {}
         self._used_names: set[str] = set()
         self.built = {name: module for name, module in modules.items() if _is_norm(name, module)}  # by their path
@@ -122,18 +122,17 @@ class QueryKeyNorms:
         return name in self._used_names or (node is not None and node.used)
 
 
-def _trails(node: Node) -> list[Trail]:
+def _traces(node: Node) -> list[Trace]:
     return follow(node, np.zeros((1, len(node.shape)), dtype=np.int64)) if all(node.shape) else []
 
 
 def _is_normalised(node: Node) -> bool:
-    return any(trail.normalised for trail in _trails(node))
+    return any(trace.normalised for trace in _traces(node))
 
 
 def _is_projected_in(path: str, node: Node) -> bool:
-    """Return True if the first element of a tensor comes from a weight inside the module at this path."""
-    trails = _trails(node)
-    names = (trail.node.projection.weight.whole.name for trail in trails if trail.node.projection is not None)
+    traces = _traces(node)
+    names = (trace.node.projection.weight.whole.name for trace in traces if trace.node.projection is not None)
     return any(name is not None and _belongs(path, name.rpartition(".")[0]) for name in names)
 
 

@@ -1,16 +1,14 @@
 """ModuleStack: the modules of a model that are running, and the line of code that led to an operation."""
 
-import dis
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +20,6 @@ from attnscale.torch_internals import called_module, calls_compiled, refuses_bre
 # The line of the model's own code is the first outside these.
 OWN = Path(__file__).parent.parent
 Line = tuple[str, int] | None  # of a file; None: of none but torch's own
-Enter = Callable[[nn.Module, Any], None]
-Leave = Callable[[nn.Module, Any, Any], None]
 LIBRARIES = (
     *(str(OWN / file) for file in ("operator.py", "numerics.py")),
     *(
@@ -34,13 +30,6 @@ LIBRARIES = (
         )
     ),
 )
-
-
-class Compiled(NamedTuple):
-    """Return True if torch.compile made what calls a module."""
-
-    is_compiled: bool
-    is_pinned: bool  # nothing in its graph can run uncompiled: the graph must be whole, or would not be made at all
 
 
 class ModuleStack:
@@ -104,21 +93,22 @@ class ModuleStack:
             frame = frame.f_back
         return line
 
-    def compiled(self) -> "Compiled":
-        """Return whether torch.compile made what calls the innermost module, directly or not."""
+    def compiled(self) -> tuple[bool, bool]:
+        """Return whether torch.compile made what calls the innermost module, and whether that cannot run uncompiled.
+
+        A graph that holds other modules too is not cut: where it would end in a loop over layers, Dynamo would leave
+        the whole function uncompiled for good.
+        """
         frame: FrameType | None = sys._getframe(1)
+        is_own = holds_others = is_compiled = is_pinned = False
         while frame is not None:
             module = called_module(frame)
-            if module is not None and self._names.get(id(module)) == self.stack[-1]:
-                break
+            holds_others |= is_own and module is not None
+            is_own |= module is not None and self._names.get(id(module)) == self.stack[-1]
+            if is_own and calls_compiled(frame):
+                is_compiled, is_pinned = True, is_pinned or holds_others or refuses_breaks(frame)
             frame = frame.f_back
-        is_compiled, is_pinned, inner = False, False, list[FrameType]()
-        while frame is not None:
-            inner.append(frame)
-            if calls_compiled(frame):
-                is_compiled, is_pinned = True, is_pinned or any(map(is_in_loop, inner)) or refuses_breaks(frame)
-            frame = frame.f_back
-        return Compiled(is_compiled, is_pinned)
+        return is_compiled, is_pinned
 
     def attach(self) -> None:
         """Start to follow modules on this thread."""
@@ -191,26 +181,3 @@ class ModuleStack:
         if self._entered:
             self._entered = 0
             self._meanwhile.__exit__(None, None, None)
-
-
-def is_in_loop(frame: FrameType) -> bool:
-    """Return True if the line that a frame is at is inside a loop of its function.
-
-    Where a graph ends in a loop, Dynamo leaves the whole function uncompiled for good.
-
-    >>> import sys
-    >>> [is_in_loop(sys._getframe()), *(is_in_loop(sys._getframe()) for _ in range(1))]
-    [False, True]
-    """
-    return any(first <= frame.f_lasti <= last for first, last in _loops(frame.f_code))
-
-
-@cache
-def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and the last offset of each loop: a jump back ends a loop."""
-    jumps = {*dis.hasjrel, *dis.hasjabs}
-    return tuple(
-        (each.argval, each.offset)
-        for each in dis.get_instructions(code)
-        if each.opcode in jumps and each.argval <= each.offset
-    )

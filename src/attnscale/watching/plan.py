@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from attnscale.declared import Declared, declared
 from attnscale.tracing.parameters import Origins
 from attnscale.tracing.roles import Softmax
-from attnscale.watching.call import Factors, SeenCall
 from attnscale.watching.kernels import KernelCall
+from attnscale.watching.layer import Factors, MeasuredCall
 from attnscale.watching.layout import WrittenPlan
 from attnscale.watching.module_stack import Line
 from attnscale.watching.sdpa_names import is_called_by_name
@@ -32,7 +32,7 @@ class PlannedCall:
 
     module: str  # path
     line: Line
-    template: SeenCall
+    template: MeasuredCall
     written: WrittenPlan | None = None  # of an attention that is written out; None: a kernel computes it
     key_heads: int = 0  # of the kernel's keys, which may be copies of fewer heads
     _head_factors: dict[int, Factors] = field(default_factory=dict, repr=False)  # by key heads
@@ -63,7 +63,7 @@ class PlannedCall:
             self._head_factors[keys] = np.abs(np.stack([query, of_keys]))
         return self._head_factors[keys]
 
-    def seen(self) -> SeenCall:
+    def seen(self) -> MeasuredCall:
         """Return a new call like the one that was traced, whose numbers are to be filled in."""
         call = copy(self.template)
         call.softmax = copy(call.softmax)
@@ -118,7 +118,7 @@ class PlanRecorder:
         """Record that something ran which no plan can describe."""
         self.obstacle = self.obstacle or reason
 
-    def add_kernel(self, path: str, line: Line, kernel: KernelCall, seen: SeenCall) -> None:
+    def add_kernel(self, path: str, line: Line, kernel: KernelCall, seen: MeasuredCall) -> None:
         """Record a call of a fused kernel."""
         if kernel.kind == "sdpa" and not self._is_seen_by_probes(path):
             self._fall_back(path, DIRECT)
@@ -128,12 +128,12 @@ class PlanRecorder:
             self._fall_back(path, "its heads stand in the place of the batch")
         elif seen.factors is None:
             self._fall_back(path, "what multiplies its queries or keys is no constant")
-        elif seen.biased:
+        elif seen.wiring.biased:
             self._fall_back(path, "a bias is added to its scores")
         else:
             self._add(path, line, seen, None, kernel.key.shape[1])
 
-    def add_written(self, path: str, line: Line, seen: SeenCall, layout: WrittenPlan | None) -> None:
+    def add_written(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None) -> None:
         """Record an attention that is written out, or that SDPA computed by its parts: then it has no layout."""
         if seen.kind == "sdpa" and not self._is_seen_by_probes(path):
             self._fall_back(path, DIRECT)
@@ -146,7 +146,7 @@ class PlanRecorder:
         """Return True if a probe will see SDPA's function: in a graph, or by its name."""
         return path in self._compiled or is_called_by_name()
 
-    def _add(self, path: str, line: Line, seen: SeenCall, layout: WrittenPlan | None, key_heads: int) -> None:
+    def _add(self, path: str, line: Line, seen: MeasuredCall, layout: WrittenPlan | None, key_heads: int) -> None:
         place = (path, line, seen.kind, seen.heads, key_heads, seen.head_dim, seen.first_row)
         if place not in self._calls:
             self._calls[place] = PlannedCall(path, line, seen, layout, key_heads)
@@ -189,7 +189,7 @@ class PlanRecorder:
         return Plan(modules, self._fallbacks, frozenset(self._pinned), frozenset(called), unused)
 
 
-def _template(call: SeenCall) -> SeenCall:
+def _template(call: MeasuredCall) -> MeasuredCall:
     """Return a call without anything that belongs to one step, or that holds tensors of the model."""
     origins = call.origins_of_all
     return replace(
@@ -208,5 +208,4 @@ def _template(call: SeenCall) -> SeenCall:
 
 
 def _facts(softmax: Softmax) -> Softmax:
-    """Return what stays the same from step to step of what became of the weights."""
-    return replace(softmax, attends=None, keep=None, keys_of=None, values=None, off_one=None, undefined=None)
+    return replace(softmax, attends=None, keep_values=None, keys_of=None, values=None, off_one=None, undefined=None)

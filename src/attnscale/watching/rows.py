@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnscale.measure.pool import Unpooled
+from attnscale.measure.pooled import MeasuredRows
 from attnscale.measure.row_blocks import rows_of
-from attnscale.measure.row_sums import ROW_FIELDS, RowSums
+from attnscale.measure.row_sums import joined_rows
 from attnscale.measure.sampling import sample_positions
 from attnscale.measure.stats import ScoreStats
 from attnscale.visibility import NEVER_A_SCORE, shown_by
@@ -55,19 +55,13 @@ class Rows:
         """Return statistics over every row, or over about so many a head; then `bound` gives an upper bound."""
         sample = None if rows is None else sample_positions(rows, self.length, self.batch, self.uneven)
         positions = torch.arange(self.length) if sample is None else sample.positions
-        measured = _joined([rows_of(*self.at(some)) for some in positions.split(self._block)])
+        found = joined_rows([rows_of(*self.at(some)) for some in positions.split(self._block)])
         highest = None if sample is None else bound()
-        return ScoreStats(self.heads, exact=sample is None, pool=Unpooled(lambda: measured, lambda: highest, sample))
+        return ScoreStats(self.heads, exact=sample is None, pool=MeasuredRows(found, highest, sample))
 
     @property
     def _block(self) -> int:
         return max(1, BLOCK_SCORES // max(1, self.batch * self.heads * self.keys))
-
-
-def _joined(parts: list[RowSums]) -> RowSums:
-    if len(parts) == 1:
-        return parts[0]
-    return RowSums(**{name: torch.cat([getattr(part, name) for part in parts], dim=-1) for name in ROW_FIELDS})
 
 
 def spread_positions(length: int, most: int) -> Tensor:

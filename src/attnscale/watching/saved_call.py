@@ -13,13 +13,12 @@ from attnscale.numerics import wide_dtype
 from attnscale.tracing.coordinates import NOWHERE, grid
 from attnscale.tracing.following import ProjectionPath, follow
 from attnscale.tracing.lineage import Node
-from attnscale.tracing.roles import Softmax, Weights
 from attnscale.visibility import EVERYTHING, Visibility
 from attnscale.watching.axes import Axes, Operands
 
 if TYPE_CHECKING:
-    from attnscale.watching.call import Factors
     from attnscale.watching.kernels.kernel_call import KernelCall
+    from attnscale.watching.layer import Factors
     from attnscale.watching.written_call import WrittenCall
 
 ROUNDING = 1e-5  # of the largest score: what is left of scores beyond it was added to them
@@ -70,7 +69,6 @@ def save_kernel_call(
 
 
 def _visibility(call: "KernelCall", multiplier: "Factors", softcap: float | None) -> Visibility:
-    """Return what is added to the scores: as the arguments of the kernel say, or as the user's function does."""
     if call.score_mod is None:
         seen = call.visibility.with_infinite_mask()
         return seen if seen.mask is None else replace(seen, mask=seen.mask[(None,) * (4 - seen.mask.dim())])
@@ -103,9 +101,9 @@ def save_written_call(call: "WrittenCall", scales: Tensor, padding: Tensor | Non
     return SavedCall(query, key, scales, seen, call.softcap)
 
 
-def save_values(axes: Axes, kept: SavedCall, softmax: Softmax, weights: Node, values: Tensor, side: int) -> None:
-    """Save the values that the weights of a call meet."""
-    found = values_met(axes, softmax, weights, values, side)
+def save_values(axes: Axes, kept: SavedCall, weights: Node, values: Tensor, side: int) -> None:
+    """Save the values that the weights of a call meet; `side` as values_met() takes it."""
+    found = values_met(axes, weights, values, side)
     if found is not None and found.shape[-2] < len(axes.columns):
         found = F.pad(found, (0, 0, *_sinks(axes)))  # whose weights went nowhere
     kept.value = None if found is None or found.shape[-2] != len(axes.columns) else found.to(kept.query.dtype)
@@ -126,7 +124,7 @@ def added_to(predicted: Tensor, scores: Tensor, visible: Tensor | None) -> Visib
     return EVERYTHING if visible is None else Visibility(mask=visible)
 
 
-def values_met(axes: Axes, softmax: Softmax, weights: Node, values: Tensor, side: int) -> Tensor | None:
+def values_met(axes: Axes, weights: Node, values: Tensor, side: int) -> Tensor | None:
     """Return the values of every head, (batch, heads, keys, features), where weights (…, rows, keys) of it meet them.
 
     `side` is 0 where the weights stand left of the values, 1 where they stand right of their transpose.
@@ -138,16 +136,14 @@ def values_met(axes: Axes, softmax: Softmax, weights: Node, values: Tensor, side
     rows = sizes[side]
     points = grid(entries, 1, rows) if side else grid(entries, rows, 1)
     place = np.full(math.prod(axes.shape[at] for at in axes.other_axes), NOWHERE)
-    for trail in follow(weights, points):
-        if not isinstance(trail.node.role, Weights) or trail.node.role.softmax is not softmax:
+    for trace in follow(weights, points):
+        if trace.node.role is not weights.role:
             return None
-        element = np.ravel_multi_index(tuple(trail.points.T), trail.node.shape)
-        at = np.unravel_index(element, axes.shape)
-        other = np.ravel_multi_index(
-            tuple(at[axis] for axis in axes.other_axes) or (np.zeros_like(element),),
-            tuple(axes.shape[axis] for axis in axes.other_axes) or (1,),
-        )
-        place[other] = points[trail.index, 0]
+        at = np.unravel_index(np.ravel_multi_index(tuple(trace.points.T), trace.node.shape), axes.shape)
+        other = np.zeros_like(at[0])
+        for axis in axes.other_axes:
+            other = other * axes.shape[axis] + at[axis]
+        place[other] = points[trace.index, 0]
     found = place[axes.groups]
     return None if (found == NOWHERE).any() else values.detach()[found]
 

@@ -1,8 +1,8 @@
 """Seen: what a watched model did, layer by layer."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from attnscale.declared import Declared
 from attnscale.measure.statistics import Place, in_place
-from attnscale.measure.stats import ScoreStats, merged_when_read
+from attnscale.measure.stats import merged_when_read
 from attnscale.plain import printable, readable
 from attnscale.results import PlottedResult
-from attnscale.watching.call import NotedCall, Reading, SeenCall
-from attnscale.watching.gradients import norm_over
-from attnscale.watching.layer import Layer, Wiring
+from attnscale.watching.layer import Layer, LayerCall, MeasuredCall, merged
 from attnscale.watching.missed import MissedAttention
 from attnscale.watching.module_stack import Line
 
@@ -60,10 +58,10 @@ class Seen(PlottedResult):
         self.obstacle = "some of its operations could not be followed"  # why there is no plan
         self.missed = MissedAttention()  # known when watching is over
         self.unfollowed: list[str] = []  # modules that seem to attend in a way that was not understood
-        self._sites: dict[tuple[object, ...], list[NotedCall]] = {}
+        self._sites: dict[tuple[object, ...], list[LayerCall]] = {}
         self._built: tuple[int, Layers] = (0, Layers())
 
-    def note(self, path: str, line: Line, call: NotedCall, depth: int = 0) -> None:
+    def note(self, path: str, line: Line, call: LayerCall, depth: int = 0) -> None:
         """Add one call to those of its place; `depth` counts the runs of its module before, in the same forward.
 
         One line of a module may attend in a loop over heads, or over layers: each has other rows of the parameters.
@@ -71,10 +69,6 @@ class Seen(PlottedResult):
         site = (path, line, call.heads, call.head_dim, call.first_row)
         self._sites.setdefault(site, []).append(call)
         call.depth = depth
-
-    def settle(self) -> None:
-        for call in (call for calls in self._sites.values() for call in calls):
-            call.settle()
 
     @property
     def calls(self) -> int:
@@ -94,10 +88,9 @@ class Seen(PlottedResult):
         Where its keys grow by the same number from run to run, or it runs more often than models are deep, that is a
         loop over time, and one layer.
         """
-        self.settle()
         if self._built[0] != self.calls:
             by_layer = self.calls_by_layer().items()
-            layers = {name: self._layer(name, path, [call.seen for call in calls]) for name, (path, calls) in by_layer}
+            layers = {name: self.layer_of(name, path, calls) for name, (path, calls) in by_layer}
             self._built = (self.calls, Layers(layers))
         return self._built[1]
 
@@ -108,9 +101,9 @@ class Seen(PlottedResult):
             for name, (path, calls) in self.calls_by_layer().items()
         }
 
-    def calls_by_layer(self) -> dict[str, tuple[str, list[NotedCall]]]:
+    def calls_by_layer(self) -> dict[str, tuple[str, list[LayerCall]]]:
         """Return the path and the calls of each layer, by its name."""
-        found: dict[str, tuple[str, list[NotedCall]]] = {}
+        found: dict[str, tuple[str, list[LayerCall]]] = {}
         for (site, *_), calls in filter(itemgetter(1), self._sites.items()):
             path, number = str(site), 2
             name = self._shown(path)
@@ -119,7 +112,9 @@ class Seen(PlottedResult):
             found |= {name + suffix: (path, some) for suffix, some in by_depth(calls).items()}
         return found
 
-    def _layer(self, name: str, path: str, calls: list[SeenCall]) -> Layer:
+    def layer_of(self, name: str, path: str, noted: Sequence[LayerCall]) -> Layer:
+        """Return the layer of this name, at the path of a module, that these calls are of."""
+        calls = [call.seen for call in noted]
         last, longest = calls[-1], max(calls, key=lambda call: (call.query_len, call.key_len))
         return Layer(
             name=name,
@@ -138,19 +133,12 @@ class Seen(PlottedResult):
             query_norm=_root_over_rows(calls, lambda call: call.query_norm),
             key_norm=_root_over_rows(calls, lambda call: call.key_norm),
             declared=self._declare(path, last.head_dim),
-            wiring=Wiring(
-                normalised=all(call.normalised for call in calls),
-                biased=any(call.biased for call in calls),
-                bias_is_scaled=any(call.bias_is_scaled for call in calls),
-                softcap_discarded=any(call.softcap_discarded for call in calls),
-                softcap_unbounded=any(call.softcap_unbounded for call in calls),
-                factor_after_softmax=last.softmax.factor_after,
-                mixes_along_softmax=all(call.mixes_along_softmax for call in calls),
-                axis_of_keys=_axis_of_keys(calls),
+            wiring=replace(
+                merged([call.wiring_of_all for call in calls]),
                 unused_norms=self.unused_norms(path),
                 misplaced_norms=self.misplaced_norms(path),
             ),
-            reading=Reading.of_calls([call.reading for call in calls]),
+            reading=merged([call.reading for call in calls]),
             softmaxes=tuple(call.softmax for call in calls),
             calls=len(calls),
             queries=sum(call.rows for call in calls),
@@ -183,35 +171,6 @@ class LayerFacts(NamedTuple):
     rescaled: tuple[str, ...]  # "queries", "keys": normalised, or given a temperature, after their projection
 
 
-@dataclass(frozen=True)
-class LayerNumbers:
-    """Numbers of one layer over all its calls: fields of Layer that a record needs."""
-
-    heads: int
-    stats: ScoreStats
-    scales: Tensor
-    query_norm: Tensor
-    key_norm: Tensor
-    query_gradient: Tensor | None
-    key_gradient: Tensor | None
-    cosine: Tensor | None
-
-    @classmethod
-    def of(cls, calls: list[SeenCall]) -> "LayerNumbers":
-        """Merge the calls of a layer."""
-        gradients = [call.gradients for call in calls if call.gradients is not None]
-        return cls(
-            calls[-1].heads,
-            merged_when_read([call.stats for call in calls]),
-            _over_rows(calls, lambda call: call.scales),
-            _root_over_rows(calls, lambda call: call.query_norm),
-            _root_over_rows(calls, lambda call: call.key_norm),
-            norm_over(gradients, "query"),
-            norm_over(gradients, "key"),
-            _cosine_over_rows(calls),
-        )
-
-
 def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> str:
     """Return one line a layer, under headings, and what is not in the numbers; `words` are verdicts, by layer."""
     columns = (*COLUMNS, *(entry.one_line for entry in in_place(Place.SEEN)), *(() if words is None else ("verdict",)))
@@ -223,12 +182,12 @@ def table(layers: Collection[Layer], words: Mapping[str, str] | None = None) -> 
         )
         for row in rows
     )
-    return "\n".join([*(line.rstrip() for line in lines), *padding_told(layers)])
+    return "\n".join([*(line.rstrip() for line in lines), *padding_note(layers)])
 
 
-def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
+def by_depth(calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
     """Return the calls by the suffix of the layer's name for their depth; one without a suffix if all are one layer."""
-    depths: dict[int, list[NotedCall]] = {}
+    depths: dict[int, list[LayerCall]] = {}
     for call in calls:
         depths.setdefault(call.depth, []).append(call)
     keys = [max(call.key_len for call in depths[depth]) for depth in sorted(depths)]
@@ -237,7 +196,7 @@ def by_depth(calls: list[NotedCall]) -> dict[str, list[NotedCall]]:
     return {f"[{depth}]": some for depth, some in sorted(depths.items())}
 
 
-def padding_told(layers: Collection[Layer]) -> list[str]:
+def padding_note(layers: Collection[Layer]) -> list[str]:
     """Return a sentence that says how many queries are not in the numbers; empty where all are."""
     padded = [layer for layer in layers if layer.padding]
     if not padded:
@@ -248,21 +207,13 @@ def padding_told(layers: Collection[Layer]) -> list[str]:
     return [f"Left out as padding: {'up to ' if several else ''}{most.padding} of {most.queries} queries in {where}."]
 
 
-def _axis_of_keys(calls: list[SeenCall]) -> tuple[int, int, int] | None:
-    """Return the axis of a softmax, the one that values are summed over instead, and the rank; None where the same."""
-    found = (each.softmax for each in calls if not each.mixes_along_softmax and each.softmax.axis_of_keys is not None)
-    softmax = next(found, None)
-    return None if softmax is None else (softmax.axis, softmax.axis_of_keys or 0, softmax.rank)
-
-
 def _is_over_time(keys: list[int]) -> bool:
     """Return True if each run saw as many keys more than the one before."""
     steps = {after - before for before, after in pairwise(keys)}
     return len(keys) > 2 and len(steps) == 1 and steps.pop() > 0
 
 
-def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> Tensor:
-    """Return the mean over the rows of all calls that count."""
+def _over_rows(calls: list[MeasuredCall], values: Callable[[MeasuredCall], Tensor]) -> Tensor:
     known = [(call, values(call)) for call in calls if call.rows] or [(calls[0], values(calls[0]))]
     if len(known) == 1:
         return known[0][1]
@@ -271,18 +222,17 @@ def _over_rows(calls: list[SeenCall], values: Callable[[SeenCall], Tensor]) -> T
     return torch.stack([own * (count / rows) for (_, own), count in zip(known, counted, strict=True)]).sum(0)
 
 
-def _root_over_rows(calls: list[SeenCall], norms: Callable[[SeenCall], Tensor]) -> Tensor:
-    """Return the root of the mean square over the rows of all calls that count."""
+def _root_over_rows(calls: list[MeasuredCall], norms: Callable[[MeasuredCall], Tensor]) -> Tensor:
     return norms(calls[0]) if len(calls) == 1 else _over_rows(calls, lambda call: norms(call).square()).sqrt()
 
 
-def _cosine_over_rows(calls: list[SeenCall]) -> Tensor | None:
+def _cosine_over_rows(calls: list[MeasuredCall]) -> Tensor | None:
     """None where the scores of no call hold more than q·k: then their spread tells it."""
     known = {id(call): call.cosine for call in calls if call.cosine is not None}
     return _root_over_rows(calls, lambda call: known[id(call)]) if len(known) == len(calls) else None
 
 
-def _counted(call: SeenCall, device: torch.device) -> Tensor:
+def _counted(call: MeasuredCall, device: torch.device) -> Tensor:
     """Return the rows of a call without padding, where that is known on this device: another would be waited for."""
     rows = torch.full((), call.rows, dtype=torch.float64, device=device)  # filled there: a copy would be waited for
     if call.padding is None or call.padding.device != device:

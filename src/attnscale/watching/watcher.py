@@ -16,13 +16,13 @@ from attnscale.numerics import has_nan_of_its_own
 from attnscale.torch_internals import DispatchMode, in_backward, is_fake, local_part
 from attnscale.tracing import Tracer, is_nested
 from attnscale.tracing.following import are_outputs_of_one_projection
-from attnscale.tracing.lineage import Ledger, Node, shape_of
+from attnscale.tracing.lineage import Lineage, Node, shape_of
 from attnscale.tracing.roles import MixedValues, Scores, Softmax
 from attnscale.tracing.softmaxes import OF_SDPA, PLAIN
 from attnscale.watching.axes import find_axes, key_channels
-from attnscale.watching.call import SeenCall
-from attnscale.watching.gradients import of_kernel
+from attnscale.watching.gradients import GradientLengths
 from attnscale.watching.kernels import KernelCall, OpTraits, kernel_calls, traits_of
+from attnscale.watching.layer import MeasuredCall
 from attnscale.watching.layout import factors_before, own_factors, written_plan
 from attnscale.watching.missed import MissedAttention, QueryKeyNorms, modules_that_never_attended
 from attnscale.watching.module_stack import ModuleStack
@@ -72,14 +72,14 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
     def __init__(self, model: nn.Module, settings: Settings, seen: Seen | None = None) -> None:
         """Note calls in `seen`, to which others may add theirs; in a new one where none is given."""
         super().__init__()
-        ledger, modules = Ledger(ParameterNames(model)), modules_by_path(model)
-        self.norms = QueryKeyNorms(modules, ledger)
+        lineage, modules = Lineage(ParameterNames(model)), modules_by_path(model)
+        self.norms = QueryKeyNorms(modules, lineage)
         stack = self.stack = ModuleStack(modules, self._ran, self, settings.training)
         self.seen = Seen(stack.shown, partial(declared, model), self.norms.unused) if seen is None else seen
         self.seen.misplaced_norms = self.norms.misplaced
         self.plan_recorder = PlanRecorder()
         self.reporter = Reporter(settings, stack, self.seen, self.plan_recorder)
-        self.tracer = Tracer(ledger, lambda: tuple(stack.stack), self.reporter.softmax)
+        self.tracer = Tracer(lineage, lambda: tuple(stack.stack), self.reporter.softmax)
         self.failures: list[str] = []
         self._modules, self._settings = modules, settings
 
@@ -91,7 +91,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
             if is_fake(types):
                 return func(*args, **kwargs)  # it has shapes alone: sharded tensors compute their layout with it
             return NotImplemented  # a sharded or quantised tensor: see what it does inside
-        if traits.is_composite and self._is_decomposed(traits, args):
+        if traits.is_composite and not (any(map(is_nested, args)) or _is_fused(traits, args)):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -102,12 +102,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         except Exception as error:  # a model that runs must go on running
             self._failed(func, error)
         return result
-
-    def _is_decomposed(self, traits: OpTraits, args: Any) -> bool:
-        """Return True if a composite operation runs in its parts: not where it is read whole or has a kernel."""
-        if any(map(is_nested, args)) or _is_fused(traits, args):
-            return False
-        return not self.tracer.reads_whole(traits.name, args)
 
     def _read(self, traits: OpTraits, args: Any, kwargs: Any, result: Any) -> None:
         if not self.norms.are_none:
@@ -128,7 +122,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if "scaled_dot_product" in traits.name and is_nested(given["query"]):
             self._refuse_nested()
             return
-        for call in kernel_calls(self.tracer.ledger, traits.full_name, given):
+        for call in kernel_calls(self.tracer.lineage, traits.full_name, given):
             self._report(call, given.get("value"), output)
 
     def _refuse_nested(self) -> None:
@@ -140,7 +134,7 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
         if isinstance(output, Tensor):
             if isinstance(value, Tensor) and not (value.is_nested or call.has_finite_lse):
                 softmax.measured(None, has_nan_of_its_own(output, value))
-            self.tracer.ledger.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
+            self.tracer.lineage.write(output, Node(shape_of(output), learned=True, role=MixedValues(softmax)))
 
     def _ran(self, name: str, output: Any) -> None:
         try:
@@ -157,7 +151,6 @@ class Watcher(DispatchMode):  # type: ignore[misc]  # torch's own, untyped
 
     def conclude(self) -> None:
         """Warn of what could not be followed; where nothing was seen at all, raise."""
-        self.seen.settle()
         unfollowed = self.tracer.unfollowed
         if self._settings.training and not self.failures and not unfollowed:
             self.seen.plan = self.plan_recorder.plan(self.stack.called, self.seen.unused_norms)
@@ -258,8 +251,8 @@ class Reporter:
             self._note_run(module)
             self._plan.add_kernel(module, line, call, seen)
         if torch.is_grad_enabled():
-            query, key, *turn = call.given or (call.query, call.key)
-            seen.gradients = of_kernel(query, key, seen.heads, seen.key_owners, *turn)
+            query, key, by_head = call.given or (call.query, call.key, lambda gradient: gradient)
+            seen.gradients = GradientLengths.followed(query, key, seen.heads, seen.key_owners, by_head)
         self._seen.note(".".join(filter(None, (module, call.inside))), line, seen, depth)
         return seen.softmax
 
@@ -291,11 +284,11 @@ class Reporter:
             keys_of=(lambda points: key_channels(product, node, points)) if call.shares_keys else None,
         )
         if seen.kept is not None:
-            seen.softmax.keep = partial(save_values, call.axes, seen.kept)
+            seen.softmax.keep_values = partial(save_values, call.axes, seen.kept)
         product.has_softmax = True
         return seen.softmax
 
-    def _record(self, call: WrittenCall, seen: SeenCall, path: str, by: str, shape: tuple[int, ...]) -> None:
+    def _record(self, call: WrittenCall, seen: MeasuredCall, path: str, by: str, shape: tuple[int, ...]) -> None:
         """Record a call in the plan: by SDPA, or where one operation took a softmax of scores of this shape."""
         planned = None
         if by == OF_SDPA:
@@ -309,11 +302,11 @@ class Reporter:
         self._plan.add_written(path, self._stack.line_within(path), seen, planned)
 
     def _note_run(self, path: str) -> None:
-        compiled = self._stack.compiled()
-        self._seen.is_compiled |= compiled.is_compiled
-        self._plan.ran_as(path, *compiled, self._stack.depth(path))
+        is_compiled, is_pinned = self._stack.compiled()
+        self._seen.is_compiled |= is_compiled
+        self._plan.ran_as(path, is_compiled, is_pinned, self._stack.depth(path))
 
-    def _measured(self, call: KernelCall | WrittenCall) -> SeenCall:
+    def _measured(self, call: KernelCall | WrittenCall) -> MeasuredCall:
         if self._settings.training and not torch.is_grad_enabled():
             self._seen.without_gradients = True
         return call.measure(self._settings.rows, self._settings.keep)

@@ -3,7 +3,7 @@
 The operations on the way say what multiplies q·k; the numbers are compared with that, and believed where they differ.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,24 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
-from attnscale.numerics import HALF_DTYPES, wide_dtype
+from attnscale.numerics import HALF_DTYPES, constant_on, wide_dtype
 from attnscale.tracing.coordinates import NOWHERE
-from attnscale.tracing.following import ProjectionPath, Trail
+from attnscale.tracing.following import ProjectionPath, Trace
 from attnscale.tracing.parameters import Origins, released
 from attnscale.tracing.roles import Product, Scores
 from attnscale.visibility import HIDING_GAP, NEVER_A_SCORE
-from attnscale.watching.axes import Axes, Operands, arrive, channels_of
-from attnscale.watching.call import (
-    COMPUTED,
-    Reading,
-    SeenCall,
-    detached_sides,
-    differs_by_row,
-    lost_on_the_way,
-    rescaled_sides,
-    scale_after_cap,
-)
-from attnscale.watching.gradients import GradientLengths, of_product
+from attnscale.watching.axes import Axes, Operands, channels_of, points_in_product
+from attnscale.watching.gradients import GradientLengths
+from attnscale.watching.layer import COMPUTED, MeasuredCall, Reading, Wiring, differs_by_row
 from attnscale.watching.rows import Rows, flags_added, hidden_by, hiding_gap, is_bias, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_written_call
 
@@ -47,7 +38,7 @@ def written_call(axes: Axes | None, scores: Tensor) -> "WrittenCall | None":
     if axes is None:
         return None
     written = WrittenCall(axes, scores.detach().reshape(axes.shape))
-    return written if written.probed.arrival.found.all() else None
+    return written if written.probed.product_points.are_found.all() else None
 
 
 @dataclass(frozen=True)
@@ -77,18 +68,18 @@ class WrittenCall:
         return Operands.of(self.axes, self.axes.groups[0], self.probe.numpy())
 
     @property
-    def trail(self) -> Trail:
+    def trace(self) -> Trace:
         """The way of the first of them from the softmax back to the product."""
-        return self.probed.arrival.trails[0]
+        return self.probed.product_points.traces[0]
 
-    def measure(self, rows: int | None, keep: bool) -> SeenCall:
+    def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
         """Measure this call."""
         axes, (query_path, key_path) = self.axes, self.paths
         scores, visible = self.rows_at(self.probe)
         batch, heads = axes.groups.shape
         by_row = Rows(batch, heads, axes.length, scores.shape[-1], visible is not None, self.rows_at)
         shown = self._in_product.expand(scores.shape) if visible is None else visible & self._in_product
-        inert = inert_fill(self.trail, scores[0], shown[0])
+        inert = inert_fill(self.trace, scores[0], shown[0])
         shown = shown if inert is None else shown & (scores != inert)
         hidden = None if visible is None else by_row.keys_nobody_sees(self.probe)
         hidden = None if hidden is None else hidden[:, self._in_product]
@@ -99,7 +90,7 @@ class WrittenCall:
         fitted = fit(self.predicted, scores[0], shown[0]) if self.is_pure else None
         scales = self.scales(fitted)
         kept = save_written_call(self, scales, padding) if keep and not self._parts else None
-        return SeenCall(
+        return MeasuredCall(
             kind="eager",
             heads=self.heads,
             kv_heads=axes.kv_heads,
@@ -119,12 +110,14 @@ class WrittenCall:
             batch=batch,
             attends_itself=attends_itself,
             padding=padding,
-            normalised=query_path.normalised and key_path.normalised,
-            biased=biased,
+            wiring=Wiring(
+                normalised=query_path.normalised and key_path.normalised,
+                biased=biased,
+                bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
+                softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
+                softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
+            ),
             cosine=cosine if biased else None,
-            bias_is_scaled=any(is_bias(bias) and abs(by - 1) > FACTOR_OF_ONE for bias, by in self.biases),
-            softcap_discarded=axes.product.capped and self.softcap is None and not axes.product.times_own_tanh,
-            softcap_unbounded=axes.product.times_own_tanh and self.softcap is None,
             over_pairs=axes.over_pairs,
             kept=kept,
             origins=self.origins(),
@@ -146,18 +139,18 @@ class WrittenCall:
     @cached_property
     def _parts(self) -> list[Product]:
         """Products of other features of the same queries: added, and scaled alike."""
-        if not self.trail.other_scores:
+        if not self.trace.other_scores:
             return []
         own, parts = set(channels_of(self.axes.product)), []
-        for node, factor in self.trail.other_scores:
+        for node, factor in self.trace.other_scores:
             if not isinstance(node.role, Scores) or node.role.of.has_softmax:
                 continue
             product = node.role.of
             if own.intersection(theirs := channels_of(product)) or () in theirs:
                 continue  # a term of positions, which multiplies the query or the key of the scores once more
-            arrival = arrive(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
-            total = arrival.factor[0] * factor * product.alpha
-            if arrival.found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
+            product_points = points_in_product(node, np.zeros((1, len(node.shape)), dtype=np.int64), product)
+            total = product_points.factor[0] * factor * product.alpha
+            if product_points.are_found.all() and np.isclose(total, self.probed.multiplier.flat[0], rtol=1e-4):
                 parts.append(product)
         return parts
 
@@ -165,13 +158,13 @@ class WrittenCall:
     def biases(self) -> tuple[tuple[Tensor, float], ...]:
         """Operands that were added to the scores, each with the factor that multiplied it afterwards."""
         bias = self.axes.product.bias
-        own = () if bias is None else ((bias, float(self.probed.arrival.factor.mean())),)
-        return self.trail.biases + own
+        own = () if bias is None else ((bias, float(self.probed.product_points.factor.mean())),)
+        return self.trace.biases + own
 
     @property
     def softcap(self) -> float | None:
         """The factor that multiplies a tanh of the scores."""
-        return abs(self.trail.caps[0]) if self.trail.caps else None
+        return abs(self.trace.caps[0]) if self.trace.caps else None
 
     @cached_property
     def predicted(self) -> Tensor:
@@ -180,7 +173,7 @@ class WrittenCall:
 
     @property
     def _adds(self) -> bool:
-        return self.trail.added or self.axes.product.bias is not None
+        return self.trace.added or self.axes.product.bias is not None
 
     def scales(self, fitted: "Fit | None") -> Tensor:
         """Return the slope of the softmax's input on q·k, a value a head."""
@@ -198,15 +191,20 @@ class WrittenCall:
 
     @property
     def is_pure(self) -> bool:
-        impure = self._adds or self.trail.blended or self.trail.dropped or self.axes.over_pairs
+        impure = self._adds or self.trace.blended or self.trace.dropped or self.axes.over_pairs
         return not impure and self.softcap is None
 
     def gradients(self, factor: float = 1.0) -> GradientLengths:
         """Follow the gradients of the operands of the product, or of what a factor multiplied to make them."""
         product, groups = self.axes.product, self.axes.groups
-        entries = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).arrival.at[:, 0]
+        found = Operands.of(self.axes, groups.ravel(), np.zeros(1, dtype=np.int64)).product_points.at[:, 0]
+        if product.left.dim() != 3 or product.right.dim() != 3 or len(np.unique(found)) < len(found):
+            return GradientLengths()  # several heads in one entry cannot be told apart by it
+        entries = found.reshape(groups.shape)
         query, key = (product.left, product.right) if self.axes.keys_are_right else (product.right, product.left)
-        return of_product(query, key, entries.reshape(groups.shape), self.axes.owners, factor)
+        return GradientLengths.followed(
+            query, key, self.heads, self.axes.owners, lambda each: factor * each[constant_on(each.device, entries)]
+        )
 
     def norms(self, padding: Tensor | None, hidden: Tensor | None, every: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return ‖q‖, ‖k‖ and their cosine for each head, padding aside, as they left their projections."""
@@ -222,7 +220,7 @@ class WrittenCall:
 
     def origins(self) -> Origins:
         """Return the origins of queries and keys; of a sum of several products, or of mixed heads, none."""
-        if self.trail.other_scores or self.trail.mixed:
+        if self.trace.other_scores or self.trace.mixed:
             return Origins()
         return Origins(*(released(self.probed.origin(queries)) for queries in (True, False)))
 
@@ -245,7 +243,6 @@ class WrittenCall:
 
     @cached_property
     def _by_group(self) -> Tensor:
-        """A view of the scores: (…other axes…, queries, keys)."""
         axes = self.axes
         moving = (*axes.other_axes, *axes.query_axes, axes.key_axis)
         single = [axis for axis in range(len(axes.shape)) if axis not in moving]
@@ -260,11 +257,11 @@ class WrittenCall:
         """Return the scores of these rows, (batch, heads, rows, keys), and which of them are visible; None: all."""
         chosen = self._by_group.index_select(-2, positions.to(self.scores.device))
         scores = self._by_head(chosen.reshape(-1, *chosen.shape[-2:])).to(wide_dtype(chosen))
-        may_hide = self.trail.fills or self._shifted or self.finite_gaps
+        may_hide = self.trace.fills or self._shifted or self.finite_gaps
         if scores.device.type == "cpu" and scores.numel() and not may_hide and bool(scores.amin() > NEVER_A_SCORE):
             return scores, None
         hidden = scores <= NEVER_A_SCORE
-        for fill in self.trail.fills:
+        for fill in self.trace.fills:
             if NEVER_A_SCORE < fill <= -HIDING_GAP:
                 hidden |= torch.isclose(scores, scores.new_tensor(fill), rtol=1e-3)
         if self._shifted or self.finite_gaps:
@@ -276,7 +273,7 @@ class WrittenCall:
 
     @cached_property
     def _shifted(self) -> bool:
-        return bool(self.probed.arrival.shift.any())
+        return bool(self.probed.product_points.shift.any())
 
     @cached_property
     def finite_gaps(self) -> list[tuple[float, float]]:
@@ -301,32 +298,32 @@ class Fit(NamedTuple):
 
 def reading_of(call: WrittenCall, fitted: Fit | None, fill: float | None) -> Reading:
     """Return what is known of the way to the softmax; `fitted` where nothing but q·k should be in the probed rows."""
-    query, key = call.paths
-    return Reading(
-        _unread(call, fitted),
-        call.trail.learned_terms,
-        query.learned_factor or key.learned_factor or call.trail.learned_factor,
-        detached_sides(query, key),
-        call.trail.dropped,
-        fill,
-        capped_mask(call.trail, call.softcap),
-        next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
-        scale_after_cap(call.trail.after_caps) if call.trail.caps else None,
-        rescaled_sides(query, key),
+    of_paths, trace = Reading.of_paths(*call.paths), call.trace
+    after = trace.after_caps
+    return replace(
+        of_paths,
+        unread=_unread(call, of_paths.unread, fitted),
+        learned_terms=trace.learned_terms,
+        learned_factor=of_paths.learned_factor or trace.learned_factor,
+        dropped=trace.dropped,
+        inert_fill=fill,
+        capped_mask=capped_mask(trace, call.softcap),
+        inert_added=next((added * by for bias, by in call.biases if (added := flags_added(bias)) is not None), None),
+        scale_after_cap=float(np.prod(after[:-1])) if trace.caps and len(after) > 1 else None,
     )
 
 
-def capped_mask(trail: Trail, cap: float | None) -> float | None:
+def capped_mask(trace: Trace, cap: float | None) -> float | None:
     """Return what a soft-cap makes of scores that were hidden before it; None where none were."""
     hides = (
-        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trail.under_cap
+        each <= -HIDING_GAP if isinstance(each, float) else hiding_gap(each) is not None for each in trace.under_cap
     )
     return -cap if cap is not None and any(hides) else None
 
 
-def inert_fill(trail: Trail, scores: Tensor, shown: Tensor) -> float | None:
+def inert_fill(trace: Trace, scores: Tensor, shown: Tensor) -> float | None:
     """Return the number that a mask puts in the place of some keys of a row, where scores reach it, too."""
-    for fill in trail.fills:
+    for fill in trace.fills:
         filled = (scores == scores.new_tensor(fill)) & shown
         if abs(fill) < HIDING_GAP and bool((filled.any(-1) & ~filled.all(-1)).any()):
             return fill
@@ -351,17 +348,16 @@ def _or_one(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), values, 1.0)
 
 
-def _unread(call: WrittenCall, fitted: "Fit | None") -> str:
-    """Return why the multiplier cannot be judged; empty where it can."""
+def _unread(call: WrittenCall, lost: str, fitted: Fit | None) -> str:
     if call.axes.between_channels:
         return "its product sums over positions: channels attend to channels, and d_k is the length"
-    if call.trail.blended:
+    if call.trace.blended:
         return "an operation between its product and its softmax was not understood"
-    if call.trail.shared_out:
+    if call.trace.shared_out:
         return "q·k is one of several terms, by a learned share"
-    if call.trail.computed_factor:
+    if call.trace.computed_factor:
         return COMPUTED
-    why = lost_on_the_way(*call.paths) or differs_by_row(call.stated)
+    why = lost or differs_by_row(call.stated)
     if why or fitted is None or call.axes.product.left.dtype in HALF_DTYPES:
         return why
     explained = float(fitted.explained.min())

@@ -57,7 +57,7 @@ def _is_plain(call: Call) -> bool:
 
 def attends(call: Call) -> bool:
     """Return True if one kernel gives the output too; one query of few heads would leave most of a GPU idle."""
-    is_whole = call.dropout_p == 0.0 and call.value.shape[-1] == call.query.shape[-1]
+    is_whole = call.dropout_p == 0.0 and call.sinks is None and call.value.shape[-1] == call.query.shape[-1]
     if not is_whole or not _is_plain(call) or not has_one_dtype(call):
         return False
     programs = call.key.shape[0] * call.key.shape[1]
@@ -71,14 +71,15 @@ def has_one_dtype(call: Call) -> bool:
 
 def attend(call: Call) -> tuple[Tensor, ScoreStats]:
     """Return the output with its gradient, and the exact statistics of every row."""
-    given = call.query, call.key, call.value
+    given, is_causal = (call.query, call.key, call.value), call.visibility.is_causal
     if is_intercepted(*given):
-        output, _, table = attention_rows(*given, call.scale, call.visibility.is_causal)
+        output, _, table = attention_rows(*given, call.scale, is_causal)
         return output, ScoreStats(call.query.shape[1], exact=True, pool=Table(table))
-    return attend_directly(call.scale, call.visibility.is_causal, *given)
+    return attend_directly(kernel_for(*given, call.scale, is_causal), call.scale, is_causal, *given)
 
 
 def attend_directly(
+    kernel: Kernel,
     scale: float,
     is_causal: bool,
     query: Tensor,
@@ -87,14 +88,14 @@ def attend_directly(
     starts: Tensor | None = None,
     longest: int = 0,
 ) -> tuple[Tensor, ScoreStats]:
-    """Return what attend() does, without the operator.
+    """Return what attend() does, without the operator; the kernel is for tensors of these layouts.
 
     `starts`: where packed sequences begin and the last one ends; `longest` of them is what a backward asks for.
     """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        output, table = _Attention.apply(query, key, value, scale, is_causal, starts, longest)  # type: ignore[no-untyped-call]
+        output, table = _Attention.apply(query, key, value, kernel, scale, is_causal, starts, longest)  # type: ignore[no-untyped-call]
     else:
-        output, _, table = _attended(query, key, value, scale, is_causal, starts)
+        output, _, table = _attended(query, key, value, kernel, scale, starts)
     return output, ScoreStats(query.shape[1], exact=True, pool=Table(table))
 
 
@@ -126,6 +127,24 @@ def is_on_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return hopper.takes(layout_key(query), layout_key(key), layout_key(value))
 
 
+def kernel_for(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, in_sequences: bool = False
+) -> Kernel:
+    """Return the kernel that attends with these tensors, and with others of the same layouts."""
+    if scale <= 0.0 or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return partial(_attend_prepared, is_causal)
+    return _kernel_for(layout_key(query), layout_key(key), layout_key(value), is_causal, in_sequences)
+
+
+def _attend_prepared(
+    is_causal: bool, query: Tensor, key: Tensor, value: Tensor, scale: float, starts: Tensor | None
+) -> Rows:
+    """Attend with a positive scale and contiguous heads, as the kernels want them."""
+    query, scale = positive_scale(query, scale)
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    return kernel_for(query, key, value, scale, is_causal, starts is not None)(query, key, value, scale, starts)
+
+
 @lru_cache(maxsize=4096)
 def _kernel_for(query: Layout, key: Layout, value: Layout, is_causal: bool, in_sequences: bool) -> Kernel:
     """Return the kernel for tensors of these layouts: the one cache between a call and a launch."""
@@ -155,14 +174,11 @@ def _attend_one_query(
 
 
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool, starts: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V, the lse, and the table of the heads."""
     from attnscale.measure.cuda.finish import finish  # not before it is needed: a CPU may have no triton
 
-    query, scale = positive_scale(query, scale)
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    kernel = _kernel_for(layout_key(query), layout_key(key), layout_key(value), is_causal, starts is not None)
     output, lse, sums = kernel(query, key, value, scale, starts)
     return output, lse, finish(sums.unsqueeze(1))
 
@@ -176,12 +192,13 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        kernel: Kernel,
         scale: float,
         is_causal: bool,
         starts: Tensor | None,
         longest: int,
     ) -> Any:
-        output, lse, table = _attended(query, key, value, scale, is_causal, starts)
+        output, lse, table = _attended(query, key, value, kernel, scale, starts)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.mark_non_differentiable(table)
         ctx.scale, ctx.is_causal, ctx.starts, ctx.longest = scale, is_causal, starts, longest
@@ -193,8 +210,8 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         back = Pass(grad, query, key, value, output, lse, ctx.scale, ctx.is_causal)
         if ctx.starts is None:
-            return *attention_gradients(back), None, None, None, None
-        return *packed_gradients(back, ctx.starts, ctx.longest), None, None, None, None
+            return *attention_gradients(back), *(None,) * 5
+        return *packed_gradients(back, ctx.starts, ctx.longest), *(None,) * 5
 
 
 @torch.library.custom_op("attnscale::attention_rows", mutates_args=(), device_types="cuda")
@@ -202,7 +219,7 @@ def attention_rows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · QKᵀ) V; without gradient the lse of each row, and the table of the heads."""
-    return _attended(query, key, value, scale, is_causal)
+    return _attended(query, key, value, kernel_for(query, key, value, scale, is_causal), scale)
 
 
 @attention_rows.register_fake

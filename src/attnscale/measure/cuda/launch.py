@@ -5,7 +5,6 @@ what a kernel was compiled for is not looked up again.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -194,16 +193,14 @@ class Launch:
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch so many programs on the current stream of the device."""
-        with _on_device(self._device):
-            if self._compiled is None:  # always so in triton's interpreter
-                self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-            else:
-                self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
-
-
-def _on_device(device: int | None) -> AbstractContextManager[object]:
-    is_current = device is None or device == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
+        if self._device is not None and self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(grid, *arguments)
+        if self._compiled is None:  # always so in triton's interpreter
+            self._compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+        else:
+            self._compiled[*grid, 1, 1](*arguments, *self._constants.values())
+        return None
 
 
 def counters(device: torch.device, count: int) -> Tensor:

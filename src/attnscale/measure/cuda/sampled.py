@@ -9,8 +9,7 @@ from torch import Tensor
 from attnscale.attending.call import Call
 from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take, key_span
 from attnscale.measure.lengths import max_bound
-from attnscale.measure.pool import uncertainty_of
-from attnscale.measure.pooled import NUMBERS, Table
+from attnscale.measure.pooled import NUMBERS, Table, uncertainty_of
 from attnscale.measure.row_sums import RowSums
 from attnscale.measure.sampling import Design, Sample, design
 from attnscale.measure.stats import ScoreStats
@@ -44,20 +43,17 @@ def measures(call: Call) -> bool:
     return kernels_take(call) and not is_intercepted(call.query, call.key)
 
 
-def measure(call: Call, rows: int | None, sinks: Tensor | None = None) -> ScoreStats:
-    """Measure every row, or about this many a head; what the mask hides is False or −∞.
-
-    `sinks`, (heads,), are learned logits that join the denominators.
-    """
+def measure(call: Call, rows: int | None) -> ScoreStats:
+    """Measure every row, or about this many a head; what the mask hides is False or −∞."""
     from attnscale.measure.cuda import finish, masked_rows  # not before it is needed: a CPU may have no triton
     from attnscale.measure.cuda import rows as every_row
 
     (batch, heads, q_len, _), kv_len, seen = call.query.shape, call.key.shape[2], call.visibility
     planned = None if rows is None else design(rows, q_len, batch, not seen.is_full)
     with torch.no_grad():
-        sinks = None if sinks is None else sinks.detach().to(torch.float64, copy=True)
         if planned is not None:
-            return measure_rows(call, planned, max_bound(call), sinks).stats(capturing())
+            return measure_rows(call, planned, max_bound(call)).stats(capturing())
+        sinks = own_sinks(call)
         if not seen.is_plain or call.softcap is not None:
             table = finish.finish(masked_rows.score_masked_rows(call, None, kv_len), sinks=sinks)
         elif q_len == 1:
@@ -86,9 +82,12 @@ def heads_as_rows(query: Tensor, key: Tensor) -> Tensor:
     return query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
 
 
-def measure_rows(
-    call: Call, planned: Design, bounds: Tensor | None, sinks: Tensor | None = None, table: Tensor | None = None
-) -> SampledRows:
+def own_sinks(call: Call) -> Tensor | None:
+    """Return a copy of its learned sinks, (heads,), in float64."""
+    return None if call.sinks is None else call.sinks.detach().to(torch.float64, copy=True)
+
+
+def measure_rows(call: Call, planned: Design, bounds: Tensor | None, table: Tensor | None = None) -> SampledRows:
     """Measure a draw of rows, whatever they see; what a mask hides is False or −∞.
 
     `bounds` are upper bounds of scores: the lse of every row, or one of each head; None: they are told
@@ -98,6 +97,7 @@ def measure_rows(
 
     sample = drawn_ahead(planned, len(call.query), call.query.device).next()
     sums = masked_rows.score_masked_rows(call, sample.positions, key_span(call.query, call.key))
+    sinks = own_sinks(call)
     table = finish.finish(sums, weights_of(planned, call.query.device), bounds, sinks, table)
     return SampledRows(sample, sums, table, sinks)
 

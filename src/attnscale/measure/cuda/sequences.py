@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from attnscale.attending.ragged import Ragged, as_one_row
-from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper
+from attnscale.measure.cuda.attention import attend_directly, has_one_dtype, is_on_hopper, kernel_for
 from attnscale.measure.cuda.launch import capturing, is_intercepted, kernels_take
+from attnscale.measure.cuda.sampled import own_sinks
 from attnscale.measure.pooled import Table
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import HALF_DTYPES
@@ -26,7 +27,8 @@ def measures(ragged: Ragged) -> bool:
 def attends(ragged: Ragged) -> bool:
     """Return True if one kernel gives the output too, and torch has a backward for it."""
     row = ragged.row
-    if row.dropout_p or row.value.shape[-1] != row.query.shape[-1] or not has_one_dtype(row) or not measures(ragged):
+    is_whole = not row.dropout_p and row.sinks is None and row.value.shape[-1] == row.query.shape[-1]
+    if not is_whole or not has_one_dtype(row) or not measures(ragged):
         return False
     return not _learns(ragged) or (
         row.query.dtype in HALF_DTYPES
@@ -44,19 +46,20 @@ def attends_for_less(ragged: Ragged) -> bool:
 def attend(ragged: Ragged) -> tuple[Tensor, ScoreStats]:
     """Return the output of every sequence, (1, heads, total, head_dim), with its gradient, and their statistics."""
     row, longest = ragged.row, ragged.rows.longest if _learns(ragged) else 0
-    given = row.query, row.key, row.value, ragged.rows.offsets, longest
-    output, stats = attend_directly(row.scale, row.visibility.last == 0, *given)
+    given, is_causal = (row.query, row.key, row.value), row.visibility.last == 0
+    kernel = kernel_for(*given, row.scale, is_causal, in_sequences=True)
+    output, stats = attend_directly(kernel, row.scale, is_causal, *given, ragged.rows.offsets, longest)
     return as_one_row(output), stats
 
 
-def measure(ragged: Ragged, sinks: Tensor | None) -> ScoreStats:
-    """Measure every row alone; `sinks`, (heads,), are learned logits that join the denominators."""
+def measure(ragged: Ragged) -> ScoreStats:
+    """Measure every row without the output."""
     from attnscale.measure.cuda import finish, rows  # not before it is needed: a CPU may have no triton
 
     row = ragged.row
     with torch.no_grad():
         sums = rows.score_rows(row.query, row.key, row.scale, row.visibility.last == 0, ragged.rows.offsets)
-        table = finish.finish(sums.unsqueeze(1), sinks=None if sinks is None else sinks.double())
+        table = finish.finish(sums.unsqueeze(1), sinks=own_sinks(row))
     return ScoreStats(row.query.shape[1], exact=True, pool=Table(table), refreshed=capturing())
 
 

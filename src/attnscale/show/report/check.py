@@ -16,7 +16,7 @@ from attnscale.show.figures import Axis, Figure, Heat, ticks
 from attnscale.show.page import Note, Page, Row, Section, Table, Terms, render
 from attnscale.show.report.heads import concentrated_heads, critical_spreads, errors_of, map_of_layers, spread_of
 from attnscale.show.text import Column, by_pattern, columns, place
-from attnscale.watching.seen import padding_told
+from attnscale.watching.seen import padding_note
 
 CRITICAL_SPREAD = {"critical spread": "√(2 ln n): of n scores that spread wider, a few keys take most of the weight"}
 OF_MODELS = {
@@ -112,7 +112,7 @@ def _method(checked: Checked) -> Section:
         f"One forward pass on {checked.fed}, on {checked.device}; {rows} was measured. Judged by its norms and "
         f"biases, the model is {state}."
     )
-    padding = padding_told(checked.audit.layers.values())
+    padding = padding_note(checked.audit.layers.values())
     text = " ".join([told, *padding, *checked.notes])
     return Section("method", "How it was measured", (text, errors_of(checked.audit.layers), words_of_models()))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnscale.torch_internals import has_kernel, schema_of
 from attnscale.tracing.coordinates import Indices, Points, grid
 from attnscale.tracing.following import channels
-from attnscale.tracing.lineage import Ledger, Node, moved
+from attnscale.tracing.lineage import Lineage, Node, moved
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels import flash, sdpa
 from attnscale.watching.kernels.kernel_call import KernelCall
@@ -20,7 +20,7 @@ from attnscale.watching.kernels.kernel_call import KernelCall
 __all__ = ["KernelCall", "OpTraits", "kernel_calls", "traits_of"]
 
 DEVICES = ("cpu", "cuda")
-Reader = Callable[[Ledger, dict[str, Any]], Iterator[KernelCall]]
+Reader = Callable[[Lineage, dict[str, Any]], Iterator[KernelCall]]
 
 # By the name of an operation; what begins with one that ends in a star is meant too.
 READERS: dict[str, Reader] = {
@@ -40,10 +40,10 @@ READERS: dict[str, Reader] = {
 ARGUMENTS = {"flex_attention": sdpa.ARGUMENTS}
 
 
-def kernel_calls(ledger: Ledger, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
+def kernel_calls(lineage: Lineage, name: str, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Return the attentions that a call of a kernel computes; `given` are its arguments and results by name."""
     reader = _reader(name)
-    return iter(()) if reader is None else map(with_heads_on_their_axis, reader(ledger, given))
+    return iter(()) if reader is None else map(with_heads_on_their_axis, reader(lineage, given))
 
 
 def _reader(name: str) -> Reader | None:

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from attnscale.tracing.coordinates import sliced, transposed
-from attnscale.tracing.lineage import Ledger, Node, moved
+from attnscale.tracing.lineage import Lineage, Node, moved
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall
 
 
-def flash(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flash(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read flash-attn: (batch, positions, heads, features), causal aligned to the last key."""
-    yield _flash_kernel(given, *(ledger.node(given[name]) for name in ("q", "k", "v")))
+    yield _flash_kernel(given, *(lineage.node(given[name]) for name in ("q", "k", "v")))
 
 
-def flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flash_varlen(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read flash-attn over sequences laid end to end."""
     starts = {name: given[f"cu_seqlens_{name}"].tolist() for name in ("q", "k")}
     starts["v"] = starts["k"]
@@ -27,31 +27,31 @@ def flash_varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
         parts = {name: slice(*starts[name][number : number + 2]) for name in starts}
         one = {**given, **{name: given[name][None, part] for name, part in parts.items()}}
         if one["q"].numel() and one["k"].numel():
-            yield _flash_kernel(one, *(_part(ledger.node(given[name]), part) for name, part in parts.items()))
+            yield _flash_kernel(one, *(_part(lineage.node(given[name]), part) for name, part in parts.items()))
 
 
-def varlen(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def varlen(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read _varlen_attn and _flash_attention_forward: (total, heads, features), or a batch of one length."""
     left, right = given.get("window_size") or (given.get("window_size_left"), given.get("window_size_right"))
     starts = [given.get(name) for name in ("cu_seq_q", "cu_seq_k")]
     starts = [given.get(name) for name in ("cum_seq_q", "cum_seq_k")] if starts[0] is None else starts
     arguments = _as_flash(given, starts, bool(given.get("is_causal")), left, right)
-    yield from (flash if starts[0] is None else flash_varlen)(ledger, arguments)
+    yield from (flash if starts[0] is None else flash_varlen)(lineage, arguments)
 
 
-def efficient(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def efficient(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read aten::_efficient_attention_forward: (1, total, heads, features) of sequences, or a batch of one length."""
     starts = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     first_key, last_key = (given.get("custom_mask_type") == kind for kind in (1, 2))
     if given.get("bias") is not None or (first_key and not _are_alike(given, starts)):
         return  # what flash's arguments cannot say: its causality is aligned to the last key
     if starts[0] is None:
-        yield from flash(ledger, _as_flash(given, starts, first_key or last_key, None, None))
+        yield from flash(lineage, _as_flash(given, starts, first_key or last_key, None, None))
         return
     squeezed = {name: given[name].squeeze(0) for name in ("query", "key", "value")}
     for name, tensor in squeezed.items():
-        ledger.write(tensor, _squeezed(ledger.node(given[name])))
-    yield from flash_varlen(ledger, _as_flash(given | squeezed, starts, first_key or last_key, None, None))
+        lineage.write(tensor, _squeezed(lineage.node(given[name])))
+    yield from flash_varlen(lineage, _as_flash(given | squeezed, starts, first_key or last_key, None, None))
 
 
 def _flash_kernel(given: dict[str, Any], query: Node, key: Node, value: Node) -> KernelCall:
@@ -82,7 +82,6 @@ def _turned(node: Node) -> Node:
 
 
 def _visibility(given: dict[str, Any]) -> Visibility:
-    """Return what rows see: the diagonal and the windows are aligned to the last key."""
     left = given.get("window_size_left")
     right = 0 if given.get("causal") else given.get("window_size_right")
     q_len, kv_len = given["q"].shape[1], given["k"].shape[1]
@@ -96,7 +95,6 @@ def _visibility(given: dict[str, Any]) -> Visibility:
 
 
 def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any, right: Any) -> dict[str, Any]:
-    """Return the arguments by flash-attn's names."""
     query, scale = given["query"], given.get("scale")
     return {
         "q": query,
@@ -112,7 +110,6 @@ def _as_flash(given: dict[str, Any], starts: list[Any], causal: bool, left: Any,
 
 
 def _are_alike(given: dict[str, Any], starts: list[Any]) -> bool:
-    """Return True if every sequence has as many keys as queries."""
     if starts[0] is None:
         return bool(given["query"].shape[1] == given["key"].shape[1])
     return starts[1] is None or bool((starts[0] == starts[1]).all())

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnscale.attending.call import Call, fold
-from attnscale.measure.engine import measured as stats_of
 from attnscale.measure.lengths import mean_cosine, mean_lengths_of_both
+from attnscale.measure.measuring import measured
 from attnscale.measure.stats import ScoreStats
 from attnscale.numerics import constant_on, is_surely_finite, wide_dtype, without_autocast
 from attnscale.tracing.coordinates import Indices, Points, grid
 from attnscale.tracing.following import (
     ProjectionPath,
-    Trail,
+    Trace,
     channels,
     channels_along,
     follow,
@@ -30,16 +30,8 @@ from attnscale.tracing.parameters import Origin, Origins, released, sampled_orig
 from attnscale.tracing.products import are_paired_otherwise
 from attnscale.tracing.roles import Softmax
 from attnscale.visibility import EVERYTHING, Visibility, shown_by
-from attnscale.watching.call import (
-    Factors,
-    Reading,
-    SeenCall,
-    detached_sides,
-    differs_by_row,
-    lost_on_the_way,
-    rescaled_sides,
-)
-from attnscale.watching.gradients import owners_told
+from attnscale.watching.gradients import key_owners_of
+from attnscale.watching.layer import Factors, MeasuredCall, Reading, Wiring, differs_by_row
 from attnscale.watching.rows import Rows, flags_added, highest_added, keys_nobody_sees, looks_causal, spread_positions
 from attnscale.watching.saved_call import save_kernel_call
 
@@ -77,16 +69,16 @@ class KernelCall:
     given: tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None = None
     softmax: Softmax = field(default_factory=partial(Softmax, axis=-1))  # which is told what becomes of its weights
 
-    def measure(self, rows: int | None, keep: bool) -> SeenCall:
+    def measure(self, rows: int | None, keep: bool) -> MeasuredCall:
         """Measure this call."""
         heads, head_dim = self.query.shape[1], _unpadded_head_dim(self.query, self.query_node)
-        query_trails = _follow_ends(self.query_node, self.query)
-        (query_path, by_end), (key_path, _) = _projection_path(query_trails, heads), self._key_path
+        query_traces = _follow_ends(self.query_node, self.query)
+        (query_path, by_end), (key_path, _) = _projection_path(query_traces, heads), self._key_path
         group, owners = self.group, self._owners()
         attends_itself = self.attends_itself or (query_path.source is not None and query_path.source is key_path.source)
         call = replace(self, attends_itself=attends_itself)
         query = self.query
-        if query_trails and self.query_node is not None and not query_path.constant and len(self.query) > 1:
+        if query_traces and self.query_node is not None and not query_path.constant and len(self.query) > 1:
             left_out = None if call.padding is None else call.padding.cpu().numpy()
             by_entry, rows_by_entry = _by_entry(self.query_node, left_out)
             weights = rows_by_entry if rows_by_entry.any() else None
@@ -103,13 +95,14 @@ class KernelCall:
         kept = (
             save_kernel_call(call, found.multiplier * factor, (query_path, key_path), found.softcap) if keep else None
         )
+        of_paths = Reading.of_paths(query_path, key_path)
         self.softmax.pairs_differ, self.softmax.drops = self._pairs_differ(), self.drops
-        return SeenCall(
+        return MeasuredCall(
             kind=self.kind,
             heads=heads,
             kv_heads=int(owners.max(initial=-1)) + 1,
             key_owners=owners,
-            first_row=_first_row(query_trails),
+            first_row=_first_row(query_traces),
             head_dim=head_dim,
             model_dims=tuple({width for width in (self.width or query_path.width, heads * head_dim) if width}),
             query_len=self.query.shape[-2],
@@ -124,24 +117,21 @@ class KernelCall:
             batch=self.query.shape[0],
             attends_itself=attends_itself,
             padding=found.padding,
-            normalised=query_path.normalised and key_path.normalised,
-            biased=found.bias is not None,
+            wiring=Wiring(query_path.normalised and key_path.normalised, biased=found.bias is not None),
             cosine=None if found.bias is None else call.cosine(found),
             kept=kept,
             origins=self.origins or Origins(*self._origins()),
             highest_bias=max(0.0, found.bias or 0.0),
             factors=(query_path.factor, key_path.factor) if query_path.constant and key_path.constant else None,
-            reading=Reading(
-                differs_by_row(by_end) or lost_on_the_way(query_path, key_path),
-                learned_factor=query_path.learned_factor or key_path.learned_factor,
-                detached=detached_sides(query_path, key_path),
-                rescaled=rescaled_sides(query_path, key_path),
+            reading=replace(
+                of_paths,
+                unread=differs_by_row(by_end) or of_paths.unread,
                 inert_added=flags_added(self.visibility.bias),
             ),
             softmax=self.softmax,
         )
 
-    def cosine(self, found: "Found") -> Tensor:
+    def cosine(self, found: "KernelScores") -> Tensor:
         """Root mean square of the cosine between the queries and keys of each head, padding aside."""
         (query, padding), (key, hidden) = _measured(self.query, found.padding), _measured(self.key, found.hidden_keys)
         return mean_cosine(query, key, (padding, hidden))
@@ -156,12 +146,7 @@ class KernelCall:
         """True if the kernel's arguments say that no row sees a later key; its mask may hide more."""
         return self.visibility.last in (0, self.key.shape[-2] - self.query.shape[-2])
 
-    def highest_bias(self) -> float:
-        """Return the most that its mask adds to a score; never below 0."""
-        return max(0.0, highest_added(self.visibility.bias) or 0.0)
-
     def _origins(self) -> Iterator[Origin | None]:
-        """Yield the origin of queries and keys at the first two positions and the last two, and of values."""
         for node in (self.query_node, self.key_node):
             if node is None or len(node.shape) != 4 or not all(node.shape):
                 yield None
@@ -200,37 +185,35 @@ class KernelCall:
     def stats(self, rows: int | None) -> ScoreStats:
         """Return statistics of its scores."""
         with torch.no_grad(), without_autocast(self.query):
-            return stats_of(self.scored, rows, self.lse)
+            return measured(self.scored, rows, self.lse)
 
-    def _plain(self, rows: int | None) -> "Found":
+    def _plain(self, rows: int | None) -> "KernelScores":
         causal = self.is_causal or _is_causal(self.visibility.mask, self.query.shape[-2])
         bias = highest_added(self.visibility.bias)
-        return Found(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
+        return KernelScores(self.stats(rows), self.scale, self.softcap, bias, causal, self.hidden_keys, self.padding)
 
     @cached_property
-    def _key_trails(self) -> list[Trail]:
+    def _key_traces(self) -> list[Trace]:
         return _follow_ends(self.key_node, self.key)
 
     @property
     def _key_path(self) -> tuple[ProjectionPath, Factors]:
-        return _projection_path(self._key_trails, self.key.shape[1])
+        return _projection_path(self._key_traces, self.key.shape[1])
 
     @cached_property
     def _key_channels(self) -> list[tuple[object, ...]]:
-        return channels_along(self._key_trails, 2 * self.key.shape[1])
+        return channels_along(self._key_traces, 2 * self.key.shape[1])
 
     def _owners(self) -> Indices:
-        """Return which key each query head has: key heads may be copies of each other."""
         heads = self.key.shape[1]
         own = np.arange(heads)
-        if self.query.shape[1] == heads > 1 and self._key_trails:
-            own = owners_told((self._key_channels[0::2], self._key_channels[1::2]), own)
+        if self.query.shape[1] == heads > 1 and self._key_traces:
+            own = key_owners_of((self._key_channels[0::2], self._key_channels[1::2]), own)
         return np.repeat(own, self.group)
 
     def _pairs_differ(self) -> bool:
-        """Return True if heads that share a key do not share its value."""
         value = self.value_node
-        if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_trails:
+        if value is None or len(value.shape) != 4 or not all(value.shape) or not self._key_traces:
             return False
         keys = self._key_channels[0::2]
         if len(set(keys)) == len(keys) or value.shape[1] != len(keys):
@@ -243,7 +226,7 @@ class KernelCall:
         query = self.query[:, :, positions.to(self.query.device)].to(wide_dtype(self.query))
         return query @ self.key.repeat_interleave(group, 1).to(query.dtype).mT * self.scale
 
-    def modified(self, modify: ScoreMod, rows: int | None) -> "Found":
+    def modified(self, modify: ScoreMod, rows: int | None) -> "KernelScores":
         """Measure a call with a score modification, which is called to find out what it does."""
         length = self.query.shape[-2]
         probe = spread_positions(length, MODIFIED_ROWS)
@@ -261,7 +244,7 @@ class KernelCall:
         )
         hidden = by_row.keys_nobody_sees(probe)
         padding = hidden if self.attends_itself and self.key.shape[-2] == length else None
-        return Found(
+        return KernelScores(
             by_row.without(padding).measure(rows, lambda: torch.full((heads,), torch.inf, dtype=torch.float64)),
             self.scale * multiplier,
             float(high[shown].mean()) if flat else None,
@@ -272,7 +255,7 @@ class KernelCall:
         )
 
 
-class Found(NamedTuple):
+class KernelScores(NamedTuple):
     """Scores of a kernel, by its arguments or by calling its score modification."""
 
     stats: ScoreStats
@@ -306,7 +289,6 @@ def measured_lengths(
 
 
 def _before(norm: Tensor, factor: Factors) -> Tensor:
-    """Return a norm as it was before the vectors were multiplied."""
     return norm if (factor == 1).all() else norm / constant_on(norm.device, np.abs(factor))
 
 
@@ -327,31 +309,28 @@ def _ends(heads: int, length: int) -> Points:
 
 
 def _ends_by_position(heads: int, length: int) -> Points:
-    """Return the first feature of all heads at the first two positions and at the last two."""
     positions = sorted({0, min(1, length - 1), max(0, length - 2), length - 1})
     points = np.tile(grid(1, heads, 1, 1), (len(positions), 1))
     points[:, 2] = np.repeat(positions, heads)
     return points
 
 
-def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trail]:
-    """Follow the first and last queries, or keys, to their projection; empty where they cannot be followed."""
+def _follow_ends(node: Node | None, tensor: Tensor) -> list[Trace]:
     if node is None or len(node.shape) != 4 or not tensor.numel():
         return []
     return follow(node, _ends(tensor.shape[1], tensor.shape[2]))
 
 
-def _first_row(trails: list[Trail]) -> tuple[object, ...]:
+def _first_row(traces: list[Trace]) -> tuple[object, ...]:
     """Return the row of a parameter that makes the first head's query; a first position may be padding."""
-    found = channels_along(trails, 1 + max((int(trail.index.max()) for trail in trails), default=1))[:2]
+    found = channels_along(traces, 1 + max((int(trace.index.max()) for trace in traces), default=1))[:2]
     return next(filter(None, map(row_of_parameter, found)), ())
 
 
-def _projection_path(trails: list[Trail], heads: int) -> tuple[ProjectionPath, Factors]:
-    """Return what happened to queries, or keys, since their projection, and the factors of their first and last row."""
-    if not trails:
+def _projection_path(traces: list[Trace], heads: int) -> tuple[ProjectionPath, Factors]:
+    if not traces:
         return ProjectionPath(np.ones(heads), False, None, False), np.ones((heads, 2))
-    found = projection_path(trails, 2 * heads)
+    found = projection_path(traces, 2 * heads)
     by_end = found.factor.reshape(heads, 2)
     return found._replace(factor=by_end.mean(1)), by_end
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnscale.tracing.lineage import Ledger
+from attnscale.tracing.lineage import Lineage
 from attnscale.tracing.parameters import Origins, projected_origin
 from attnscale.visibility import Visibility
 from attnscale.watching.kernels.kernel_call import KernelCall, ScoreMod
 
 
-def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def sdpa(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read SDPA: (batch, heads, positions, features), causal aligned to the first key."""
     query, key, scale = given["query"], given["key"], given.get("scale")
     mask = given.get("attn_mask") if given.get("attn_mask") is not None else given.get("attn_bias")
@@ -25,17 +25,17 @@ def sdpa(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
             query,
             key,
             query.shape[-1] ** -0.5 if scale is None else float(scale),
-            ledger.node(query),
-            ledger.node(key),
+            lineage.node(query),
+            lineage.node(key),
             Visibility.of(mask, bool(given.get("is_causal"))),
-            value_node=ledger.node(given["value"]),
+            value_node=lineage.node(given["value"]),
             value=given["value"],
             drops=bool(given.get("dropout_p")),
             lse=given.get("logsumexp") if query.device.type == "cpu" else None,
         )
 
 
-def one_pass(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def one_pass(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read attention_with_stats on a CPU: what every row sees by its position, its document and a mask."""
     query, key, value = given["query"], given["key"], given["value"]
     own, theirs = given.get("documents_q"), given.get("documents_k")
@@ -45,16 +45,16 @@ def one_pass(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
         query,
         key,
         given["scale"],
-        ledger.node(query),
-        ledger.node(key),
+        lineage.node(query),
+        lineage.node(key),
         Visibility(given.get("last"), given.get("first"), given.get("mask"), documents),
         softcap=given.get("softcap"),
-        value_node=ledger.node(value),
+        value_node=lineage.node(value),
         value=value,
     )
 
 
-def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def multi_head_attention(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.MultiheadAttention, which projects inside."""
     heads, weight, bias = given["num_head"], given["qkv_weight"], given["qkv_bias"]
     width, mask, mask_type = weight.shape[1], given.get("mask"), given.get("mask_type")
@@ -68,10 +68,10 @@ def multi_head_attention(ledger: Ledger, given: dict[str, Any]) -> Iterator[Kern
     )
     for kernel in _projected_inside(query, key, value, heads, mask, mask_type):
         own = given["query"] is given["key"]
-        yield replace(kernel, attends_itself=own, origins=_packed_origins(ledger, weight, bias, heads))
+        yield replace(kernel, attends_itself=own, origins=_packed_origins(lineage, weight, bias, heads))
 
 
-def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def encoder_layer(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read the fast path of nn.TransformerEncoderLayer."""
     source, width = given["src"], given["embed_dim"]
     mask, mask_type = given.get("mask"), given.get("mask_type")
@@ -83,7 +83,7 @@ def encoder_layer(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]
     packed = F.linear(source, given["qkv_weight"], given["qkv_bias"])
     query, key, value = packed.chunk(3, dim=-1)
     for kernel in _projected_inside(query, key, value, given["num_heads"], mask, mask_type):
-        origins = _packed_origins(ledger, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
+        origins = _packed_origins(lineage, given["qkv_weight"], given["qkv_bias"], given["num_heads"])
         yield replace(kernel, inside="self_attn", attends_itself=True, origins=origins)
 
 
@@ -95,10 +95,9 @@ def _padded(nested: Tensor) -> tuple[Tensor, Tensor]:
     return padded, (beyond[:, None, :] | beyond[:, :, None]).unsqueeze(1)
 
 
-def _packed_origins(ledger: Ledger, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
-    """Return origins of queries, keys and values that are thirds of the rows of one weight."""
-    width, added = weight.shape[0] // 3, None if bias is None else ledger.node(bias)
-    parts = (projected_origin(ledger.node(weight), added, third * width, heads, width // heads) for third in range(3))
+def _packed_origins(lineage: Lineage, weight: Tensor, bias: Tensor | None, heads: int) -> Origins:
+    width, added = weight.shape[0] // 3, None if bias is None else lineage.node(bias)
+    parts = (projected_origin(lineage.node(weight), added, third * width, heads, width // heads) for third in range(3))
     return Origins(*parts)
 
 
@@ -119,31 +118,25 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-def flex(ledger: Ledger, given: dict[str, Any]) -> Iterator[KernelCall]:
+def flex(lineage: Lineage, given: dict[str, Any]) -> Iterator[KernelCall]:
     """Read FlexAttention: its two functions are called to find out what they do to scores."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    modify = modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
+    modify = _modification(given["score_mod"], given["block_mask"][-1], given["score_buffers"], given["mask_buffers"])
     yield KernelCall(
-        "flex", query, key, float(given["scale"]), ledger.node(query), ledger.node(key), score_mod=modify,
-        value_node=ledger.node(value), value=value,
+        "flex", query, key, float(given["scale"]), lineage.node(query), lineage.node(key), score_mod=modify,
+        value_node=lineage.node(value), value=value,
     )  # fmt: skip
 
 
-def modification(
-    score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any], is_traced: bool = False
-) -> ScoreMod:
-    """Return a function that changes scores as the two functions do, and says which are visible.
-
-    They are of one score; as graphs that were traced they take tensors of all of them, which broadcast.
-    """
-    over_all = _at_once if is_traced else _one_by_one
+def _modification(score_mod: Any, mask_mod: Any, score_buffers: Sequence[Any], mask_buffers: Sequence[Any]) -> ScoreMod:
+    """Return a function that changes scores as the two functions of one score do, and says which are visible."""
 
     def modify(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, heads, _, keys = scores.shape
         at = [torch.arange(size, device=scores.device) for size in (batch, heads, 0, keys)]
         at[2] = positions.to(scores.device)
-        score = over_all(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
-        shown = over_all(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
+        score = _one_by_one(lambda s, b, h, i, j: score_mod(s, b, h, i, j, *score_buffers), scored=True)
+        shown = _one_by_one(lambda b, h, i, j: mask_mod(b, h, i, j, *mask_buffers), scored=False)
         visible = shown(*at).expand(batch, heads, -1, -1)
         changed = score(scores, *at)
         return changed, visible & (changed != -math.inf)
@@ -151,20 +144,7 @@ def modification(
     return modify
 
 
-def _at_once(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of tensors that broadcast."""
-
-    def of_all(*given: Tensor) -> Tensor:
-        scores, indices = given[: int(scored)], given[int(scored) :]
-        sizes = [len(index) for index in indices]
-        spread = [index.view(*(-1 if at == axis else 1 for at in range(4))) for axis, index in enumerate(indices)]
-        return function(*scores, *spread).expand(sizes)
-
-    return of_all
-
-
 def _one_by_one(function: Callable[..., Tensor], scored: bool) -> Callable[..., Tensor]:
-    """Return a function of scores and the indices along their axes, from one of one score and four numbers."""
     lead = (0,) if scored else ()
     for axis in range(3, -1, -1):
         indices = tuple(0 if at == axis else None for at in range(4))
